@@ -1,0 +1,64 @@
+"""The private corners of torch that autopar needs, each wrapped once, with the reason.
+
+`tests/test_torch_private.py` exercises every one of them, so a torch upgrade that moves one fails loudly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+# torch.export speaks of nested inputs and outputs in these trees; torch has no public module for them.
+TreeSpec = _pytree.TreeSpec
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+
+
+def tree_paths(tree: Any) -> list[str]:
+    """A readable path for every leaf of `tree`, such as `kwargs['attention_mask']`, in flatten order."""
+    return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward pass that is running was asked to retain the graph (no public query exists)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def register_output_type(error: BaseException, model: nn.Module) -> bool:
+    """Teach torch's trees the output class that `error` (of torch.export) calls unknown; False if we cannot.
+
+    Dataclasses are registered by their fields. Caches of transformers models are registered by transformers' own
+    functions, whose place depends on its version.
+    """
+    found = re.search(r"<class '([\w.]+)'> in output", str(error))
+    if not found:
+        return False
+    module_name, _, class_name = found[1].rpartition(".")
+    cls = getattr(sys.modules.get(module_name), class_name, None)
+    if cls is None:
+        return False
+    if dataclasses.is_dataclass(cls):
+        torch.export.register_dataclass(cls)
+        return True
+    if module_name.startswith("transformers."):
+        for place, function, args in (
+            ("transformers.exporters.exporter_dynamo", "register_cache_pytrees_for_model", (model,)),
+            ("transformers.integrations.executorch", "register_dynamic_cache_export_support", ()),
+        ):
+            try:
+                register = getattr(importlib.import_module(place), function)
+            except (ImportError, AttributeError):
+                continue
+            register(*args)
+            if cls in _pytree.SUPPORTED_NODES:
+                return True
+    return False

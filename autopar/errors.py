@@ -1,0 +1,41 @@
+"""Every error and warning that autopar raises on purpose.
+
+Each message names what was wrong (module path, tensor, value) and what would be right.
+"""
+
+from cost_models.errors import DeviceError
+
+
+class AutoparError(Exception):
+    """Base class of autopar's own errors."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as one graph; names the module path, the source line and what to change."""
+
+
+class InputError(AutoparError, ValueError):
+    """An argument of a call does not fit: names the argument, its value and what would be right."""
+
+
+class PlanError(AutoparError, ValueError):
+    """A plan does not fit the model, the devices or the batch; lists every violation."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan fits the memory limit; says by how much and which stage."""
+
+
+class AutoparWarning(UserWarning):
+    """Something that changes the numbers or the speed that a user may not expect, said once."""
+
+
+__all__ = [
+    "AutoparError",
+    "AutoparWarning",
+    "CaptureError",
+    "DeviceError",
+    "InfeasibleError",
+    "InputError",
+    "PlanError",
+]

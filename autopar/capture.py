@@ -292,7 +292,23 @@ def _clean(module: fx.GraphModule) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule):
             _clean_child(child)
     graph.eliminate_dead_code()
+    _name_writes(graph)
     return fx.GraphModule(module, graph, class_name="Captured")
+
+
+def _name_writes(graph: fx.Graph) -> None:
+    """After `b = relu_(a)` read `b`, not `a`: every later reader then depends on the write by an edge of the graph."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.returns or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        alias = schema.returns[0].alias_info
+        if alias is None or not alias.is_write or node.args[0].op == "get_attr":
+            continue
+        for user in list(node.args[0].users):
+            if order[user] > order[node]:
+                user.replace_input_with(node.args[0], node)
 
 
 def _clean_child(module: fx.GraphModule) -> None:

@@ -16,8 +16,9 @@ _ALL: Cells = (slice(None), slice(None))
 
 
 class Costs:
-    """Costs of a problem's stages, in the notation of `autopar.search.partition`, over its blocks of atoms between
-    allowed cuts.
+    """Costs of a problem's stages, in the notation of `autopar.search.partition`.
+
+    Stages are intervals of blocks: of the atoms between neighbouring allowed cuts.
 
     The methods with the arguments (kind, replicas, devices of the stage and all later ones, cells) are edges.
     """

@@ -42,7 +42,8 @@ from autopar.search.suffixes import Cells, Edges, State, Suffixes, Used
 def solve(problem: Problem) -> dict[Used, Solution]:
     """Return the optimal partition for every vector of device counts that has one, using exactly so many of each kind.
 
-    Stages may take devices of the kinds in any order. See the module for objective, method and complexity.
+    Stages may take devices of the kinds in any order. Among plans of equal cost, fewer stages and earlier cuts are
+    preferred. See the module for objective, method and complexity.
     """
     costs = Costs(problem)
     slowest = _suffixes(costs, costs.max_terms, np.maximum)
@@ -53,10 +54,9 @@ def solve(problem: Problem) -> dict[Used, Solution]:
 
 
 def explain_infeasible(problem: Problem) -> Infeasibility | None:
-    """Return the stage that lacks most memory in the plan, over all device counts, whose most lacking stage lacks
-    least.
+    """Return why no plan fits: the stage that lacks most memory, in the plan where that is least; None if one fits.
 
-    None if some plan fits. One program, so much cheaper than `solve`.
+    The plan is the best over all device counts. One program, so cheaper than `solve`.
     """
     costs = Costs(problem)
     lacking = _suffixes(costs, costs.lacking, np.maximum)
@@ -73,19 +73,19 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
 def _best(costs: Costs, used: Used, slowest: Suffixes, heads: Suffixes) -> Solution:
     """The optimum over the plans that use exactly `used`, of which there is at least one.
 
-    `slowest` and `heads` (`_heads`) minimise the max term of suffixes and prefixes.
+    `slowest` and `heads` have the least max terms of suffixes and of prefixes (`_heads`).
     """
     least_max = slowest.optimum(used)
     best = costs.solution(slowest.path(used), used)
     bound = best.objective - costs.least_sum(used)
-    # Invariant: no plan whose max term exceeds `bound` beats `best`. At first, because no sum is below least_sum.
+    # Invariant: no plan whose max term exceeds `bound` beats `best`. At first because no sum is below least_sum.
     while bound >= least_max:
         starts = _starts_within(bound, used, slowest, heads)
         within = _suffixes(costs, costs.times_within(bound), np.add, starts)
         path, least_sum = within.path(used), within.optimum(used)
         best = min(costs.solution(path, used), best, key=lambda solution: solution.objective)
-        # All plans up to `bound` have a sum of least_sum or more. So one whose max term is not below that of `path` does not
-        # beat `path`, and one whose max term is not below best - least_sum does not beat `best`.
+        # All plans up to `bound` have a sum of least_sum or more. So one whose max term is not below that of `path`
+        # does not beat `path`, and one whose max term is not below best - least_sum does not beat `best`.
         bound = math.nextafter(min(costs.max_term(path), best.objective - least_sum), -math.inf)
     return best
 
@@ -93,8 +93,7 @@ def _best(costs: Costs, used: Used, slowest: Suffixes, heads: Suffixes) -> Solut
 def _heads(costs: Costs) -> Suffixes:
     """Least max terms of prefixes, as the suffixes of the reversed line: [0, i) is its suffix from b - i.
 
-    A lower bound: the devices after a prefix are not known, so its stages hold as few micro-batches as if there were
-    none.
+    A lower bound: the devices after a prefix are not known, so its stages hold as few micro-batches as with none.
     """
 
     def reversed_max_terms(kind: int, replicas: int, devices: int, cells: Cells) -> np.ndarray:

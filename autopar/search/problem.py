@@ -53,8 +53,7 @@ class Problem:
 
     Raises:
         ValueError: a cost is NaN, infinite or negative, an array has the wrong shape, an atom does not exist, a
-        consumer is
-            not after its producer, or a count is below one.
+            consumer is not after its producer, or a count is below one.
     """
 
     forward: np.ndarray  # [n_kinds, n] seconds per micro-batch
@@ -146,7 +145,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Infeasibility:
-    """The stage that lacks most memory in a plan where that is least: every plan has a stage that lacks as much or more."""
+    """The stage that lacks most memory in the plan where that is least: in every plan some stage lacks as much."""
 
     index: int  # of the stage in its plan
     stage: StageChoice

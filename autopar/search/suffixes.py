@@ -38,8 +38,9 @@ class Best(NamedTuple):
 
 
 class Suffixes:
-    """Least cost of each suffix [i, b) of b blocks on every choice of devices; stage costs combined by np.add or
-    np.maximum.
+    """Least cost of each suffix [i, b) of b blocks on every choice of devices.
+
+    The costs of a suffix's stages are combined by np.add or np.maximum:
 
     best[used][i] = min over kind k, replicas r, stop j of  combine(edges(k, r, sum(used))[i, j], best[used - r e_k][j])
 
@@ -135,7 +136,7 @@ class Suffixes:
     def _extended(
         self, state: State, kind: int, replicas: int, rest: State, starts: slice
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Suffixes whose first stage is of this kind: costs [starts, starts of the rest], stages [starts of the rest]."""
+        """Suffixes with such a first stage: costs [starts, starts of the rest], stage counts [starts of the rest]."""
         costs, stages, stops = self.best(rest)
         edges = self._edges(kind, replicas, sum(state[0]), (starts, stops))
         return self._combine(edges, costs[stops]), stages[stops] + 1

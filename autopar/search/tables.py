@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -45,13 +46,13 @@ def interval_tables(problem: Problem) -> Tables:
     received = _once_per_interval(readers, n_blocks)
     received_bytes = received(forward)
     message_bytes = received_bytes + received(backward)
-    # Values are counted, rather than bytes compared with 0, since sums of fractional bytes may leave a rounding residue.
+    # Values are counted, not bytes compared with 0, since sums of fractional bytes may leave a rounding residue.
     messages = np.sign(received(np.sign(forward))) + np.sign(received(np.sign(backward)))
 
     def time(kind: int) -> np.ndarray:
-        before = np.concatenate([[0.0], np.cumsum(problem.forward[kind] + problem.backward[kind])])[cuts]
-        device = problem.kinds[kind]
-        return before[None, :] - before[:, None] + device.latency * messages + device.seconds_per_byte * message_bytes
+        before = np.append(0.0, np.cumsum(problem.forward[kind] + problem.backward[kind]))[cuts]
+        link = problem.kinds[kind]
+        return before[None, :] - before[:, None] + link.latency * messages + link.seconds_per_byte * message_bytes
 
     return Tables(
         cuts=cuts,
@@ -75,19 +76,16 @@ def _once_per_interval(members: Iterable[tuple[int, set[int]]], n_blocks: int) -
 
     Each is two corners of a difference array, summed over both axes at the end.
     """
-    tops, blocks, owners = [], [], []
-    for owner, (floor, named) in enumerate(members):
-        for block in sorted(block for block in named if block > floor):
-            tops.append(floor + 1)
-            blocks.append(block)
-            owners.append(owner)
-            floor = block
-    top, block, owner_of = (np.array(column, dtype=np.intp) for column in (tops, blocks, owners))
+    rectangles = []
+    for item, (floor, blocks) in enumerate(members):
+        firsts = sorted(block for block in blocks if block > floor)
+        rectangles += [(item, above + 1, first) for above, first in itertools.pairwise([floor, *firsts])]
+    item_of, top, last = np.array(rectangles, dtype=np.intp).reshape(-1, 3).T
 
     def table(weights: np.ndarray) -> np.ndarray:
         corners = np.zeros((n_blocks + 1, n_blocks + 1))
-        np.add.at(corners, (top, block + 1), weights[owner_of])
-        np.subtract.at(corners, (block + 1, block + 1), weights[owner_of])
+        np.add.at(corners, (top, last + 1), weights[item_of])
+        np.subtract.at(corners, (last + 1, last + 1), weights[item_of])
         return np.maximum(corners.cumsum(axis=0).cumsum(axis=1), 0.0)
 
     return table

@@ -1,0 +1,202 @@
+"""Facts about the operators of a captured graph that search and lowering must agree on.
+
+Which nodes write into tensors, which draw random numbers, which are cheap enough to be computed in every stage that
+needs them instead of being sent, and how an operator is named across captures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import fx, nn
+
+from autopar.capture import Program, is_getitem, module_path
+
+# Work worth sending rather than repeating.
+_HEAVY = {
+    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "embedding_bag"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "_grouped_mm", "upsample_bilinear2d", "fft_fft", "sort", "topk"),
+}
+_RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator without overload and namespace: `conv2d` for aten.conv2d.default."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        return str(packet.__name__)
+    return str(node.target).rpartition(".")[2] if isinstance(node.target, str) else str(node.target.__name__)
+
+
+def operator_keys(program: Program) -> dict[fx.Node, str]:
+    """Names of operators that survive another capture of the model: `encoder.layer.0.fc1/linear#0`.
+
+    The last number counts the operators of that name in that module, in program order.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    keys = {}
+    for node in compute_nodes(program.graph):
+        place = (module_path(node), operator_name(node))
+        keys[node] = f"{place[0]}/{place[1]}#{counts[place]}"
+        counts[place] += 1
+    return keys
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that do something: not placeholders, attributes or the output."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that `node` overwrites in place (batch norm's running statistics included)."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
+            return node.all_input_nodes[:1]
+        return []
+    written = []
+    for index, argument in enumerate(schema.arguments):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]
+    if operator_name(node) == "batch_norm" and node.args[5]:  # its schema does not say so
+        written += [n for n in node.args[3:5] if isinstance(n, fx.Node)]
+    if operator_name(node) == "instance_norm" and node.args[5]:
+        written += [n for n in node.args[3:5] if isinstance(n, fx.Node)]
+    return written
+
+
+def is_random(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether `node` draws random numbers as it is called here."""
+    if node.op == "call_module":
+        children = module.get_submodule(str(node.target)).modules()
+        return any(isinstance(m, _RANDOM_MODULES) and m.training and getattr(m, "dropout", 1) for m in children)
+    if isinstance(node.target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded not in node.target.tags:
+            return False
+        name = operator_name(node)
+        if name in ("dropout", "feature_dropout", "alpha_dropout", "dropout_", "native_dropout"):
+            return bool(node.args[2]) and node.args[1] != 0
+        if name == "scaled_dot_product_attention":
+            return float(argument(node, 4, "dropout_p", 0.0)) > 0  # type: ignore[arg-type]
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(node.args) > 6:
+            return _rnn_drops(node)
+        return True
+    return node.op in ("call_function", "call_method") and "dropout" in operator_name(node)
+
+
+def argument(node: fx.Node, index: int, name: str, default: object) -> object:
+    """An argument of a call, given by place or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _rnn_drops(node: fx.Node) -> bool:
+    """(input, hx, params, has_biases, num_layers, dropout, train, ...); packed sequences have one argument more."""
+    dropout, train = (node.args[5], node.args[6]) if isinstance(node.args[3], bool) else (node.args[6], node.args[7])
+    return bool(train) and float(dropout) > 0  # type: ignore[arg-type]
+
+
+def replicable_nodes(program: Program) -> set[fx.Node]:
+    """Nodes computed in every stage that needs them instead of being sent.
+
+    They depend on the model's inputs and constants only, never on a parameter, and are cheap: position numbers,
+    attention masks, sizes. What is written in place, drawn at random or heavy is not among them.
+    """
+    module = program.graph_module
+    written = {source for node in module.graph.nodes for source in written_arguments(node)}
+    result: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            if node not in written:
+                result.add(node)
+        elif node.op == "get_attr":
+            value = get_attribute(module, str(node.target))
+            if not (isinstance(value, torch.Tensor) and value.requires_grad) and node not in written:
+                result.add(node)
+        elif (
+            node.op in ("call_function", "call_method")
+            and node not in written
+            and not written_arguments(node)
+            and operator_name(node) not in _HEAVY
+            and not is_random(node, module)
+            and all(source in result for source in node.all_input_nodes)
+        ):
+            result.add(node)
+    return result
+
+
+def requires_grad_nodes(program: Program) -> set[fx.Node]:
+    """Nodes through which a gradient flows when the model trains (inputs without gradient)."""
+    module = program.graph_module
+    result: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = get_attribute(module, str(node.target))
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                result.add(node)
+        elif node.op == "call_module":
+            if any(p.requires_grad for p in module.get_submodule(str(node.target)).parameters()):
+                result.add(node)
+            elif any(source in result for source in node.all_input_nodes):
+                result.add(node)
+        elif any(source in result for source in node.all_input_nodes) and _differentiable(node):
+            result.add(node)
+    return result
+
+
+def _differentiable(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def get_attribute(module: nn.Module, path: str) -> object:
+    """`module.a.b.c` for path `a.b.c`."""
+    value: object = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[set[fx.Node]]:
+    """Nodes that no cut may separate.
+
+    - a tuple and the nodes that take items out of it;
+    - all users of a buffer that is written (its one copy lives in one stage);
+    - views of one storage that is written through one of them while another is read later: a copy of the storage
+      sent to another stage would miss the write. (A tensor that is only overwritten whole, as by `relu_`, needs no
+      fusing: its writer starts from a clone, see lowering.)
+    """
+    graph = program.graph
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    groups: list[set[fx.Node]] = []
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if is_getitem(node):
+            groups.append({node.all_input_nodes[0], node})
+        for source in written_arguments(node):
+            writers.setdefault(source, []).append(node)
+    for source, nodes in writers.items():
+        if source.op == "get_attr":
+            same = [n for n in graph.nodes if n.op == "get_attr" and n.target == source.target]
+            groups.append({user for n in same for user in n.users})
+            continue
+        shared = storages.get(source.name, frozenset())
+        family = [
+            n
+            for n in graph.nodes
+            if n.op != "get_attr" and storages.get(n.name, frozenset()) & shared and n is not source and n not in nodes
+        ]
+        for writer in nodes:
+            read_later = {
+                user for n in (*family, source) for user in n.users if order[user] > order[writer] and n is not writer
+            }
+            views = [n for n in family if order[n] < order[writer]]
+            if views and read_later:
+                first = min(order[n] for n in (*views, source))
+                last = max(order[n] for n in read_later)
+                groups.append({n for n in compute_nodes(graph) if first <= order[n] <= last})
+    return [group for group in groups if len(group) > 1]

@@ -1,0 +1,173 @@
+"""A lowered plan bound to devices: every slot (one device of one stage) with its own view of the parameters.
+
+Each slot computes on leaf tensors of its own, so that gradients of concurrent micro-batches never meet in one
+`.grad`. On the parameter's own device a slot's leaf shares the parameter's storage; elsewhere it is a copy that is
+refreshed when the parameter has changed. Buffers that a stage writes (running statistics) belong to the stage's
+first slot; its other slots start every call from copies of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from autopar.capture import Program
+from autopar.lower import Lowered, StageProgram, replica
+from autopar.operators import get_attribute
+from autopar.runtime.threads import Worker
+from autopar.schedule import Schedule, make_schedule
+
+
+@dataclass
+class Slot:
+    """One device of one stage."""
+
+    number: int
+    stage: StageProgram
+    replica: int
+    worker: Worker
+    module: fx.GraphModule
+    leaves: dict[int, nn.Parameter]  # id of the model's parameter -> this slot's leaf
+    buffers: dict[str, torch.Tensor]
+    versions: dict[int, int] = field(default_factory=dict)  # of parameters that live elsewhere, when last copied
+
+    @property
+    def device(self) -> torch.device:
+        return self.worker.device.torch_device
+
+
+class Executable:
+    """A program, split and placed, ready to run at any batch size."""
+
+    def __init__(
+        self,
+        program: Program,
+        lowered: Lowered,
+        workers: Sequence[Sequence[Worker]],
+        schedule: str,
+        lookup: Callable[[str], torch.Tensor],
+    ) -> None:
+        """`workers[s]`: those that serve stage s. `lookup(name)`: the model's tensor of that name, as it is now."""
+        self.program = program
+        self.lowered = lowered
+        self.schedule = schedule
+        self.replicas = tuple(len(w) for w in workers)
+        self._lookup = lookup
+        self._first_slot = [sum(self.replicas[:s]) for s in range(len(workers))]
+        names = {name for stage in lowered.stages for name in stage.parameters}
+        self._constants = {name: get_attribute(program.graph_module, name) for name in names}
+        captured = _device_of(program)
+        self.parameters = self._place(lowered, workers)
+        self.slots = [
+            self._slot(stage, number, worker, captured)
+            for stage, mine in zip(lowered.stages, workers, strict=True)
+            for number, worker in enumerate(mine)
+        ]
+        self.consumers = [
+            tuple(t.index for t in lowered.stages if stage.index in t.sources) for stage in lowered.stages
+        ]
+        self._tables: dict[tuple[int, bool], Schedule] = {}
+
+    def slot(self, stage: int, microbatch: int) -> Slot:
+        return self.slots[self._first_slot[stage] + microbatch % self.replicas[stage]]
+
+    def table(self, n_microbatches: int, training: bool) -> Schedule:
+        """The schedule's table of actions, one list a slot."""
+        key = (n_microbatches, training)
+        if key not in self._tables:
+            self._tables[key] = make_schedule(self.schedule, n_microbatches, self.replicas, training=training)
+        return self._tables[key]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The model's tensor `name`, or a constant that the capture found in its code."""
+        try:
+            return self._lookup(name)
+        except AttributeError:
+            return self._constants[name]
+
+    def _place(self, lowered: Lowered, workers: Sequence[Sequence[Worker]]) -> list[nn.Parameter]:
+        """Move every tensor to the first device of the first stage that reads it; all trained parameters, once."""
+        found: dict[int, nn.Parameter] = {}
+        for stage, mine in zip(lowered.stages, workers, strict=True):
+            for name in stage.parameters:
+                tensor = self.tensor(name)
+                if id(tensor) in found:
+                    continue
+                device = mine[0].device.torch_device
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+                if isinstance(tensor, nn.Parameter):
+                    found[id(tensor)] = tensor
+        return list(found.values())
+
+    def _slot(self, stage: StageProgram, number: int, worker: Worker, captured: torch.device) -> Slot:
+        device = worker.device.torch_device
+        leaves: dict[int, nn.Parameter] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        versions: dict[int, int] = {}
+        for name in stage.parameters:
+            tensor = self.tensor(name)
+            if isinstance(tensor, nn.Parameter):
+                if id(tensor) not in leaves:
+                    leaves[id(tensor)] = nn.Parameter(tensor.detach().to(device), requires_grad=tensor.requires_grad)
+                    versions[id(tensor)] = tensor._version
+                tensors[name] = leaves[id(tensor)]
+            else:
+                own = number > 0 and name in stage.written_buffers
+                buffers[name] = tensors[name] = tensor.detach().to(device, copy=own)
+        module = replica(stage, tensors, device, captured)
+        first = self._first_slot[stage.index]
+        return Slot(first + number, stage, number, worker, module, leaves, buffers, versions)
+
+    def refresh(self) -> None:
+        """Bring every slot up to date with the model's tensors (changed, moved or frozen since the last call)."""
+        by_id = {id(p): p for p in self.parameters}
+        for slot in self.slots:
+            for key, leaf in slot.leaves.items():
+                parameter = by_id[key]
+                if leaf.requires_grad != parameter.requires_grad:
+                    leaf.requires_grad_(parameter.requires_grad)
+                if parameter.device == slot.device:
+                    if leaf.data_ptr() != parameter.data_ptr():
+                        leaf.data = parameter.detach()
+                elif slot.versions[key] != parameter._version:
+                    leaf.data.copy_(parameter.detach())
+                    slot.versions[key] = parameter._version
+            for name, buffer in slot.buffers.items():
+                current = self.tensor(name)
+                own = slot.replica > 0 and name in slot.stage.written_buffers
+                if own or current.device != slot.device:
+                    buffer.copy_(current)
+                elif buffer.data_ptr() != current.data_ptr():
+                    buffer.data = current.detach()
+
+    def collect_gradients(self) -> dict[int, torch.Tensor]:
+        """Gradients by id of the model's parameter, summed over the slots in their fixed order; slots are reset."""
+        total: dict[int, torch.Tensor] = {}
+        for slot in self.slots:
+            for key, leaf in slot.leaves.items():
+                gradient, leaf.grad = leaf.grad, None
+                if gradient is None:
+                    continue
+                if key not in total:
+                    total[key] = gradient
+                elif gradient.is_sparse or total[key].is_sparse:
+                    total[key] = total[key] + gradient.to(total[key].device)
+                else:
+                    total[key].add_(gradient.to(total[key].device))
+        return total
+
+    def drop_gradients(self) -> None:
+        for slot in self.slots:
+            for leaf in slot.leaves.values():
+                leaf.grad = None
+
+
+def _device_of(program: Program) -> torch.device:
+    tensors = [*program.graph_module.parameters(), *program.graph_module.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+

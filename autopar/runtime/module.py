@@ -1,0 +1,406 @@
+"""PipelinedModule: looks like the model, runs by the plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar import _torch
+from autopar.batching import Batching, study
+from autopar.capture import Program, capture
+from autopar.errors import AutoparWarning, InputError
+from autopar.lower import Lowered, lower
+from autopar.plan import Plan
+from autopar.runtime.executable import Executable
+from autopar.runtime.run import LossFunction, Run, split_sizes
+from autopar.runtime.threads import CallerState, Worker
+from cost_models.device import Device
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a plan is made for: a captured program and a call of it."""
+
+    model: nn.Module
+    program: Program
+    batching: Batching
+    leaves: list[Any]
+    training: bool
+    loss: LossFunction | None
+    target: Any
+
+
+Decide = Callable[[Example], Plan]
+
+
+@dataclass
+class _Entry:
+    """One captured signature and how it runs."""
+
+    program: Program
+    batching: Batching
+    plan: Plan
+    lowered: Lowered
+    executable: Executable | None  # None: the plan is the plain model on one device
+
+
+class PipelinedModule(nn.Module):
+    """The model, pipelined. Called like the model; parameters, names and `state_dict` are the model's own.
+
+    `plan`: the plan in force (None until the first call). `stages`: one torch.fx.GraphModule a stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        devices: Sequence[Device],
+        decide: Decide,
+        *,
+        plan: Plan | None = None,
+        batch_dim: int | dict[str, int | None] | None = None,
+        batch_norm: str = "per-microbatch",
+    ) -> None:
+        """`decide(example)` makes a plan where none is given. Users call `autopar.parallelize` instead."""
+        super().__init__()
+        # The model's own tables, not copies: names, tensors and later changes are the model's.
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self.__dict__["_model"] = model
+        self._devices = tuple(devices)
+        self._decide = decide
+        self._given = plan
+        self._plan = plan if plan is not None and not plan.split else None
+        self._plan_knows_loss = plan is not None
+        self._batch_dim = batch_dim
+        self._batch_norm = batch_norm
+        self._entries: list[_Entry] = []
+        self._workers: dict[str, Worker] = {}
+        self._warned: set[str] = set()
+
+    # -- what a user sees -------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._plan
+
+    @property
+    def stages(self) -> list[fx.GraphModule]:
+        """One GraphModule a stage, over the model's own parameters; empty until the first call."""
+        entry = next((e for e in reversed(self._entries) if e.plan is self._plan), None)
+        return [stage.module for stage in entry.lowered.stages] if entry else []
+
+    def unwrap(self) -> nn.Module:
+        """The original model with its trained weights."""
+        model: nn.Module = self.__dict__["_model"]
+        return model
+
+    def report(self) -> str:
+        """The plan, its stages and predictions as text."""
+        from autopar.report.text import module_text
+
+        return module_text(self._plan, self.stages)
+
+    def prepare(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        loss_fn: LossFunction | None = None,
+        target: Any = None,
+    ) -> Plan:
+        """Capture, profile and plan for a call like this one, without running it."""
+        return self._entry(args, kwargs, loss_fn, target)[0].plan
+
+    def train(self, mode: bool = True) -> PipelinedModule:
+        self.unwrap().train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.unwrap().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self.unwrap().load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_model" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_model"], name)  # config, dtype, ...: what else the model has
+
+    def close(self) -> None:
+        """End the worker threads; the next call starts new ones."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+        self._entries.clear()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for the whole batch."""
+        entry, leaves, batch = self._entry(args, kwargs, None, None)
+        if entry.executable is None:
+            return self._direct(entry.plan, args, kwargs)
+        run, wanted = self._run(entry, leaves, batch)
+        inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        parameters = [p for p in entry.executable.parameters if p.requires_grad]
+        if wanted and (inputs or parameters):
+            indices = tuple(i for i, _ in inputs)
+            _Call.apply_to(run, indices, parameters, [x for _, x in inputs])
+        else:
+            run.forward()
+        return _torch.tree_unflatten(run.results, entry.program.out_spec)
+
+    def train_step(self, *args: Any, target: Any, loss_fn: LossFunction, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward by the schedule; returns the detached mean loss of the batch.
+
+        `loss_fn(output, target)` is called for every micro-batch inside the last stage, so that activations are freed
+        early; it must be a mean over samples. Gradients are accumulated in `.grad` as after `loss.backward()`.
+        """
+        _check_target(target)
+        with torch.enable_grad():
+            entry, leaves, batch = self._entry(args, kwargs, loss_fn, target)
+            if entry.executable is None:
+                loss = loss_fn(self._direct(entry.plan, args, kwargs), target)
+                loss.backward()
+                return loss.detach()
+            run, _ = self._run(entry, leaves, batch, loss_fn, target)
+            inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+            parameters = [p for p in entry.executable.parameters if p.requires_grad]
+            indices = tuple(i for i, _ in inputs)
+            loss = _Step.apply(run, indices, len(parameters), *parameters, *[x for _, x in inputs])
+            result = loss.detach()
+            loss.backward()
+        return result
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _direct(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The plain model on the plan's only device."""
+        model = self.unwrap()
+        device = next(d.torch_device for d in self._devices if d.name == plan.used_devices[0])
+        if device.type != "cpu":
+            args, kwargs = _torch.tree_map(
+                lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs)
+            )
+        return model(*args, **kwargs)
+
+    def _run(
+        self,
+        entry: _Entry,
+        leaves: list[Any],
+        batch: int,
+        loss_fn: LossFunction | None = None,
+        target: Any = None,
+    ) -> tuple[Run, bool]:
+        executable = entry.executable
+        assert executable is not None
+        executable.refresh()
+        types = {d.torch_device.type for d in self._devices}
+        state = CallerState.of_this_thread(types, training=loss_fn is not None)
+        sizes = split_sizes(batch, entry.plan.n_microbatches)
+        seed = int(torch.randint(1 << 62, ()).item()) if entry.lowered.random else None
+        run = Run(
+            executable,
+            leaves,
+            sizes,
+            entry.batching.outputs,
+            state,
+            seed=seed,
+            loss=loss_fn,
+            target=target,
+        )
+        return run, state.grad
+
+    def _entry(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None, target: Any
+    ) -> tuple[_Entry, list[Any], int]:
+        for entry in self._entries:
+            if entry.program.training != self.training:
+                continue
+            bound = entry.program.bind(args, kwargs)
+            if bound is None:
+                continue
+            if loss_fn is not None and not self._plan_knows_loss:
+                # The plan was made before the loss was known; the last stage must make room for it.
+                self._replan(entry, bound[0], loss_fn, target)
+            return entry, *bound
+        with untouched(self.unwrap()):
+            program = capture(self.unwrap(), args, kwargs, batch_dim=self._batch_dim)
+            bound = program.bind(args, kwargs)
+            assert bound is not None
+            batching = study(program, bound[0])
+        example = self._example(program, batching, bound[0], loss_fn, target)
+        plan = self._plan_for(example)
+        entry = self._build(program, batching, plan)
+        self._entries.append(entry)
+        return entry, *bound
+
+    def _example(
+        self, program: Program, batching: Batching, leaves: list[Any], loss_fn: LossFunction | None, target: Any
+    ) -> Example:
+        trains = any(p.requires_grad for p in self.parameters())
+        training = trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
+        return Example(self.unwrap(), program, batching, leaves, training, loss_fn, target)
+
+    def _plan_for(self, example: Example) -> Plan:
+        names = tuple(d.name for d in self._devices)
+        if self._given is not None:
+            if self._plan is None:
+                self._plan = self._given.on(names)
+            self._warn_unsafe(self._plan, example.batching)
+            return self._plan
+        if self._plan is None or (example.training and not self._plan.training):
+            self._plan = self._decide(example)
+            self._plan_knows_loss = example.loss is not None
+        self._warn_unsafe(self._plan, example.batching)
+        return self._plan
+
+    def _replan(self, entry: _Entry, leaves: list[Any], loss_fn: LossFunction, target: Any) -> None:
+        example = self._example(entry.program, entry.batching, leaves, loss_fn, target)
+        self._plan = self._decide(example)
+        self._plan_knows_loss = True
+        rebuilt = [
+            self._build(e.program, e.batching, self._plan) if e.plan is not self._plan else e for e in self._entries
+        ]
+        for old, new in zip(self._entries, rebuilt, strict=True):
+            old.plan, old.lowered, old.executable = new.plan, new.lowered, new.executable
+
+    def _build(self, program: Program, batching: Batching, plan: Plan) -> _Entry:
+        import dataclasses
+
+        if not batching.splittable or (self._batch_norm == "exact" and batching.batch_norms):
+            plan = dataclasses.replace(plan, n_microbatches=1) if plan.n_microbatches > 1 else plan
+        lowered = lower(program, plan.assign(program), batching.storages)
+        if len(lowered.stages) != len(plan.stages):
+            raise InputError(
+                f"the plan has {len(plan.stages)} stages, but operators of this model fill only "
+                f"{len(lowered.stages)}; leave the empty ones out"
+            )
+        if len(plan.used_devices) == 1 and plan.n_microbatches == 1:
+            device = next(d.torch_device for d in self._devices if d.name == plan.used_devices[0])
+            if device.type != "cpu" or any(p.device != device for p in self.parameters()):
+                self.unwrap().to(device)
+            return _Entry(program, batching, plan, lowered, None)
+        workers = [[self._worker(name) for name in stage.devices] for stage in plan.stages]
+        lookup = _Lookup(self.unwrap())
+        return _Entry(program, batching, plan, lowered, Executable(program, lowered, workers, plan.schedule, lookup))
+
+    def _worker(self, name: str) -> Worker:
+        if name not in self._workers:
+            self._workers[name] = Worker(next(d for d in self._devices if d.name == name))
+        return self._workers[name]
+
+    def _warn_unsafe(self, plan: Plan, batching: Batching) -> None:
+        if batching.obstacle and batching.obstacle != "the batch has one sample":
+            self._warn_once(f"the batch is not split into micro-batches: {batching.obstacle}")
+        if batching.batch_norms and plan.n_microbatches > 1 and self._batch_norm == "per-microbatch":
+            self._warn_once(
+                f"batch norm uses the statistics of each micro-batch (1/{plan.n_microbatches} of the batch), first in "
+                f"'{batching.batch_norms[0]}'; batch_norm='exact' keeps the batch whole"
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, AutoparWarning, stacklevel=5)
+
+
+class _Lookup:
+    """The model's tensors by name, as they are now (`.to()` replaces buffers)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: dict[str, tuple[nn.Module, str]] = {}
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name not in self._found:
+            path, _, leaf = name.rpartition(".")
+            self._found[name] = (self._model.get_submodule(path), leaf)
+        owner, leaf = self._found[name]
+        value = getattr(owner, leaf)
+        if not isinstance(value, torch.Tensor):
+            raise AttributeError(f"{name} is no tensor of the model")
+        return value
+
+
+class _Call(torch.autograd.Function):
+    """The whole pipeline as one node of the caller's autograd graph."""
+
+    @staticmethod
+    def apply_to(
+        run: Run, indices: tuple[int, ...], parameters: list[nn.Parameter], inputs: list[torch.Tensor]
+    ) -> None:
+        """Run all forwards and put the tensors that carry this node into `run.results`."""
+        tensors = _Call.apply(run, indices, len(parameters), *parameters, *inputs)
+        places = [i for i, x in enumerate(run.results) if isinstance(x, torch.Tensor)]
+        for place, tensor in zip(places, tensors, strict=True):
+            run.results[place] = tensor
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
+        results = run.forward()
+        found = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
+        ctx.run, ctx.indices = run, indices
+        ctx.keys = [id(p) for p in tensors[:n_parameters]]
+        ctx.places = [i for i, _ in found]
+        ctx.mark_non_differentiable(*[x for i, x in found if not run.differentiable[i]])
+        ctx.set_materialize_grads(False)
+        return tuple(x for _, x in found)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        run: Run = ctx.run
+        whole: list[torch.Tensor | None] = [None] * len(run.outputs)
+        for place, gradient in zip(ctx.places, gradients, strict=True):
+            whole[place] = gradient
+        run.backward(whole, _torch.backward_keeps_graph())
+        return _gradients(run, ctx.keys, ctx.indices)
+
+
+class _Step(torch.autograd.Function):
+    """A training step whose gradients are already there: backward only hands them to the caller's engine, which
+    accumulates them and runs the parameters' hooks as always."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
+        loss = run.step()
+        ctx.run, ctx.indices, ctx.keys = run, indices, [id(p) for p in tensors[:n_parameters]]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return _gradients(ctx.run, ctx.keys, ctx.indices)
+
+
+def _gradients(run: Run, keys: list[int], indices: tuple[int, ...]) -> tuple[Any, ...]:
+    found = run.executable.collect_gradients()
+    return None, None, None, *(found.pop(key, None) for key in keys), *(run.input_gradients(i) for i in indices)
+
+
+def _check_target(target: Any) -> None:
+    if target is None:
+        raise InputError("train_step needs target=: what loss_fn(output, target) compares the output with")
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Gradients and the random state are afterwards what they were."""
+    state = torch.get_rng_state()
+    gradients = [(p, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

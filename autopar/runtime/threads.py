@@ -1,0 +1,81 @@
+"""Worker threads, and what a thread must be told of its caller's state."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cost_models.device import Device
+
+
+@dataclass(frozen=True)
+class CallerState:
+    """Thread-local settings of torch that a fresh thread does not inherit."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+
+    @classmethod
+    def of_this_thread(cls, device_types: set[str], *, training: bool = False) -> CallerState:
+        """`training`: gradients are recorded whatever the caller's grad mode (a training step was asked for)."""
+        return cls(
+            training or torch.is_grad_enabled(),
+            not training and torch.is_inference_mode_enabled(),
+            tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(device_types)),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device_type, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
+            yield
+
+
+class Worker:
+    """A thread that serves one device. It ends when the Worker is collected or closed, and never blocks the exit."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._inbox, device, ready), name=f"autopar-{device.name}", daemon=True
+        )
+        threads = torch.get_num_threads()
+        self._thread.start()
+        ready.wait()
+        torch.set_num_threads(threads)  # the worker's own setting also became the default of threads to come
+        self._finalizer = weakref.finalize(self, self._inbox.put, None)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work` on the thread, after what was submitted before. `work` must not raise."""
+        self._inbox.put(work)
+
+    def close(self) -> None:
+        """End the thread when its work is done."""
+        self._finalizer()
+
+
+def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None], device: Device, ready: threading.Event) -> None:
+    if device.torch_device.type == "cuda":
+        torch.cuda.set_device(device.torch_device)
+    torch.ones(1).sum()  # torch sets a thread's number of threads at its first operator: after this, ours holds
+    torch.set_num_threads(device.threads)
+    ready.set()
+    while (work := inbox.get()) is not None:
+        work()
+        del work  # it holds tensors of a finished call

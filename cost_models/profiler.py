@@ -128,7 +128,7 @@ def measure(
     """Median times of every node of `module` at `rows` samples, on `workers` threads at once.
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
-    from ones at every output). About `budget` seconds of passes are run, and at least two of each sort.
+    from ones at every output). After a warm-up, plain and timed passes take turns for about `budget` seconds.
     """
     runners = [GraphRunner(module, device.torch_device, training) for _ in range(workers)]
     plain: list[tuple[float, float]] = []
@@ -150,7 +150,7 @@ def measure(
             with lock:
                 durations.append(once)
             barrier.wait()
-            repeats = max(2, min(12, int(budget / (2 * max(durations)))))
+            repeats = max(1, min(10, round(budget / (2 * max(durations)))))
             for _ in range(repeats):
                 barrier.wait()
                 p = runner.plain_pass(loss)
@@ -223,6 +223,19 @@ def measure_bytes(module: fx.GraphModule, inputs: list[Any], rows: int, training
     with torch.set_grad_enabled(training), hooks:
         run_nodes(runner.module, inputs, on_node)
     return GraphBytes(rows, output, fresh, saved)
+
+
+def measure_accumulate(device: torch.device, nbytes: int = 1 << 24) -> float:
+    """Seconds per byte of adding one gradient to another in place."""
+    total, part = torch.zeros(nbytes // 4, device=device), torch.ones(nbytes // 4, device=device)
+    seconds = []
+    for _ in range(7):
+        _synchronize(device)
+        start = time.perf_counter()
+        total.add_(part)
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) / nbytes
 
 
 def run_nodes(

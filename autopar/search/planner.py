@@ -1,0 +1,379 @@
+"""CostGraph -> Plan: the best partition for every number of micro-batches and devices, ranked by the simulator.
+
+The search (`partition.py`) is exact for its objective on the cuts that `atoms.py` keeps; its optimum for every number
+of micro-batches and of devices becomes a candidate, and the one that the simulator finds fastest is the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.costgraph import CostGraph
+from autopar.errors import InfeasibleError, InputError
+from autopar.plan import Link as StageLink
+from autopar.plan import Plan, Stage
+from autopar.schedule import SCHEDULES, make_schedule
+from autopar.search.atoms import Atoms, make_atoms
+from autopar.search.partition import explain_infeasible, solve
+from autopar.search.problem import Kind, Problem, Shared, Solution
+from autopar.simulate import StageMemory, StageTimes, Timeline, Transfer, simulate
+from cost_models import Device, optimizer_state_bytes
+
+# Seconds that the runtime itself needs for one micro-batch in one stage, forward and backward: taking messages, making
+# leaves, starting autograd (`python -m benchmarks overhead` measures it).
+ACTION_OVERHEAD = 6e-5
+# A plan that uses more devices or more micro-batches must be faster by this much to be preferred.
+_WORTH = 0.01
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user fixed; None is free."""
+
+    n_microbatches: int | None = None
+    schedule: str | None = None
+    max_replicas: int | None = None
+    memory_limit: float | None = None  # bytes on each device
+    optimizer: str = "adamw"
+    one_microbatch_because: str = ""  # why the batch may not be split
+    loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partition and what the simulator says of it."""
+
+    solution: Solution
+    n_microbatches: int
+    schedule: str
+    timeline: Timeline
+
+
+def make_plan(costs: CostGraph, options: Options) -> Plan:
+    """The fastest plan for `costs` that `options` allow.
+
+    Raises InputError for options that contradict the batch and InfeasibleError if nothing fits the memory.
+    """
+    _check(costs, options)
+    atoms = make_atoms(costs)
+    kinds = _kinds(costs, options)
+    counts = _microbatch_counts(costs, options)
+    names = [options.schedule] if options.schedule else list(SCHEDULES)
+    if not options.loss_inside and options.schedule is None:
+        names = ["gpipe"]  # the caller's loss needs the whole output before the first backward
+    candidates: list[Candidate] = []
+    for m in counts:
+        for name in names:
+            candidates += _candidates(costs, atoms, kinds, options, m, name)
+    if not candidates:
+        raise _infeasible(costs, atoms, kinds, options, counts, names[0])
+    best = _choose(candidates)
+    return _as_plan(costs, atoms, options, best, candidates)
+
+
+def _choose(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest; of those within `_WORTH` of it, the one with fewest devices, micro-batches, least memory."""
+    fastest = min(c.timeline.step_time for c in candidates)
+    near = [c for c in candidates if c.timeline.step_time <= fastest * (1 + _WORTH)]
+
+    def simplicity(c: Candidate) -> tuple[float, ...]:
+        used = sum(c.solution.used)
+        return (used, max(c.timeline.peak_memory or (0,)), c.n_microbatches, c.timeline.step_time)
+
+    single = [c for c in near if sum(c.solution.used) == 1]
+    return min(single or near, key=lambda c: simplicity(c) if single else (c.timeline.step_time, *simplicity(c)))
+
+
+def _candidates(
+    costs: CostGraph, atoms: Atoms, kinds: tuple[Kind, ...], options: Options, m: int, name: str
+) -> list[Candidate]:
+    """The optimum for each number of devices, with the times that many busy devices have."""
+    found: dict[tuple[int, ...], Candidate] = {}
+    most = sum(k.count for k in kinds)
+    levels = sorted({min(t.workers, most) for t in costs.tables})
+    for level in levels:
+        problem = _problem(costs, atoms, kinds, options, m, name, level)
+        for used, solution in solve(problem).items():
+            nearest = min(levels, key=lambda w: (abs(w - sum(used)), -w))
+            if nearest != level:
+                continue
+            if sum(used) > 1 and m == 1 and options.n_microbatches is None and len(solution.stages) == 1:
+                continue  # replicas without micro-batches to share
+            timeline = _simulate(costs, atoms, options, solution, m, name, level)
+            found[used] = Candidate(solution, m, name, timeline)
+    return list(found.values())
+
+
+def _problem(
+    costs: CostGraph, atoms: Atoms, kinds: tuple[Kind, ...], options: Options, m: int, name: str, workers: int
+) -> Problem:
+    share = 1 / m
+    forward, backward = zip(
+        *(_atom_times(costs, atoms, kind.name, workers, costs.batch_size / m) for kind in kinds), strict=True
+    )
+    trained = [s for s, t in atoms.parameters if t and costs.training]
+    return Problem(
+        forward=np.array(forward),
+        backward=np.array(backward),
+        values=tuple(
+            replace(v, nbytes=v.nbytes * share, grad_nbytes=v.grad_nbytes * share) for v in atoms.values
+        ),
+        resident=tuple(Shared(_resident(s.nbytes, t, costs, options), s.atoms) for s, t in atoms.parameters),
+        gradient_bytes=tuple(trained),
+        saved=tuple(Shared(s.nbytes * share, s.atoms) for s in atoms.saved),
+        transient=atoms.transient * share,
+        cut_allowed=atoms.cut_allowed,
+        n_microbatches=m,
+        schedule=name,
+        kinds=kinds,
+        max_replicas=options.max_replicas or sum(k.count for k in kinds),
+    )
+
+
+def _atom_times(
+    costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of every atom, forward and backward, at `rows` samples; the loss counts to the last."""
+    table = costs.table(kind, workers)
+    forward, backward, loss = table.at(rows)
+    f, b = atoms.sums(table.nodes, forward), atoms.sums(table.nodes, backward)
+    f[-1] += loss[0]
+    b[-1] += loss[1]
+    return f, b
+
+
+def _resident(nbytes: float, trained: bool, costs: CostGraph, options: Options) -> float:
+    """Bytes that a parameter takes on its device: itself, its gradient, the optimizer's state."""
+    if not (trained and costs.training):
+        return nbytes
+    return 2 * nbytes + optimizer_state_bytes(options.optimizer, int(nbytes))
+
+
+def _kinds(costs: CostGraph, options: Options) -> tuple[Kind, ...]:
+    kinds = []
+    for name in dict.fromkeys(d.kind for d in costs.devices):
+        mine = [d for d in costs.devices if d.kind == name]
+        links = [link for (a, b), link in costs.links.items() if any(d.name in (a, b) for d in mine)]
+        memory = min(min(d.memory for d in mine), options.memory_limit or math.inf)
+        latency = max((link.latency for link in links), default=0.0)
+        slowest = min((link.bandwidth for link in links), default=math.inf)
+        kinds.append(Kind(name, len(mine), float(memory), latency + ACTION_OVERHEAD, 1 / slowest, costs.accumulate))
+    return tuple(kinds)
+
+
+def _microbatch_counts(costs: CostGraph, options: Options) -> list[int]:
+    if options.n_microbatches is not None:
+        return [options.n_microbatches]
+    if options.one_microbatch_because:
+        return [1]
+    most = min(costs.batch_size, max(16, 4 * len(costs.devices)))
+    counts = list(range(1, most + 1))
+    return counts if len(counts) <= 24 else sorted({round(x) for x in np.geomspace(1, most, 24)})
+
+
+def _rows(batch: int, m: int) -> list[int]:
+    """Samples in each micro-batch (as the runtime splits: as even as they go, larger ones first)."""
+    small, more = divmod(batch, m)
+    return [small + 1] * more + [small] * (m - more)
+
+
+def _simulate(
+    costs: CostGraph, atoms: Atoms, options: Options, solution: Solution, m: int, name: str, workers: int
+) -> Timeline:
+    rows = _rows(costs.batch_size, m)
+    kinds = list(dict.fromkeys(d.kind for d in costs.devices))
+    by_rows = {
+        (k, r): _atom_times(costs, atoms, k, workers, r)
+        for k in {kinds[s.kind] for s in solution.stages}
+        for r in set(rows)
+    }
+    plain = len(solution.stages) == 1 and solution.stages[0].replicas == 1 and m == 1
+    overhead = 0.0 if plain else ACTION_OVERHEAD
+    stages, memory = [], []
+    for stage in solution.stages:
+        times = [by_rows[kinds[stage.kind], r] for r in rows]
+        span = slice(stage.start, stage.stop)
+        finish = (stage.replicas - 1) * _trained_bytes(costs, atoms, span) * costs.accumulate
+        stages.append(
+            StageTimes(
+                tuple(float(f[span].sum()) + overhead for f, _ in times),
+                tuple(float(b[span].sum()) + overhead for _, b in times),
+                finish,
+            )
+        )
+        memory.append(_stage_memory(costs, atoms, options, span, rows))
+    schedule = make_schedule(name, m, [s.replicas for s in solution.stages], training=costs.training)
+    barrier = 0.0 if costs.training and not options.loss_inside else None
+    if barrier is not None:
+        schedule = make_schedule("gpipe", m, [s.replicas for s in solution.stages])
+    return simulate(schedule, stages, _transfers(costs, atoms, solution, m), memory=memory, barrier=barrier)
+
+
+def _stage_links(costs: CostGraph, atoms: Atoms, solution: Solution) -> dict[tuple[int, int], tuple[float, float]]:
+    """Bytes (forward, backward) of the whole batch between each pair of stages that talk to each other."""
+    stage_of = {a: i for i, s in enumerate(solution.stages) for a in range(s.start, s.stop)}
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    for value in atoms.values:
+        source = stage_of[value.producer]
+        for target in sorted({stage_of[c] for c in value.consumers} - {source}):
+            forward, backward = found.get((source, target), (0.0, 0.0))
+            found[source, target] = (forward + value.nbytes, backward + value.grad_nbytes)
+    return found
+
+
+def _transfers(costs: CostGraph, atoms: Atoms, solution: Solution, m: int) -> list[Transfer]:
+    devices = assign_devices(costs.devices, solution)
+    transfers = []
+    for (source, target), (forward, backward) in _stage_links(costs, atoms, solution).items():
+        pairs = [(a, b) for a in devices[source] for b in devices[target]]
+        slowest = [max((costs.links[p].seconds(n / m) for p in pairs), default=0.0) for n in (forward, backward)]
+        transfers.append(Transfer(source, target, (slowest[0],) * m, (slowest[1],) * m))
+    return transfers
+
+
+def assign_devices(devices: Sequence[Device], solution: Solution) -> list[tuple[str, ...]]:
+    """Names of each stage's devices: those of a kind are handed out in the order they were given."""
+    kinds = list(dict.fromkeys(d.kind for d in devices))
+    free = {k: [d.name for d in devices if d.kind == k] for k in kinds}
+    result = []
+    for stage in solution.stages:
+        mine = free[kinds[stage.kind]]
+        result.append(tuple(mine[: stage.replicas]))
+        free[kinds[stage.kind]] = mine[stage.replicas :]
+    return result
+
+
+def _touched(items: Sequence[Shared], span: slice) -> float:
+    return sum(s.nbytes for s in items if any(span.start <= a < span.stop for a in s.atoms))
+
+
+def _trained_bytes(costs: CostGraph, atoms: Atoms, span: slice) -> float:
+    return _touched([s for s, trained in atoms.parameters if trained], span) if costs.training else 0.0
+
+
+def _stage_memory(
+    costs: CostGraph, atoms: Atoms, options: Options, span: slice, rows: Sequence[int]
+) -> StageMemory:
+    held = [Shared(_resident(s.nbytes, t, costs, options), s.atoms) for s, t in atoms.parameters]
+    received = sum(
+        v.nbytes for v in atoms.values if v.producer < span.start and any(span.start <= c < span.stop for c in v.consumers)
+    )
+    activation = _touched(atoms.saved, span) + received
+    share = [r / costs.batch_size for r in rows]
+    transient = float(atoms.transient[span].max()) * max(share)
+    return StageMemory(int(_touched(held, span)), tuple(int(activation * s) for s in share), int(transient))
+
+
+def _as_plan(
+    costs: CostGraph, atoms: Atoms, options: Options, best: Candidate, candidates: Sequence[Candidate]
+) -> Plan:
+    solution, m = best.solution, best.n_microbatches
+    devices = assign_devices(costs.devices, solution)
+    kinds = list(dict.fromkeys(d.kind for d in costs.devices))
+    busy = sum(solution.used)
+    order = {name: data["position"] for name, data in costs.graph.nodes(data=True)}
+    stages = []
+    slot = 0
+    for choice, names in zip(solution.stages, devices, strict=True):
+        span = slice(choice.start, choice.stop)
+        f, b = _atom_times(costs, atoms, kinds[choice.kind], busy, costs.batch_size / m)
+        memory = _stage_memory(costs, atoms, options, span, _rows(costs.batch_size, m))
+        inside = sorted((n for atom in atoms.nodes[span] for n in atom), key=order.__getitem__)
+        peaks = best.timeline.peak_memory or ()
+        stages.append(
+            Stage(
+                devices=names,
+                operators=tuple(costs.graph.nodes[n]["key"] for n in inside),
+                forward_time=float(f[span].sum()),
+                backward_time=float(b[span].sum()),
+                parameter_bytes=int(_touched([s for s, _ in atoms.parameters], span)),
+                activation_bytes=memory.activation[0],
+                peak_memory=max(peaks[slot : slot + choice.replicas], default=0),
+                sync_time=(choice.replicas - 1) * _trained_bytes(costs, atoms, span) * costs.accumulate,
+            )
+        )
+        slot += choice.replicas
+    links = []
+    for (source, target), (forward, backward) in _stage_links(costs, atoms, solution).items():
+        pair = costs.links[devices[source][0], devices[target][0]]
+        seconds = pair.seconds(forward / m) + (pair.seconds(backward / m) if backward else 0.0)
+        links.append(StageLink(source, target, int(forward / m), int(backward / m), seconds))
+    alone = _single_device_time(costs, atoms)
+    return Plan(
+        stages=tuple(stages),
+        n_microbatches=m,
+        schedule=best.schedule,
+        batch_size=costs.batch_size,
+        devices=tuple(d.name for d in costs.devices),
+        training=costs.training,
+        predicted_step_time=best.timeline.step_time,
+        single_device_time=alone,
+        bubble=best.timeline.bubble,
+        transfers=tuple(links),
+        notes=_notes(costs, options, best, candidates),
+    )
+
+
+def _single_device_time(costs: CostGraph, atoms: Atoms) -> float:
+    f, b = _atom_times(costs, atoms, costs.devices[0].kind, 1, costs.batch_size)
+    return float(f.sum() + b.sum())
+
+
+def _notes(
+    costs: CostGraph, options: Options, best: Candidate, candidates: Sequence[Candidate]
+) -> tuple[str, ...]:
+    notes = []
+    if options.one_microbatch_because:
+        notes.append(f"one micro-batch: {options.one_microbatch_because}")
+    used, offered = sum(best.solution.used), len(costs.devices)
+    if used < offered:
+        more = [c for c in candidates if sum(c.solution.used) > used]
+        if more:
+            rival = min(more, key=lambda c: c.timeline.step_time)
+            notes.append(
+                f"uses {used} of {offered} devices: the best plan found on {sum(rival.solution.used)} takes "
+                f"{rival.timeline.step_time * 1e3:.2f} ms a step, this one {best.timeline.step_time * 1e3:.2f} ms"
+            )
+        else:
+            notes.append(f"uses {used} of {offered} devices: no feasible plan uses more")
+    return tuple(notes)
+
+
+def _check(costs: CostGraph, options: Options) -> None:
+    m = options.n_microbatches
+    if m is not None and m < 1:
+        raise InputError(f"n_microbatches must be at least 1, got {m}")
+    if m is not None and m > max(costs.batch_size, 1):
+        raise InputError(f"n_microbatches={m}, but the batch has {costs.batch_size} samples; give at most that")
+    if options.schedule is not None and options.schedule not in SCHEDULES:
+        raise InputError(f"schedule must be one of {', '.join(SCHEDULES)}, got {options.schedule!r}")
+
+
+def _infeasible(
+    costs: CostGraph,
+    atoms: Atoms,
+    kinds: tuple[Kind, ...],
+    options: Options,
+    counts: Sequence[int],
+    name: str,
+) -> InfeasibleError:
+    """Which stage lacks how much, in the plan and with the micro-batches that lack least."""
+    most = sum(k.count for k in kinds)
+    shortest = None
+    for m in counts:
+        found = explain_infeasible(_problem(costs, atoms, kinds, options, m, name, most))
+        if found is not None and (shortest is None or found.needed - found.available < shortest[0]):
+            shortest = (found.needed - found.available, found, m)
+    assert shortest is not None, "the search found no plan, yet none lacks memory"
+    lack, found, m = shortest
+    inside = [costs.graph.nodes[n]["module"] for atom in atoms.nodes[found.stage.start : found.stage.stop] for n in atom]
+    modules = [p for p in dict.fromkeys(inside) if p] or ["the whole model"]
+    return InfeasibleError(
+        f"no plan fits the memory: with {m} micro-batches, stage {found.index} ({modules[0]} .. {modules[-1]}) needs "
+        f"{found.needed / 1e6:.1f} MB on {kinds[found.stage.kind].name} and has {found.available / 1e6:.1f} MB, "
+        f"{lack / 1e6:.1f} MB too little; give more memory or devices, a smaller batch, or an optimizer with less state"
+    )

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Program, aten, describe, module_path
+from cost_models.repeats import TensorShape
 
 # Samples looked at together, and in the first part. Uneven parts tell a mean from a sum.
 _WHOLE, _FIRST = 5, 3
@@ -51,6 +52,7 @@ class Batching:
     batch_norms: tuple[str, ...]  # modules whose statistics are those of each micro-batch
     batch_dims: dict[str, int | None] = field(repr=False)  # node name -> batch dimension
     storages: dict[str, frozenset[int]] = field(repr=False)  # node name -> storages its tensors live in
+    shapes: dict[str, TensorShape] = field(repr=False, default_factory=dict)  # node name -> sizes by samples
 
     @property
     def splittable(self) -> bool:
@@ -79,25 +81,31 @@ def study(program: Program, leaves: list[Any]) -> Batching:
     def part(source: list[Any], start: int, stop: int) -> list[Any]:
         return [x if d is None else x.narrow(d, start, stop - start) for x, d in zip(source, batched, strict=True)]
 
-    whole = _observe(module, part(_shuffled(leaves, batched), 0, rows) if rows else leaves)
-    storages = {node.name: _storages(value) for node, value in whole.items()}
-    output = module.graph.output_node()
-    flat = list(output.args[0])  # type: ignore[arg-type]
-    if rows < 2:
-        why = "the batch has one sample" if rows else "no input has a batch dimension"
+    flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    samples = _shuffled(leaves, batched)
+
+    def whole_only(seen: dict[fx.Node, Any], why: str) -> Batching:
         kinds = tuple(Output("first") if isinstance(o, fx.Node) else Output("constant") for o in flat)
+        storages = {node.name: _storages(value) for node, value in seen.items()}
         return Batching(kinds, why, norms, dict.fromkeys(storages), storages)
 
-    # The same shuffled samples, in two parts.
-    shuffled = [whole[node] for node in module.graph.nodes if node.op == "placeholder"]
+    if rows < 2:
+        why = "the batch has one sample" if rows else "no input has a batch dimension"
+        return whole_only(_observe(module, leaves), why)
     try:
-        parts = [_observe(module, part(shuffled, 0, first)), _observe(module, part(shuffled, first, rows))]
+        whole = _observe(module, part(samples, 0, rows))
+        parts = [_observe(module, part(samples, 0, first)), _observe(module, part(samples, first, rows))]
     except Exception as error:  # whatever the model raises at another batch size is the answer
         node = getattr(error, "autopar_node", None)
         where = describe(node) if node is not None else "the model"
         why = f"{where} works only for {size} samples ({str(error).splitlines()[0][:200]})"
-        kinds = tuple(Output("first") if isinstance(o, fx.Node) else Output("constant") for o in flat)
-        return Batching(kinds, why, norms, dict.fromkeys(storages), storages)
+        return whole_only(_observe(module, leaves), why)
+    storages = {node.name: _storages(value) for node, value in whole.items()}
+    shapes = {
+        node.name: TensorShape.fit((rows, first), (value, parts[0][node]))
+        for node, value in whole.items()
+        if isinstance(value, torch.Tensor) and value.dim() == parts[0][node].dim()
+    }
 
     dims: dict[str, int | None] = {}
     obstacle = ""
@@ -112,7 +120,7 @@ def study(program: Program, leaves: list[Any]) -> Batching:
         culprit = _first_difference(whole, parts, dims) or wrong
         obstacle = f"{describe(culprit)} mixes samples: the output depends on which samples share a batch"
     kinds = tuple(Output("first") if kind.combine == "mixed" else kind for kind in kinds)
-    return Batching(kinds, obstacle, norms, dims, storages)
+    return Batching(kinds, obstacle, norms, dims, storages, shapes)
 
 
 def _classify(

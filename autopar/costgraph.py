@@ -29,11 +29,16 @@ from autopar.operators import (
     operator_name,
     replicable_nodes,
     requires_grad_nodes,
+    written_arguments,
 )
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.profiler import GraphBytes, GraphTimes, Loss, measure, measure_accumulate, measure_bytes
+from cost_models.repeats import ReducedGraph, reduce_graph
 
 log = logging.getLogger(__name__)
+
+# Operators of the same sort that are timed; the rest take their mean. More tell more about noise and cost more time.
+SAME_MEASURED = 3
 
 Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 
@@ -103,6 +108,7 @@ def build(
     signature = graph_signature(program) if cache is not None else []
     loss_id = _loss_identity(loss_fn, target)
     inputs_of, loss_of = _examples(program, leaves, loss_fn, target)
+    reduced = _reduced(program, batching)
     measured: list[tuple[Device, GraphTimes]] = []
     for index, (device, workers, rows) in enumerate(jobs):
         what = f"{device.kind}, {rows} samples, {workers} busy"
@@ -111,8 +117,7 @@ def build(
         found = cache.get(key) if cache is not None else None
         if found is None:
             log.info("profiling %s", what)
-            times = measure(program.graph_module, inputs_of, loss_of, rows, device, workers=workers, training=training)
-            found = [times.forward, times.backward, times.loss_forward, times.loss_backward]
+            found = _measure(reduced, inputs_of, loss_of, rows, device, workers, training)
             if cache is not None:
                 cache.put(key, found)
         measured.append((device, GraphTimes(rows, workers, *found)))
@@ -124,6 +129,51 @@ def build(
     links = _cached_links(devices, cache)
     accumulate = _cached(cache, "accumulate", devices[0].kind, lambda: measure_accumulate(devices[0].torch_device))
     return CostGraph(graph, batch, training, _tables(measured), tuple(devices), links, accumulate)
+
+
+def _reduced(program: Program, batching: Batching) -> ReducedGraph:
+    """The graph to time: every operator that repeats at most `SAME_MEASURED` times."""
+    writes = {a for node in program.graph.nodes for a in written_arguments(node)}
+    aliases = {s for node in writes for s in batching.storages.get(node.name, ())}
+    touched = {n.name for n in program.graph.nodes if batching.storages.get(n.name, frozenset()) & aliases}
+    keep = touched | {n.name for n in program.graph.nodes if written_arguments(n)}
+    gradients = {n.name for n in requires_grad_nodes(program)}
+    return reduce_graph(program.graph_module, batching.shapes, keep, gradients, SAME_MEASURED)
+
+
+def _measure(
+    reduced: ReducedGraph,
+    inputs_of: Callable[[int], list[Any]],
+    loss_of: Callable[[int], Loss | None],
+    rows: int,
+    device: Device,
+    workers: int,
+    training: bool,
+) -> list[Any]:
+    """[forward by node, backward by node, loss forward, loss backward] in seconds."""
+
+    def inputs(rows: int) -> list[Any]:
+        made = [
+            shape.make(rows, device.torch_device).requires_grad_(gradient and training)
+            for shape, gradient in reduced.stand_ins
+        ]
+        return [*inputs_of(rows), *made]
+
+    times = measure(
+        reduced.module,
+        inputs,
+        loss_of,
+        rows,
+        device,
+        workers=workers,
+        training=training,
+        n_outputs=reduced.n_outputs,
+    )
+    forward, backward = (
+        {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
+        for seconds in (times.forward, times.backward)
+    )
+    return [forward, backward, times.loss_forward, times.loss_backward]
 
 
 def _measurements(

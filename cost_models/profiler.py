@@ -53,10 +53,12 @@ class GraphBytes:
 class GraphRunner:
     """One worker's private copy of a graph: the same storages, its own gradients and its own mutable buffers."""
 
-    def __init__(self, module: fx.GraphModule, device: torch.device, training: bool) -> None:
+    def __init__(self, module: fx.GraphModule, device: torch.device, training: bool, n_outputs: int | None) -> None:
+        """`n_outputs`: outputs beyond so many are loose ends, where backward starts, too."""
         self.module = private_copy(module, device)
         self.device = device
         self.training = training
+        self.n_outputs = n_outputs
         self.inputs: list[Any] = []
 
     def plain_pass(self, loss: Loss | None) -> tuple[float, float]:
@@ -65,12 +67,11 @@ class GraphRunner:
         start = time.perf_counter()
         with torch.set_grad_enabled(self.training):
             outputs = self.module(*self.inputs)
-            value = loss(outputs) if loss is not None else None
+            value = loss(outputs[: self.n_outputs]) if loss is not None else None
         _synchronize(self.device)
         middle = time.perf_counter()
         if self.training:
-            roots = [value] if value is not None else _roots(outputs)
-            gradients = [torch.ones_like(root) for root in roots]
+            roots, gradients = self._roots(outputs, value)
             middle_after = time.perf_counter()
             if roots:
                 torch.autograd.backward(roots, gradients)
@@ -92,7 +93,7 @@ class GraphRunner:
         with torch.set_grad_enabled(self.training):
             outputs = run_nodes(self.module, self.inputs, on_node)
             start = time.perf_counter()
-            value = loss(outputs) if loss is not None else None
+            value = loss(outputs[: self.n_outputs]) if loss is not None else None
             _synchronize(self.device)
             loss_seconds = time.perf_counter() - start if loss is not None else 0.0
             if value is not None and self.training:
@@ -100,8 +101,7 @@ class GraphRunner:
         backward = dict.fromkeys(forward, 0.0)
         loss_backward = 0.0
         if self.training:
-            roots = [value] if value is not None else _roots(outputs)
-            gradients = [torch.ones_like(root) for root in roots]
+            roots, gradients = self._roots(outputs, value)
             if roots:
                 torch.autograd.backward(roots, gradients)
             _synchronize(self.device)
@@ -113,6 +113,20 @@ class GraphRunner:
                     loss_backward += end - begin
         return forward, backward, (loss_seconds, loss_backward)
 
+    def _roots(
+        self, outputs: tuple[Any, ...], loss: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where backward starts: the loss, or else the scalar outputs (losses) if there are any, or all; and the
+        loose ends. Gradients that an earlier pass left on stand-ins are dropped."""
+        for tensor in self.inputs:
+            if isinstance(tensor, torch.Tensor):
+                tensor.grad = None
+        roots = [t for t in _tensors(outputs[: self.n_outputs]) if t.requires_grad]
+        roots = [loss] if loss is not None else [t for t in roots if t.dim() == 0] or roots
+        if self.n_outputs is not None:
+            roots += [t for t in _tensors(outputs[self.n_outputs :]) if t.requires_grad]
+        return roots, [torch.ones_like(root) for root in roots]
+
 
 def measure(
     module: fx.GraphModule,
@@ -123,14 +137,15 @@ def measure(
     *,
     workers: int = 1,
     training: bool = True,
-    budget: float = 1.5,
+    n_outputs: int | None = None,
+    budget: float = 1.0,
 ) -> GraphTimes:
     """Median times of every node of `module` at `rows` samples, on `workers` threads at once.
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
-    from ones at every output). After a warm-up, plain and timed passes take turns for about `budget` seconds.
+    from ones at every output); `n_outputs`: outputs beyond so many are loose ends, where backward starts, too. After a warm-up, plain and timed passes take turns for about `budget` seconds.
     """
-    runners = [GraphRunner(module, device.torch_device, training) for _ in range(workers)]
+    runners = [GraphRunner(module, device.torch_device, training, n_outputs) for _ in range(workers)]
     plain: list[tuple[float, float]] = []
     timed: list[tuple[dict[str, float], dict[str, float], tuple[float, float]]] = []
     failures: list[BaseException] = []
@@ -193,7 +208,7 @@ def measure(
 
 def measure_bytes(module: fx.GraphModule, inputs: list[Any], rows: int, training: bool) -> GraphBytes:
     """One pass that counts bytes by real storages: what each node returns, allocates, and keeps for backward."""
-    runner = GraphRunner(module, torch.device("cpu") if not inputs else _device_of(inputs), training)
+    runner = GraphRunner(module, _device_of(inputs), training, None)
     resident = {t.untyped_storage().data_ptr() for t in [*runner.module.parameters(), *runner.module.buffers()]}
     output: dict[str, int] = {}
     fresh: dict[str, int] = {}
@@ -332,13 +347,6 @@ def _watch(value: Any, name: str, seen: set[Any], stamps: list[tuple[float, str]
         stack += [following for following, _ in function.next_functions]
 
 
-def _roots(outputs: Any) -> list[torch.Tensor]:
-    """Where backward starts without a loss: the scalar outputs if there are any (losses), else all."""
-    roots = [t for t in _tensors(outputs) if t.requires_grad]
-    scalars = [t for t in roots if t.dim() == 0]
-    return scalars or roots
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
@@ -355,7 +363,9 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    return value.detach().to(device) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(device).requires_grad_(value.requires_grad)
 
 
 def _device_of(values: Sequence[Any]) -> torch.device:

@@ -10,7 +10,7 @@ buffers are copies, dropout is off, and batch norm uses its running statistics (
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Output:
 
     combine: str  # "cat", "mean" (weighted by samples), "sum", "first" (the same for all), "constant"
     batch_dim: int | None = None
+    weight: int | None = None  # of a "mean": the flat output that counts what it averages; None: samples
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,13 @@ def study(program: Program, leaves: list[Any]) -> Batching:
         dims[node.name] = changed[0] if len(changed) == 1 else None
         if len(changed) > 1 and not obstacle:
             obstacle = f"{describe(node)} relates samples to each other: its output has {len(changed)} batch dimensions"
-    kinds = tuple(_classify(o, whole, parts, dims, (first, rows - first)) for o in flat)
+    kinds = tuple(
+        _classify(o, whole, parts, dims, _weights(program, flat, i, parts) or (first, rows - first))
+        for i, o in enumerate(flat)
+    )
+    kinds = tuple(
+        replace(kind, weight=program.weights.get(i)) if kind.combine == "mean" else kind for i, kind in enumerate(kinds)
+    )
     wrong = next((o for o, kind in zip(flat, kinds, strict=True) if kind.combine == "mixed"), None)
     if wrong is not None and not obstacle:
         culprit = _first_difference(whole, parts, dims) or wrong
@@ -123,13 +130,24 @@ def study(program: Program, leaves: list[Any]) -> Batching:
     return Batching(kinds, obstacle, norms, dims, storages, shapes)
 
 
+def _weights(
+    program: Program, flat: list[Any], index: int, parts: list[dict[fx.Node, Any]]
+) -> tuple[float, float] | None:
+    """What each part counts of that which flat output `index` averages, if the graph tells."""
+    if index not in program.weights:
+        return None
+    count = flat[program.weights[index]]
+    return float(parts[0][count]), float(parts[1][count])
+
+
 def _classify(
     output: Any,
     whole: dict[fx.Node, Any],
     parts: list[dict[fx.Node, Any]],
     dims: dict[str, int | None],
-    rows: tuple[int, int],
+    weights: tuple[float, float],
 ) -> Output:
+    """How `output` combines; `weights`: what each part counts in a mean."""
     if not isinstance(output, fx.Node):
         return Output("constant")
     full, pieces = whole[output], [p[output] for p in parts]
@@ -145,8 +163,8 @@ def _classify(
         return Output("mean" if full.is_floating_point() and _depends_on_batch(output, dims) else "first")
     if not full.is_floating_point():
         return Output("sum" if _close(full, pieces[0] + pieces[1]) else "mixed")
-    total = sum(rows)
-    if _close(full, sum(p * (r / total) for p, r in zip(pieces, rows, strict=True))):
+    total = sum(weights) or 1.0
+    if _close(full, sum(p * (w / total) for p, w in zip(pieces, weights, strict=True) if w)):
         return Output("mean")
     return Output("sum") if _close(full, pieces[0] + pieces[1]) else Output("mixed")
 

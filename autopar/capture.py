@@ -31,6 +31,9 @@ aten = torch.ops.aten
 _ASSERTS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size"}
 
 
+_CROSS_ENTROPY_DEFAULTS = (None, 1, -100, 0.0)  # weight, reduction (1: mean), ignore_index, label_smoothing
+
+
 @dataclass(frozen=True)
 class Input:
     """One leaf of the call's (args, kwargs), in flatten order."""
@@ -54,6 +57,8 @@ class Program:
     training: bool
     batch_size: int  # samples in the call that was captured; 0 if no input has a batch dimension
     any_batch: bool  # the graph runs at other batch sizes, too
+    n_outputs: int  # flat outputs of the model; the graph returns what `weights` points to after them
+    weights: dict[int, int]  # flat output (a mean over elements) -> place of the number of elements that it averages
 
     @property
     def graph(self) -> fx.Graph:
@@ -145,7 +150,9 @@ def capture(
             _torch.tree_paths((args, kwargs)), placeholders, leaves, dims, strict=True
         )
     )
-    return Program(module, inputs, in_spec, out_spec, model.training, batch, batch > 0)
+    n_outputs = out_spec.num_leaves
+    weights = {o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))}
+    return Program(module, inputs, in_spec, out_spec, model.training, batch, batch > 0, n_outputs, weights)
 
 
 def find_batch(
@@ -293,6 +300,7 @@ def _clean(module: fx.GraphModule) -> fx.GraphModule:
             _clean_child(child)
     graph.eliminate_dead_code()
     _name_writes(graph)
+    _count_elements(graph)
     return fx.GraphModule(module, graph, class_name="Captured")
 
 
@@ -331,6 +339,31 @@ def call_with_autocast(
     """A `with torch.autocast(...):` block of the model."""
     with torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache):
         return function(*args)
+
+
+def _count_elements(graph: fx.Graph) -> None:
+    """Return, beside every output that is a mean cross-entropy, the number of targets that it averages.
+
+    Targets equal to `ignore_index` do not count, so micro-batches weigh by their targets and not by their samples.
+    """
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    counts, weighted = [], []
+    for index, node in enumerate(results):
+        if not isinstance(node, fx.Node) or node.target is not aten.cross_entropy_loss.default:
+            continue
+        target, weight, reduction, ignored, *_ = (*node.args[1:], *_CROSS_ENTROPY_DEFAULTS[len(node.args) - 2 :])
+        value = target.meta.get("val") if isinstance(target, fx.Node) else None
+        if weight is not None or reduction != 1 or value is None or value.is_floating_point():
+            continue
+        with graph.inserting_before(output):
+            counted = graph.call_function(aten.ne.Scalar, (target, ignored))
+            counts.append(graph.call_function(aten.sum.default, (counted,)))
+        for new in (counted, counts[-1]):
+            new.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+        weighted.append(index)
+    output.args = ((*results, *counts),)
+    output.meta["weighted"] = tuple(weighted)
 
 
 @contextlib.contextmanager

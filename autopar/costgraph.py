@@ -208,7 +208,7 @@ def _examples(
             lambda t: t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == program.batch_size else t,
             target,
         )
-        return lambda outputs: loss_fn(_torch.tree_unflatten(list(outputs), program.out_spec), part)
+        return lambda outputs: loss_fn(_torch.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec), part)
 
     return inputs_of, loss_of
 

@@ -157,7 +157,7 @@ class PipelinedModule(nn.Module):
             _Call.apply_to(run, indices, parameters, [x for _, x in inputs])
         else:
             run.forward()
-        return _torch.tree_unflatten(run.results, entry.program.out_spec)
+        return _torch.tree_unflatten(run.results[: entry.program.n_outputs], entry.program.out_spec)
 
     def train_step(self, *args: Any, target: Any, loss_fn: LossFunction, **kwargs: Any) -> torch.Tensor:
         """Forward and backward by the schedule; returns the detached mean loss of the batch.

@@ -73,6 +73,8 @@ class Run:
         self._kept: dict[tuple[int, int], tuple[list[Any], list[Any], tuple[Any, ...]]] = {}
         self._input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
         self._results_lock = threading.Lock()
+        self._pieces: dict[int, dict[int, torch.Tensor]] = {}  # flat output -> micro-batch -> its value, to be reduced
+        self._shares: dict[int, list[float]] = {}  # flat output that is a mean -> weight of each micro-batch, sum 1
         self._mail: list[queue.SimpleQueue[Any]] = []
         self._failure: BaseException | None = None
         self._keep_graph = False
@@ -83,7 +85,24 @@ class Run:
         """All forwards; the flat outputs of the whole batch (detached)."""
         table = self.executable.table(len(self.sizes), training=False)
         self._execute(table.actions)
+        for index, pieces in self._pieces.items():
+            # In the order of micro-batches, not in that of arrival: the same bits every time.
+            ordered = [pieces[i] for i in range(len(self.sizes))]
+            if self.outputs[index].combine == "mean":
+                self._shares[index] = shares = self._mean_shares(index)
+                ordered = [p * s for p, s in zip(ordered, shares, strict=True) if s]
+            self.results[index] = sum(ordered[1:], ordered[0])
+        self._pieces.clear()
         return self.results
+
+    def _mean_shares(self, index: int) -> list[float]:
+        """What each micro-batch weighs in the mean that flat output `index` is."""
+        place = self.outputs[index].weight
+        if place is None:
+            return [size / self.total for size in self.sizes]
+        counts = [float(self._pieces[place][i]) for i in range(len(self.sizes))]
+        # Nothing to average at all is 0/0 in the model; a single share of one keeps that.
+        return [c / sum(counts) for c in counts] if any(counts) else [1.0] + [0.0] * (len(counts) - 1)
 
     def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
         """All backwards, from the gradients of the flat outputs."""
@@ -215,7 +234,8 @@ class Run:
         """In the last stage: the loss of the micro-batch, or its share of the whole batch's outputs."""
         flat = [p.value if isinstance(p, Constant) else values[p] for p in self.executable.lowered.results]
         if self.loss_function is not None:
-            output = _torch.tree_unflatten(flat, self.executable.program.out_spec)
+            program = self.executable.program
+            output = _torch.tree_unflatten(flat[: program.n_outputs], program.out_spec)
             loss = self.loss_function(output, self.targets[microbatch]) * (self.sizes[microbatch] / self.total)
             self.losses[microbatch] = loss.detach()
             return (loss,)
@@ -242,19 +262,14 @@ class Run:
                     self.results[index] = piece.new_empty(shape)
             self.results[index].narrow(how.batch_dim, factor * start, factor * rows).copy_(piece)
             return
-        share = piece * (rows / self.total) if how.combine == "mean" else piece
         with self._results_lock:
-            # Summed in the order of micro-batches at the end, not in that of arrival: the same bits every time.
-            pieces = self.results[index] = self.results[index] or [None] * len(self.sizes)
-            pieces[microbatch] = share
-            if all(p is not None for p in pieces):
-                self.results[index] = sum(pieces[1:], pieces[0])
+            self._pieces.setdefault(index, {})[microbatch] = piece
 
     def _output_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
         """What the caller's gradients of the whole outputs mean for one micro-batch."""
         start, rows = sum(self.sizes[:microbatch]), self.sizes[microbatch]
         result: list[torch.Tensor | None] = []
-        for gradient, how in zip(self.result_gradients, self.outputs, strict=True):
+        for index, (gradient, how) in enumerate(zip(self.result_gradients, self.outputs, strict=True)):
             if gradient is None or len(self.sizes) == 1:
                 result.append(gradient)
             elif how.combine == "cat":
@@ -263,7 +278,10 @@ class Run:
                 result.append(gradient.narrow(how.batch_dim, factor * start, factor * rows))
             elif how.combine == "sum":
                 result.append(gradient)
-            else:  # a mean; what is the same for all micro-batches is the mean of equal values
+            elif index in self._shares:
+                share = self._shares[index][microbatch]
+                result.append(gradient * share if share else None)  # a mean over nothing has no gradient but NaN
+            else:  # the same for all micro-batches: the mean of equal values
                 result.append(gradient * (rows / self.total))
         return result
 

@@ -1,4 +1,4 @@
-"""autopar pipelines ordinary PyTorch models over the devices at hand, with the plan chosen by measurement and search."""
+"""Pipelines ordinary PyTorch models over the devices at hand, with the plan chosen by measurement and search."""
 
 from autopar.api import parallelize, plan
 from autopar.errors import (

@@ -46,7 +46,7 @@ def register_output_type(error: BaseException, model: nn.Module) -> bool:
     cls = getattr(sys.modules.get(module_name), class_name, None)
     if cls is None:
         return False
-    if dataclasses.is_dataclass(cls):
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         torch.export.register_dataclass(cls)
         return True
     if module_name.startswith("transformers."):

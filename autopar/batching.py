@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture import Program, aten, describe, module_path
+from autopar.capture import Program, describe, module_path
+from autopar.tidy import aten
 from cost_models.repeats import TensorShape
 
 # Samples looked at together, and in the first part. Uneven parts tell a mean from a sum.

@@ -208,7 +208,9 @@ def _examples(
             lambda t: t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == program.batch_size else t,
             target,
         )
-        return lambda outputs: loss_fn(_torch.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec), part)
+        return lambda outputs: loss_fn(
+            _torch.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec), part
+        )
 
     return inputs_of, loss_of
 
@@ -272,11 +274,11 @@ def _parameters(module: fx.GraphModule, node: fx.Node) -> dict[str, tuple[int, b
 
 def _tables(measured: list[tuple[Device, GraphTimes]]) -> tuple[CostTable, ...]:
     groups: dict[tuple[str, int], list[GraphTimes]] = {}
-    for device, times in measured:
-        groups.setdefault((device.kind, times.workers), []).append(times)
+    for device, one in measured:
+        groups.setdefault((device.kind, one.workers), []).append(one)
     tables = []
-    for (kind, workers), times in groups.items():
-        times = sorted(times, key=lambda t: t.rows)
+    for (kind, workers), group in groups.items():
+        times = sorted(group, key=lambda t: t.rows)
         nodes = tuple(times[0].forward)
         tables.append(
             CostTable(

@@ -72,7 +72,7 @@ def is_random(node: fx.Node, module: fx.GraphModule) -> bool:
     """Whether `node` draws random numbers as it is called here."""
     if node.op == "call_module":
         children = module.get_submodule(str(node.target)).modules()
-        return any(isinstance(m, _RANDOM_MODULES) and m.training and getattr(m, "dropout", 1) for m in children)
+        return any(isinstance(m, _RANDOM_MODULES) and bool(m.training and getattr(m, "dropout", 1)) for m in children)
     if isinstance(node.target, torch._ops.OpOverload):
         if torch.Tag.nondeterministic_seeded not in node.target.tags:
             return False
@@ -94,7 +94,8 @@ def argument(node: fx.Node, index: int, name: str, default: object) -> object:
 
 def _rnn_drops(node: fx.Node) -> bool:
     """(input, hx, params, has_biases, num_layers, dropout, train, ...); packed sequences have one argument more."""
-    dropout, train = (node.args[5], node.args[6]) if isinstance(node.args[3], bool) else (node.args[6], node.args[7])
+    first = 5 if isinstance(node.args[3], bool) else 6
+    dropout, train = node.args[first : first + 2]
     return bool(train) and float(dropout) > 0  # type: ignore[arg-type]
 
 
@@ -137,9 +138,9 @@ def requires_grad_nodes(program: Program) -> set[fx.Node]:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 result.add(node)
         elif node.op == "call_module":
-            if any(p.requires_grad for p in module.get_submodule(str(node.target)).parameters()):
-                result.add(node)
-            elif any(source in result for source in node.all_input_nodes):
+            if any(p.requires_grad for p in module.get_submodule(str(node.target)).parameters()) or any(
+                source in result for source in node.all_input_nodes
+            ):
                 result.add(node)
         elif any(source in result for source in node.all_input_nodes) and _differentiable(node):
             result.add(node)

@@ -131,9 +131,7 @@ class Plan:
         if unknown:
             raise PlanError(f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}")
         named = {f"#{i}": name for i, name in enumerate(offered)}
-        stages = tuple(
-            dataclasses.replace(s, devices=tuple(named.get(d, d) for d in s.devices)) for s in self.stages
-        )
+        stages = tuple(dataclasses.replace(s, devices=tuple(named.get(d, d) for d in s.devices)) for s in self.stages)
         return dataclasses.replace(self, stages=stages, devices=tuple(offered))
 
     def assign(self, program: Program) -> dict[fx.Node, int]:

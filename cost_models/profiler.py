@@ -9,6 +9,7 @@ interpreter lock: with `workers=n` the same passes run on n threads at once and 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -106,7 +107,7 @@ class GraphRunner:
                 torch.autograd.backward(roots, gradients)
             _synchronize(self.device)
             stamps.append((time.perf_counter(), ""))
-            for (begin, name), (end, _) in zip(stamps, stamps[1:], strict=False):
+            for (begin, name), (end, _) in itertools.pairwise(stamps):
                 if name:
                     backward[name] += end - begin
                 else:
@@ -143,7 +144,8 @@ def measure(
     """Median times of every node of `module` at `rows` samples, on `workers` threads at once.
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
-    from ones at every output); `n_outputs`: outputs beyond so many are loose ends, where backward starts, too. After a warm-up, plain and timed passes take turns for about `budget` seconds.
+    from ones at every output). `n_outputs`: outputs beyond so many are loose ends, where backward starts, too. After
+    a warm-up, plain and timed passes take turns for about `budget` seconds.
     """
     runners = [GraphRunner(module, device.torch_device, training, n_outputs) for _ in range(workers)]
     plain: list[tuple[float, float]] = []
@@ -340,11 +342,11 @@ def _watch(value: Any, name: str, seen: set[Any], stamps: list[tuple[float, str]
 
     while stack:
         function = stack.pop()
-        if function is None or function in seen:
+        if function in seen:
             continue
         seen.add(function)
         function.register_prehook(stamp)
-        stack += [following for following, _ in function.next_functions]
+        stack += [following for following, _ in function.next_functions if following is not None]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

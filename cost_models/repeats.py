@@ -33,7 +33,7 @@ class TensorShape:
         a, b = tensors
         slope = tuple((x - y) // (rows[0] - rows[1]) for x, y in zip(a.shape, b.shape, strict=True))
         base = tuple(x - s * rows[0] for x, s in zip(a.shape, slope, strict=True))
-        order = tuple(sorted(range(a.dim()), key=lambda d: (-a.stride(d), d)))
+        order = tuple(sorted(range(a.dim()), key=lambda d: (-a.stride()[d], d)))
         return cls(base, slope, order, a.dtype)
 
     def make(self, rows: int, device: torch.device) -> torch.Tensor:
@@ -102,17 +102,17 @@ def reduce_graph(
         if node in kept or node.op == "get_attr":
             copies[node] = graph.node_copy(node, lambda n: copies[n])
     loose = [
-        n for n in kept if n.name in gradients and n.name in shapes and not any(u in kept or u is output for u in n.users)
+        n
+        for n in kept
+        if n.name in gradients and n.name in shapes and not any(u in kept or u is output for u in n.users)
     ]
-    results = fx.map_arg(output.args[0], lambda n: copies[n])
+    results: Any = fx.map_arg(output.args[0], lambda n: copies[n])
     graph.output((*results, *(copies[n] for n in loose)))
     like = {n.name: tuple(m.name for m in same) for n, same in measured.items()}
     return ReducedGraph(fx.GraphModule(module, graph), tuple(stand_ins), len(results), like)
 
 
-def _signature(
-    module: fx.GraphModule, node: fx.Node, shapes: Mapping[str, TensorShape], gradients: set[str]
-) -> str:
+def _signature(module: fx.GraphModule, node: fx.Node, shapes: Mapping[str, TensorShape], gradients: set[str]) -> str:
     def describe(value: Any) -> Any:
         if isinstance(value, fx.Node):
             if value.op == "get_attr":
@@ -120,7 +120,13 @@ def _signature(
                 for name in str(value.target).split("."):
                     attribute = getattr(attribute, name)
                 if isinstance(attribute, torch.Tensor):
-                    return ("tensor", tuple(attribute.shape), attribute.stride(), attribute.dtype, attribute.requires_grad)
+                    return (
+                        "tensor",
+                        tuple(attribute.shape),
+                        attribute.stride(),
+                        attribute.dtype,
+                        attribute.requires_grad,
+                    )
                 return value.name
             shape = shapes.get(value.name)
             return value.name if shape is None else (shape, value.name in gradients)

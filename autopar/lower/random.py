@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture import aten
 from autopar.operators import is_random
+from autopar.tidy import aten
 
 _global_generator = threading.Lock()
 _MASK64 = (1 << 64) - 1
@@ -99,10 +99,7 @@ def scaled_dot_product_attention(
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, float("-inf"))
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
-        else:
-            scores = scores + attn_mask
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
     return dropout(torch.softmax(scores, -1), dropout_p) @ value
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -58,7 +59,7 @@ class Executable:
         self._lookup = lookup
         self._first_slot = [sum(self.replicas[:s]) for s in range(len(workers))]
         names = {name for stage in lowered.stages for name in stage.parameters}
-        self._constants = {name: get_attribute(program.graph_module, name) for name in names}
+        self._constants: dict[str, Any] = {name: get_attribute(program.graph_module, name) for name in names}
         captured = _device_of(program)
         self.parameters = self._place(lowered, workers)
         self.slots = [
@@ -86,7 +87,8 @@ class Executable:
         try:
             return self._lookup(name)
         except AttributeError:
-            return self._constants[name]
+            constant: torch.Tensor = self._constants[name]
+            return constant
 
     def _place(self, lowered: Lowered, workers: Sequence[Sequence[Worker]]) -> list[nn.Parameter]:
         """Move every tensor to the first device of the first stage that reads it; all trained parameters, once."""
@@ -170,4 +172,3 @@ class Executable:
 def _device_of(program: Program) -> torch.device:
     tensors = [*program.graph_module.parameters(), *program.graph_module.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
-

@@ -17,6 +17,7 @@ from autopar.capture import Program, capture
 from autopar.errors import AutoparWarning, InputError
 from autopar.lower import Lowered, lower
 from autopar.plan import Plan
+from autopar.runtime.autograd import Call, Step
 from autopar.runtime.executable import Executable
 from autopar.runtime.run import LossFunction, Run, split_sizes
 from autopar.runtime.threads import CallerState, Worker
@@ -154,7 +155,7 @@ class PipelinedModule(nn.Module):
         parameters = [p for p in entry.executable.parameters if p.requires_grad]
         if wanted and (inputs or parameters):
             indices = tuple(i for i, _ in inputs)
-            _Call.apply_to(run, indices, parameters, [x for _, x in inputs])
+            Call.apply_to(run, indices, parameters, [x for _, x in inputs])
         else:
             run.forward()
         return _torch.tree_unflatten(run.results[: entry.program.n_outputs], entry.program.out_spec)
@@ -176,7 +177,7 @@ class PipelinedModule(nn.Module):
             inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
             parameters = [p for p in entry.executable.parameters if p.requires_grad]
             indices = tuple(i for i, _ in inputs)
-            loss = _Step.apply(run, indices, len(parameters), *parameters, *[x for _, x in inputs])
+            loss = Step.apply(run, indices, len(parameters), *parameters, *[x for _, x in inputs])
             result = loss.detach()
             loss.backward()
         return result
@@ -188,9 +189,7 @@ class PipelinedModule(nn.Module):
         model = self.unwrap()
         device = next(d.torch_device for d in self._devices if d.name == plan.used_devices[0])
         if device.type != "cpu":
-            args, kwargs = _torch.tree_map(
-                lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs)
-            )
+            args, kwargs = _torch.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         return model(*args, **kwargs)
 
     def _run(
@@ -330,62 +329,6 @@ class _Lookup:
         if not isinstance(value, torch.Tensor):
             raise AttributeError(f"{name} is no tensor of the model")
         return value
-
-
-class _Call(torch.autograd.Function):
-    """The whole pipeline as one node of the caller's autograd graph."""
-
-    @staticmethod
-    def apply_to(
-        run: Run, indices: tuple[int, ...], parameters: list[nn.Parameter], inputs: list[torch.Tensor]
-    ) -> None:
-        """Run all forwards and put the tensors that carry this node into `run.results`."""
-        tensors = _Call.apply(run, indices, len(parameters), *parameters, *inputs)
-        places = [i for i, x in enumerate(run.results) if isinstance(x, torch.Tensor)]
-        for place, tensor in zip(places, tensors, strict=True):
-            run.results[place] = tensor
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
-        results = run.forward()
-        found = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
-        ctx.run, ctx.indices = run, indices
-        ctx.keys = [id(p) for p in tensors[:n_parameters]]
-        ctx.places = [i for i, _ in found]
-        ctx.mark_non_differentiable(*[x for i, x in found if not run.differentiable[i]])
-        ctx.set_materialize_grads(False)
-        return tuple(x for _, x in found)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        run: Run = ctx.run
-        whole: list[torch.Tensor | None] = [None] * len(run.outputs)
-        for place, gradient in zip(ctx.places, gradients, strict=True):
-            whole[place] = gradient
-        run.backward(whole, _torch.backward_keeps_graph())
-        return _gradients(run, ctx.keys, ctx.indices)
-
-
-class _Step(torch.autograd.Function):
-    """A training step whose gradients are already there: backward only hands them to the caller's engine, which
-    accumulates them and runs the parameters' hooks as always."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
-        loss = run.step()
-        ctx.run, ctx.indices, ctx.keys = run, indices, [id(p) for p in tensors[:n_parameters]]
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return _gradients(ctx.run, ctx.keys, ctx.indices)
-
-
-def _gradients(run: Run, keys: list[int], indices: tuple[int, ...]) -> tuple[Any, ...]:
-    found = run.executable.collect_gradients()
-    return None, None, None, *(found.pop(key, None) for key in keys), *(run.input_gradients(i) for i in indices)
 
 
 def _check_target(target: Any) -> None:

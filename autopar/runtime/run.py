@@ -6,7 +6,7 @@ the same thread, and sends gradients back to where the inputs came from:
 
 ```
    slot 0   F0 F1 ....... B0 F2 B1          message (phase, sender's stage, micro-batch) -> values
-               \  \     /     \
+               \\  \\     /     \
    slot 1      F0 B0 F1 B1 ...  F2 B2       a slot that waits for one puts aside the others that arrive
 ```
 Mailboxes belong to the call, so one that failed leaves nothing behind for the next.

@@ -6,6 +6,7 @@ them; replicable ones (positions, masks, sizes) belong to no atom, since every s
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -107,7 +108,7 @@ def _cuts(costs: CostGraph, nodes: tuple[tuple[str, ...], ...], values: tuple[Va
     allowed = np.zeros(len(nodes) + 1, dtype=bool)
     threshold = max(_SMALL * weight.sum(), np.sort(weight)[-_MOST_CUTS] if len(weight) > _MOST_CUTS else 0.0)
     large = [i for i in range(len(nodes)) if weight[i] >= threshold]
-    for left, right in zip(large, large[1:], strict=False):
+    for left, right in itertools.pairwise(large):
         between = np.arange(left + 1, right + 1)
         allowed[between[int(np.argmin(live[between]))]] = True
     return allowed

@@ -115,9 +115,7 @@ def _problem(
     return Problem(
         forward=np.array(forward),
         backward=np.array(backward),
-        values=tuple(
-            replace(v, nbytes=v.nbytes * share, grad_nbytes=v.grad_nbytes * share) for v in atoms.values
-        ),
+        values=tuple(replace(v, nbytes=v.nbytes * share, grad_nbytes=v.grad_nbytes * share) for v in atoms.values),
         resident=tuple(Shared(_resident(s.nbytes, t, costs, options), s.atoms) for s, t in atoms.parameters),
         gradient_bytes=tuple(trained),
         saved=tuple(Shared(s.nbytes * share, s.atoms) for s in atoms.saved),
@@ -130,9 +128,7 @@ def _problem(
     )
 
 
-def _atom_times(
-    costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _atom_times(costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: float) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of every atom, forward and backward, at `rows` samples; the loss counts to the last."""
     table = costs.table(kind, workers)
     forward, backward, loss = table.at(rows)
@@ -251,12 +247,12 @@ def _trained_bytes(costs: CostGraph, atoms: Atoms, span: slice) -> float:
     return _touched([s for s, trained in atoms.parameters if trained], span) if costs.training else 0.0
 
 
-def _stage_memory(
-    costs: CostGraph, atoms: Atoms, options: Options, span: slice, rows: Sequence[int]
-) -> StageMemory:
+def _stage_memory(costs: CostGraph, atoms: Atoms, options: Options, span: slice, rows: Sequence[int]) -> StageMemory:
     held = [Shared(_resident(s.nbytes, t, costs, options), s.atoms) for s, t in atoms.parameters]
     received = sum(
-        v.nbytes for v in atoms.values if v.producer < span.start and any(span.start <= c < span.stop for c in v.consumers)
+        v.nbytes
+        for v in atoms.values
+        if v.producer < span.start and any(span.start <= c < span.stop for c in v.consumers)
     )
     activation = _touched(atoms.saved, span) + received
     share = [r / costs.batch_size for r in rows]
@@ -319,9 +315,7 @@ def _single_device_time(costs: CostGraph, atoms: Atoms) -> float:
     return float(f.sum() + b.sum())
 
 
-def _notes(
-    costs: CostGraph, options: Options, best: Candidate, candidates: Sequence[Candidate]
-) -> tuple[str, ...]:
+def _notes(costs: CostGraph, options: Options, best: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     notes = []
     if options.one_microbatch_because:
         notes.append(f"one micro-batch: {options.one_microbatch_because}")
@@ -366,7 +360,9 @@ def _infeasible(
             shortest = (found.needed - found.available, found, m)
     assert shortest is not None, "the search found no plan, yet none lacks memory"
     lack, found, m = shortest
-    inside = [costs.graph.nodes[n]["module"] for atom in atoms.nodes[found.stage.start : found.stage.stop] for n in atom]
+    inside = [
+        costs.graph.nodes[n]["module"] for atom in atoms.nodes[found.stage.start : found.stage.stop] for n in atom
+    ]
     modules = [p for p in dict.fromkeys(inside) if p] or ["the whole model"]
     return InfeasibleError(
         f"no plan fits the memory: with {m} micro-batches, stage {found.index} ({modules[0]} .. {modules[-1]}) needs "

@@ -1,0 +1,67 @@
+"""A pipelined call as one node of the caller's autograd graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import _torch
+from autopar.runtime.run import Run
+
+
+class Call(torch.autograd.Function):
+    """The whole pipeline as one node of the caller's autograd graph."""
+
+    @staticmethod
+    def apply_to(
+        run: Run, indices: tuple[int, ...], parameters: list[nn.Parameter], inputs: list[torch.Tensor]
+    ) -> None:
+        """Run all forwards and put the tensors that carry this node into `run.results`."""
+        tensors = Call.apply(run, indices, len(parameters), *parameters, *inputs)
+        places = [i for i, x in enumerate(run.results) if isinstance(x, torch.Tensor)]
+        for place, tensor in zip(places, tensors, strict=True):
+            run.results[place] = tensor
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
+        results = run.forward()
+        found = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
+        ctx.run, ctx.indices = run, indices
+        ctx.keys = [id(p) for p in tensors[:n_parameters]]
+        ctx.places = [i for i, _ in found]
+        ctx.mark_non_differentiable(*[x for i, x in found if not run.differentiable[i]])
+        ctx.set_materialize_grads(False)
+        return tuple(x for _, x in found)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        run: Run = ctx.run
+        whole: list[torch.Tensor | None] = [None] * len(run.outputs)
+        for place, gradient in zip(ctx.places, gradients, strict=True):
+            whole[place] = gradient
+        run.backward(whole, _torch.backward_keeps_graph())
+        return _gradients(run, ctx.keys, ctx.indices)
+
+
+class Step(torch.autograd.Function):
+    """A training step whose gradients are already there: backward only hands them to the caller's engine, which
+    accumulates them and runs the parameters' hooks as always."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
+        loss = run.step()
+        ctx.run, ctx.indices, ctx.keys = run, indices, [id(p) for p in tensors[:n_parameters]]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return _gradients(ctx.run, ctx.keys, ctx.indices)
+
+
+def _gradients(run: Run, keys: list[int], indices: tuple[int, ...]) -> tuple[Any, ...]:
+    found = run.executable.collect_gradients()
+    return None, None, None, *(found.pop(key, None) for key in keys), *(run.input_gradients(i) for i in indices)

@@ -78,7 +78,7 @@ def is_random(node: fx.Node, module: fx.GraphModule) -> bool:
             return False
         name = operator_name(node)
         if name in ("dropout", "feature_dropout", "alpha_dropout", "dropout_", "native_dropout"):
-            return bool(node.args[2]) and node.args[1] != 0
+            return bool(node.args[2] and node.args[1])
         if name == "scaled_dot_product_attention":
             return float(argument(node, 4, "dropout_p", 0.0)) > 0  # type: ignore[arg-type]
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(node.args) > 6:

@@ -31,6 +31,7 @@ class Slot:
     replica: int
     worker: Worker
     module: fx.GraphModule
+    compute: Callable[..., tuple[Any, ...]]  # the module's code, without the overhead of hooks that it has not
     leaves: dict[int, nn.Parameter]  # id of the model's parameter -> this slot's leaf
     buffers: dict[str, torch.Tensor]
     versions: dict[int, int] = field(default_factory=dict)  # of parameters that live elsewhere, when last copied
@@ -123,7 +124,7 @@ class Executable:
                 buffers[name] = tensors[name] = tensor.detach().to(device, copy=own)
         module = replica(stage, tensors, device, captured)
         first = self._first_slot[stage.index]
-        return Slot(first + number, stage, number, worker, module, leaves, buffers, versions)
+        return Slot(first + number, stage, number, worker, module, module.forward, leaves, buffers, versions)
 
     def refresh(self) -> None:
         """Bring every slot up to date with the model's tensors (changed, moved or frozen since the last call)."""

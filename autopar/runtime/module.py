@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from torch import fx, nn
 from autopar import _torch
 from autopar.batching import Batching, study
 from autopar.capture import Program, capture
-from autopar.errors import AutoparWarning, InputError
+from autopar.errors import AutoparWarning, InputError, PlanError
 from autopar.lower import Lowered, lower
 from autopar.plan import Plan
 from autopar.runtime.autograd import Call, Step
 from autopar.runtime.executable import Executable
 from autopar.runtime.run import LossFunction, Run, split_sizes
-from autopar.runtime.threads import CallerState, Worker
+from autopar.runtime.threads import CallerState, Worker, neutral_state
 from cost_models.device import Device
 
 
@@ -44,11 +45,13 @@ Decide = Callable[[Example], Plan]
 class _Entry:
     """One captured signature and how it runs."""
 
+    state: tuple[Any, ...]  # of the model: training or not, by module, and the parameters' dtypes
     program: Program
     batching: Batching
-    plan: Plan
-    lowered: Lowered
-    executable: Executable | None  # None: the plan is the plain model on one device
+    plan: Plan | None = None  # that it was built for
+    n_microbatches: int = 1
+    lowered: Lowered | None = None
+    executable: Executable | None = None  # None: the plan is the plain model on one device
 
 
 class PipelinedModule(nn.Module):
@@ -74,6 +77,8 @@ class PipelinedModule(nn.Module):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
         self.__dict__["_model"] = model
+        self.__dict__["_all_modules"] = list(model.modules())
+        self._all_parameters = list(model.parameters())
         self._devices = tuple(devices)
         self._decide = decide
         self._given = plan
@@ -95,7 +100,7 @@ class PipelinedModule(nn.Module):
     def stages(self) -> list[fx.GraphModule]:
         """One GraphModule a stage, over the model's own parameters; empty until the first call."""
         entry = next((e for e in reversed(self._entries) if e.plan is self._plan), None)
-        return [stage.module for stage in entry.lowered.stages] if entry else []
+        return [stage.module for stage in entry.lowered.stages] if entry is not None and entry.lowered else []
 
     def unwrap(self) -> nn.Module:
         """The original model with its trained weights."""
@@ -117,7 +122,9 @@ class PipelinedModule(nn.Module):
         target: Any = None,
     ) -> Plan:
         """Capture, profile and plan for a call like this one, without running it."""
-        return self._entry(args, kwargs, loss_fn, target)[0].plan
+        self._entry(args, kwargs, loss_fn, target)
+        assert self._plan is not None
+        return self._plan
 
     def train(self, mode: bool = True) -> PipelinedModule:
         self.unwrap().train(mode)
@@ -149,7 +156,7 @@ class PipelinedModule(nn.Module):
         """What the model returns for the whole batch."""
         entry, leaves, batch = self._entry(args, kwargs, None, None)
         if entry.executable is None:
-            return self._direct(entry.plan, args, kwargs)
+            return self._direct(args, kwargs)
         run, wanted = self._run(entry, leaves, batch)
         inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
         parameters = [p for p in entry.executable.parameters if p.requires_grad]
@@ -170,7 +177,7 @@ class PipelinedModule(nn.Module):
         with torch.enable_grad():
             entry, leaves, batch = self._entry(args, kwargs, loss_fn, target)
             if entry.executable is None:
-                loss = loss_fn(self._direct(entry.plan, args, kwargs), target)
+                loss = loss_fn(self._direct(args, kwargs), target)
                 loss.backward()
                 return loss.detach()
             run, _ = self._run(entry, leaves, batch, loss_fn, target)
@@ -184,10 +191,12 @@ class PipelinedModule(nn.Module):
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _direct(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _direct(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain model on the plan's only device."""
         model = self.unwrap()
-        device = next(d.torch_device for d in self._devices if d.name == plan.used_devices[0])
+        assert self._plan is not None
+        name = self._plan.used_devices[0]
+        device = next(d.torch_device for d in self._devices if d.name == name)
         if device.type != "cpu":
             args, kwargs = _torch.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         return model(*args, **kwargs)
@@ -200,13 +209,14 @@ class PipelinedModule(nn.Module):
         loss_fn: LossFunction | None = None,
         target: Any = None,
     ) -> tuple[Run, bool]:
-        executable = entry.executable
+        executable, lowered = entry.executable, entry.lowered
         assert executable is not None
+        assert lowered is not None
         executable.refresh()
         types = {d.torch_device.type for d in self._devices}
         state = CallerState.of_this_thread(types, training=loss_fn is not None)
-        sizes = split_sizes(batch, entry.plan.n_microbatches)
-        seed = int(torch.randint(1 << 62, ()).item()) if entry.lowered.random else None
+        sizes = split_sizes(batch, entry.n_microbatches)
+        seed = int(torch.randint(1 << 62, ()).item()) if lowered.random else None
         run = Run(
             executable,
             leaves,
@@ -222,76 +232,69 @@ class PipelinedModule(nn.Module):
     def _entry(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None, target: Any
     ) -> tuple[_Entry, list[Any], int]:
+        """The entry for a call, captured, planned and placed as far as it is not yet; its flat inputs and batch."""
+        model = self.unwrap()
+        state = (tuple(m.training for m in self._all_modules), tuple(p.dtype for p in self._all_parameters))
         for entry in self._entries:
-            if entry.program.training != self.training:
-                continue
-            bound = entry.program.bind(args, kwargs)
-            if bound is None:
-                continue
-            if loss_fn is not None and not self._plan_knows_loss:
-                # The plan was made before the loss was known; the last stage must make room for it.
-                self._replan(entry, bound[0], loss_fn, target)
-            return entry, *bound
-        with untouched(self.unwrap()):
-            program = capture(self.unwrap(), args, kwargs, batch_dim=self._batch_dim)
-            bound = program.bind(args, kwargs)
-            assert bound is not None
-            batching = study(program, bound[0])
-        example = self._example(program, batching, bound[0], loss_fn, target)
-        plan = self._plan_for(example)
-        entry = self._build(program, batching, plan)
-        self._entries.append(entry)
+            bound = entry.program.bind(args, kwargs) if entry.state == state else None
+            if bound is not None:
+                break
+        else:
+            with untouched(model), neutral_state({d.torch_device.type for d in self._devices}):
+                program = capture(model, args, kwargs, batch_dim=self._batch_dim)
+                bound = program.bind(args, kwargs)
+                assert bound is not None, "a captured program takes the call that it was captured from"
+                batching = study(program, bound[0])
+            entry = _Entry(state, program, batching)
+            self._entries.append(entry)
+        assert bound is not None
+        self._plan_for(entry, bound[0], loss_fn, target)
+        if entry.plan is not self._plan:
+            self._build(entry)
         return entry, *bound
 
-    def _example(
-        self, program: Program, batching: Batching, leaves: list[Any], loss_fn: LossFunction | None, target: Any
-    ) -> Example:
-        trains = any(p.requires_grad for p in self.parameters())
-        training = trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
-        return Example(self.unwrap(), program, batching, leaves, training, loss_fn, target)
+    def _plan_for(self, entry: _Entry, leaves: list[Any], loss_fn: LossFunction | None, target: Any) -> None:
+        """Make a plan if there is none that fits: none at all, one for inference when training starts, or one made
+        before the loss was known, for which the last stage must make room."""
+        program, batching = entry.program, entry.batching
+        if self._plan is None and self._given is not None:
+            self._plan = self._given.on([d.name for d in self._devices])
+            if self._one_microbatch(batching) and self._plan.n_microbatches > 1:
+                self._plan = replace(self._plan, n_microbatches=1)
+        elif self._given is None:
+            trains = any(p.requires_grad for p in self._all_parameters)
+            training = trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
+            old = self._plan
+            fits = old is not None and (old.training or not training) and (loss_fn is None or self._plan_knows_loss)
+            if not fits:
+                example = Example(self.unwrap(), program, batching, leaves, training, loss_fn, target)
+                self._plan, self._plan_knows_loss = self._decide(example), loss_fn is not None
+        assert self._plan is not None
+        self._warn_unsafe(self._plan, batching)
 
-    def _plan_for(self, example: Example) -> Plan:
-        names = tuple(d.name for d in self._devices)
-        if self._given is not None:
-            if self._plan is None:
-                self._plan = self._given.on(names)
-            self._warn_unsafe(self._plan, example.batching)
-            return self._plan
-        if self._plan is None or (example.training and not self._plan.training):
-            self._plan = self._decide(example)
-            self._plan_knows_loss = example.loss is not None
-        self._warn_unsafe(self._plan, example.batching)
-        return self._plan
+    def _one_microbatch(self, batching: Batching) -> bool:
+        return not batching.splittable or (self._batch_norm == "exact" and bool(batching.batch_norms))
 
-    def _replan(self, entry: _Entry, leaves: list[Any], loss_fn: LossFunction, target: Any) -> None:
-        example = self._example(entry.program, entry.batching, leaves, loss_fn, target)
-        self._plan = self._decide(example)
-        self._plan_knows_loss = True
-        rebuilt = [
-            self._build(e.program, e.batching, self._plan) if e.plan is not self._plan else e for e in self._entries
-        ]
-        for old, new in zip(self._entries, rebuilt, strict=True):
-            old.plan, old.lowered, old.executable = new.plan, new.lowered, new.executable
-
-    def _build(self, program: Program, batching: Batching, plan: Plan) -> _Entry:
-        import dataclasses
-
-        if not batching.splittable or (self._batch_norm == "exact" and batching.batch_norms):
-            plan = dataclasses.replace(plan, n_microbatches=1) if plan.n_microbatches > 1 else plan
-        lowered = lower(program, plan.assign(program), batching.storages)
+    def _build(self, entry: _Entry) -> None:
+        """Lower the plan for the entry's program and place it."""
+        plan = self._plan
+        assert plan is not None
+        lowered = lower(entry.program, plan.assign(entry.program), entry.batching.storages)
         if len(lowered.stages) != len(plan.stages):
-            raise InputError(
+            raise PlanError(
                 f"the plan has {len(plan.stages)} stages, but operators of this model fill only "
                 f"{len(lowered.stages)}; leave the empty ones out"
             )
-        if len(plan.used_devices) == 1 and plan.n_microbatches == 1:
+        n_microbatches = 1 if self._one_microbatch(entry.batching) else plan.n_microbatches
+        executable = None
+        if len(plan.used_devices) == 1 and n_microbatches == 1:
             device = next(d.torch_device for d in self._devices if d.name == plan.used_devices[0])
-            if device.type != "cpu" or any(p.device != device for p in self.parameters()):
+            if any(t.device != device for t in [*self._all_parameters, *self.buffers()]):
                 self.unwrap().to(device)
-            return _Entry(program, batching, plan, lowered, None)
-        workers = [[self._worker(name) for name in stage.devices] for stage in plan.stages]
-        lookup = _Lookup(self.unwrap())
-        return _Entry(program, batching, plan, lowered, Executable(program, lowered, workers, plan.schedule, lookup))
+        else:
+            workers = [[self._worker(name) for name in stage.devices] for stage in plan.stages]
+            executable = Executable(entry.program, lowered, workers, plan.schedule, _Lookup(self.unwrap()))
+        entry.plan, entry.n_microbatches, entry.lowered, entry.executable = plan, n_microbatches, lowered, executable
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
@@ -310,7 +313,7 @@ class PipelinedModule(nn.Module):
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, AutoparWarning, stacklevel=5)
+            warnings.warn(message, AutoparWarning, stacklevel=_callers_level())
 
 
 class _Lookup:
@@ -329,6 +332,14 @@ class _Lookup:
         if not isinstance(value, torch.Tensor):
             raise AttributeError(f"{name} is no tensor of the model")
         return value
+
+
+def _callers_level() -> int:
+    """The `stacklevel` for warnings.warn that names the user's line: the first outside autopar and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("autopar", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _check_target(target: Any) -> None:

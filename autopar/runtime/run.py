@@ -219,9 +219,9 @@ class Run:
         own, received = [enter(x, device) for x in own], [enter(x, device) for x in received]
         if stage.random and self.seed is not None:
             with seeded(mix_seed(self.seed, microbatch, stage.index)):
-                values = slot.module(*own, *received)
+                values = slot.compute(*own, *received)
         else:
-            values = slot.module(*own, *received)
+            values = slot.compute(*own, *received)
         for consumer in self.executable.consumers[stage.index]:
             target = self.executable.slot(consumer, microbatch)
             self._mail[target.number].put(((Phase.FORWARD, stage.index, microbatch), values))

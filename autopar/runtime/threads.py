@@ -45,6 +45,17 @@ class CallerState:
             yield
 
 
+@contextlib.contextmanager
+def neutral_state(device_types: set[str]) -> Iterator[None]:
+    """torch's defaults, for a capture that must not depend on where the first call happens to be made."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device_type in sorted(device_types):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
 class Worker:
     """A thread that serves one device. It ends when the Worker is collected or closed, and never blocks the exit."""
 

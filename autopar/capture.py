@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import logging
 import operator
 import re
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -272,12 +274,18 @@ def _symbolic_trace(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Export's own warnings speak of its internals; its errors are shown whole."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Export's own warnings, log lines and half-made graphs speak of its internals; its errors are shown whole."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:
@@ -291,7 +299,8 @@ def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     paths = {id(module): name or "(root)" for name, module in model.named_modules()}
     where, line = "(root)", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # `self`, whatever its name
         if id(owner) in paths and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl"):
             where, line = paths[id(owner)], f"{frame.f_code.co_filename}:{number}"
     text = str(error)

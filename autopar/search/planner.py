@@ -366,6 +366,10 @@ def _infeasible(
     modules = [p for p in dict.fromkeys(inside) if p] or ["the whole model"]
     return InfeasibleError(
         f"no plan fits the memory: with {m} micro-batches, stage {found.index} ({modules[0]} .. {modules[-1]}) needs "
-        f"{found.needed / 1e6:.1f} MB on {kinds[found.stage.kind].name} and has {found.available / 1e6:.1f} MB, "
-        f"{lack / 1e6:.1f} MB too little; give more memory or devices, a smaller batch, or an optimizer with less state"
+        f"{_megabytes(found.needed)} on {kinds[found.stage.kind].name} and has {_megabytes(found.available)}, "
+        f"{_megabytes(lack)} too little; give more memory or devices, a smaller batch, or an optimizer with less state"
     )
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.4g} MB"

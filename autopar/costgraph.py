@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
@@ -22,9 +22,11 @@ from autopar import _torch
 from autopar.batching import Batching
 from autopar.capture import Program, module_path, source_line
 from autopar.operators import (
+    captured_device,
     compute_nodes,
     fused_groups,
     get_attribute,
+    on_device,
     operator_keys,
     operator_name,
     replicable_nodes,
@@ -108,7 +110,7 @@ def build(
     signature = graph_signature(program) if cache is not None else []
     loss_id = _loss_identity(loss_fn, target)
     inputs_of, loss_of = _examples(program, leaves, loss_fn, target)
-    reduced = _reduced(program, batching)
+    reduced, captured = _reduced(program, batching), captured_device(program)
     measured: list[tuple[Device, GraphTimes]] = []
     for index, (device, workers, rows) in enumerate(jobs):
         what = f"{device.kind}, {rows} samples, {workers} busy"
@@ -117,7 +119,8 @@ def build(
         found = cache.get(key) if cache is not None else None
         if found is None:
             log.info("profiling %s", what)
-            found = _measure(reduced, inputs_of, loss_of, rows, device, workers, training)
+            here = replace(reduced, module=on_device(reduced.module, captured, device.torch_device))
+            found = _measure(here, inputs_of, loss_of, rows, device, workers, training)
             if cache is not None:
                 cache.put(key, found)
         measured.append((device, GraphTimes(rows, workers, *found)))

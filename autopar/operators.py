@@ -7,6 +7,7 @@ needs them instead of being sent, and how an operator is named across captures.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -160,6 +161,43 @@ def get_attribute(module: nn.Module, path: str) -> object:
     for name in path.split("."):
         value = getattr(value, name)
     return value
+
+
+def move_constants(graph: fx.Graph, captured: torch.device, device: torch.device) -> None:
+    """Operators that name the device they were captured on (arange, zeros, to) name `device` instead."""
+    if device == captured:
+        return
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == captured.type:
+            return device
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return type(value)(moved(v) for v in value)
+        return value
+
+    for node in graph.nodes:
+        node.args = tuple(moved(a) for a in node.args)
+        node.kwargs = {k: moved(v) for k, v in node.kwargs.items()}
+
+
+def on_device(module: fx.GraphModule, captured: torch.device, device: torch.device) -> fx.GraphModule:
+    """`module` with its constants, and those of the graphs inside it, made on `device`; parameters stay."""
+    if device == captured:
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    move_constants(graph, captured, device)
+    moved = fx.GraphModule(module, graph)
+    for name, child in list(moved.named_children()):
+        if isinstance(child, fx.GraphModule):
+            setattr(moved, name, on_device(child, captured, device))
+    return moved
+
+
+def captured_device(program: Program) -> torch.device:
+    """Where the model's tensors were when it was captured."""
+    module = program.graph_module
+    return next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
 
 
 def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[set[fx.Node]]:

@@ -21,7 +21,14 @@ from torch import fx, nn
 from autopar.capture import Program, describe
 from autopar.errors import PlanError
 from autopar.lower.random import lower_random
-from autopar.operators import compute_nodes, get_attribute, replicable_nodes, written_arguments
+from autopar.operators import (
+    compute_nodes,
+    get_attribute,
+    move_constants,
+    on_device,
+    replicable_nodes,
+    written_arguments,
+)
 
 
 @dataclass(frozen=True)
@@ -205,19 +212,14 @@ def replica(
     """A copy of the stage's module over the tensors `tensor_of` (by name), for another device or another thread."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(stage.module.graph, {}))
-    if device != captured:
-        _move_constants(graph, captured, device)
-
+    move_constants(graph, captured, device)
     root: dict[str, Any] = {}
     for node in graph.nodes:
         name = str(node.target)
         if node.op == "get_attr":
             value = get_attribute(stage.module, name)
-            if isinstance(value, fx.GraphModule) and device != captured:
-                inner = fx.Graph()
-                inner.output(inner.graph_copy(value.graph, {}))
-                _move_constants(inner, captured, device)
-                value = fx.GraphModule(value, inner)
+            if isinstance(value, fx.GraphModule):
+                value = on_device(value, captured, device)
             root[name] = tensor_of[name] if isinstance(value, torch.Tensor) else value
         elif node.op == "call_module":
             root[name] = rebuilt(stage.module.get_submodule(name), name, tensor_of)
@@ -234,18 +236,3 @@ def rebuilt(module: nn.Module, path: str, tensor_of: Mapping[str, torch.Tensor])
         k: rebuilt(v, f"{path}.{k}", tensor_of) if v is not None else None for k, v in module._modules.items()
     }
     return new
-
-
-def _move_constants(graph: fx.Graph, captured: torch.device, device: torch.device) -> None:
-    """Operators that name the device they were captured on (arange, zeros, to) name the stage's."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.device) and value.type == captured.type:
-            return device
-        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            return type(value)(moved(v) for v in value)
-        return value
-
-    for node in graph.nodes:
-        node.args = tuple(moved(a) for a in node.args)
-        node.kwargs = {k: moved(v) for k, v in node.kwargs.items()}

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from autopar.capture import Program
 from autopar.lower import Lowered, StageProgram, replica
-from autopar.operators import get_attribute
+from autopar.operators import captured_device, get_attribute
 from autopar.runtime.threads import Worker
 from autopar.schedule import Schedule, make_schedule
 
@@ -61,7 +61,7 @@ class Executable:
         self._first_slot = [sum(self.replicas[:s]) for s in range(len(workers))]
         names = {name for stage in lowered.stages for name in stage.parameters}
         self._constants: dict[str, Any] = {name: get_attribute(program.graph_module, name) for name in names}
-        captured = _device_of(program)
+        captured = captured_device(program)
         self.parameters = self._place(lowered, workers)
         self.slots = [
             self._slot(stage, number, worker, captured)
@@ -168,8 +168,3 @@ class Executable:
         for slot in self.slots:
             for leaf in slot.leaves.values():
                 leaf.grad = None
-
-
-def _device_of(program: Program) -> torch.device:
-    tensors = [*program.graph_module.parameters(), *program.graph_module.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")

@@ -324,13 +324,14 @@ class Run:
 
 def _leaf(value: Any, device: torch.device) -> Any:
     """A received tensor as the start of this stage's own autograd graph."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to(device).requires_grad_(value.requires_grad)
+    moved = _moved(value, device)
+    return moved.requires_grad_() if isinstance(value, torch.Tensor) and value.requires_grad else moved
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value.detach().to(device) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if value.device == device else value.detach().to(device)
 
 
 def split_sizes(batch: int, n_microbatches: int) -> list[int]:

@@ -21,7 +21,7 @@ from autopar.tidy import aten
 from cost_models.repeats import TensorShape
 
 # Samples looked at together, and in the first part. Uneven parts tell a mean from a sum.
-_WHOLE, _FIRST = 5, 3
+_WHOLE, _FIRST = 3, 2
 
 _BATCH_NORM = {aten.batch_norm.default}
 _DROPOUT = {

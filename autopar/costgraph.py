@@ -6,11 +6,8 @@ kind, on how many of its siblings are busy and on the micro-batch size, and lie 
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
@@ -18,31 +15,20 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar import _torch
 from autopar.batching import Batching
 from autopar.capture import Program, module_path, source_line
+from autopar.measuring import Calls, Measuring, Progress, sizes
 from autopar.operators import (
-    captured_device,
     compute_nodes,
     fused_groups,
     get_attribute,
-    on_device,
     operator_keys,
     operator_name,
     replicable_nodes,
     requires_grad_nodes,
-    written_arguments,
 )
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
-from cost_models.profiler import GraphBytes, GraphTimes, Loss, measure, measure_accumulate, measure_bytes
-from cost_models.repeats import ReducedGraph, reduce_graph
-
-log = logging.getLogger(__name__)
-
-# Operators of the same sort that are timed; the rest take their mean. More tell more about noise and cost more time.
-SAME_MEASURED = 3
-
-Progress = Callable[[str, float], None]  # (what is being done, fraction done)
+from cost_models.profiler import GraphBytes, GraphTimes, measure_accumulate, measure_bytes
 
 
 @dataclass(frozen=True)
@@ -102,120 +88,20 @@ def build(
     `leaves`: the flat inputs of an example call. `n_microbatches`: measure at that micro-batch size only.
     """
     batch = max(program.batch_size, 1)
-    splittable = batching.splittable
+    example = Calls(program, leaves, loss_fn, target)
     jobs = []
     for kind in dict.fromkeys(d.kind for d in devices):
         mine = [d for d in devices if d.kind == kind]
-        jobs += [(mine[0], w, r) for w, r in _measurements(mine, batch, splittable, n_microbatches)]
-    signature = graph_signature(program) if cache is not None else []
-    loss_id = _loss_identity(loss_fn, target)
-    inputs_of, loss_of = _examples(program, leaves, loss_fn, target)
-    reduced, captured = _reduced(program, batching), captured_device(program)
-    measured: list[tuple[Device, GraphTimes]] = []
-    for index, (device, workers, rows) in enumerate(jobs):
-        what = f"{device.kind}, {rows} samples, {workers} busy"
-        progress(f"profiling {what}", index / len(jobs))
-        key = signature_key("times", signature, device.kind, workers, rows, training, loss_id)
-        found = cache.get(key) if cache is not None else None
-        if found is None:
-            log.info("profiling %s", what)
-            here = replace(reduced, module=on_device(reduced.module, captured, device.torch_device))
-            found = _measure(here, inputs_of, loss_of, rows, device, workers, training)
-            if cache is not None:
-                cache.put(key, found)
-        measured.append((device, GraphTimes(rows, workers, *found)))
+        jobs += [(mine[0], workers, rows) for workers, rows in sizes(mine, program, batching, n_microbatches)]
+    measured = Measuring(program, batching, example, training, cache).run(jobs, progress)
     progress("measuring memory and links", 1.0)
-    rows = min(batch, 4) if splittable else batch
-    counted = measure_bytes(program.graph_module, inputs_of(rows), rows, training)
+    rows = min(batch, 4) if batching.splittable else batch
+    counted = measure_bytes(program.graph_module, example.inputs(rows), rows, training)
     graph = nx.DiGraph()
     _annotate(graph, program, batching, counted, batch)
     links = _cached_links(devices, cache)
     accumulate = _cached(cache, "accumulate", devices[0].kind, lambda: measure_accumulate(devices[0].torch_device))
     return CostGraph(graph, batch, training, _tables(measured), tuple(devices), links, accumulate)
-
-
-def _reduced(program: Program, batching: Batching) -> ReducedGraph:
-    """The graph to time: every operator that repeats at most `SAME_MEASURED` times."""
-    writes = {a for node in program.graph.nodes for a in written_arguments(node)}
-    aliases = {s for node in writes for s in batching.storages.get(node.name, ())}
-    touched = {n.name for n in program.graph.nodes if batching.storages.get(n.name, frozenset()) & aliases}
-    keep = touched | {n.name for n in program.graph.nodes if written_arguments(n)}
-    gradients = {n.name for n in requires_grad_nodes(program)}
-    return reduce_graph(program.graph_module, batching.shapes, keep, gradients, SAME_MEASURED)
-
-
-def _measure(
-    reduced: ReducedGraph,
-    inputs_of: Callable[[int], list[Any]],
-    loss_of: Callable[[int], Loss | None],
-    rows: int,
-    device: Device,
-    workers: int,
-    training: bool,
-) -> list[Any]:
-    """[forward by node, backward by node, loss forward, loss backward] in seconds."""
-
-    def inputs(rows: int) -> list[Any]:
-        made = [
-            shape.make(rows, device.torch_device).requires_grad_(gradient and training)
-            for shape, gradient in reduced.stand_ins
-        ]
-        return [*inputs_of(rows), *made]
-
-    times = measure(
-        reduced.module,
-        inputs,
-        loss_of,
-        rows,
-        device,
-        workers=workers,
-        training=training,
-        n_outputs=reduced.n_outputs,
-    )
-    forward, backward = (
-        {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
-        for seconds in (times.forward, times.backward)
-    )
-    return [forward, backward, times.loss_forward, times.loss_backward]
-
-
-def _measurements(
-    devices: Sequence[Device], batch: int, splittable: bool, n_microbatches: int | None
-) -> list[tuple[int, int]]:
-    """(busy workers, samples) to measure: the whole batch alone, micro-batches with all siblings busy."""
-    whole = [(1, batch)]
-    if not splittable or batch == 1:
-        return whole
-    together = len(devices) if devices[0].shares_process_memory else 1
-    if n_microbatches is not None:
-        sizes = [-(-batch // n_microbatches)]
-    else:
-        sizes = sorted({max(1, round(batch / part)) for part in (2, 4, 8, 16)}, reverse=True)
-    few = [(1, sizes[len(sizes) // 2])] if together > 1 else []
-    return whole + few + [(together, size) for size in sizes if (together, size) not in whole + few]
-
-
-def _examples(
-    program: Program, leaves: list[Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None, target: Any
-) -> tuple[Callable[[int], list[Any]], Callable[[int], Loss | None]]:
-    def inputs_of(rows: int) -> list[Any]:
-        return [
-            x if i.batch_dim is None else x.detach().narrow(i.batch_dim, 0, rows)
-            for x, i in zip(leaves, program.inputs, strict=True)
-        ]
-
-    def loss_of(rows: int) -> Loss | None:
-        if loss_fn is None:
-            return None
-        part = _torch.tree_map(
-            lambda t: t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == program.batch_size else t,
-            target,
-        )
-        return lambda outputs: loss_fn(
-            _torch.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec), part
-        )
-
-    return inputs_of, loss_of
 
 
 def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: GraphBytes, batch: int) -> None:
@@ -275,7 +161,7 @@ def _parameters(module: fx.GraphModule, node: fx.Node) -> dict[str, tuple[int, b
     }
 
 
-def _tables(measured: list[tuple[Device, GraphTimes]]) -> tuple[CostTable, ...]:
+def _tables(measured: Sequence[tuple[Device, GraphTimes]]) -> tuple[CostTable, ...]:
     groups: dict[tuple[str, int], list[GraphTimes]] = {}
     for device, one in measured:
         groups.setdefault((device.kind, one.workers), []).append(one)
@@ -304,34 +190,6 @@ def _interpolate(rows: tuple[int, ...], values: np.ndarray, at: float) -> np.nda
     low, high = rows[upper - 1], rows[upper]
     weight = (at - low) / (high - low)
     return np.maximum(values[upper - 1] * (1 - weight) + values[upper] * weight, 0.0)
-
-
-def graph_signature(program: Program) -> list[Any]:
-    """What the measured times of a program depend on: operators, how they hang together, shapes and dtypes."""
-    lines = []
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        shape = [str(s) for s in value.shape] + [str(value.dtype)] if isinstance(value, torch.Tensor) else []
-        if node.op == "get_attr":
-            tensor = get_attribute(program.graph_module, str(node.target))
-            shape = [*map(str, tensor.shape), str(tensor.requires_grad)] if isinstance(tensor, torch.Tensor) else []
-        target = node.name if node.op in ("placeholder", "get_attr") else str(node.target)
-        lines.append(f"{node.name} {node.op} {target} {node.args} {node.kwargs} {shape}")
-    shapes = [f"{i.path} {i.shape and tuple(i.shape)} {i.dtype} {i.batch_dim}" for i in program.inputs]
-    text = "\n".join(lines)
-    return [hashlib.sha256(text.encode()).hexdigest(), shapes, program.training]
-
-
-def _loss_identity(loss_fn: Any, target: Any) -> list[str]:
-    """What the cost of a loss depends on, as far as it can be told: its code and the shapes of the target."""
-    if loss_fn is None:
-        return []
-    try:
-        code = inspect.getsource(loss_fn)
-    except (OSError, TypeError):
-        code = f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
-    shapes = [str(tuple(t.shape)) for t in _torch.tree_leaves(target) if isinstance(t, torch.Tensor)]
-    return [code, repr(loss_fn) if isinstance(loss_fn, torch.nn.Module) else "", *shapes]
 
 
 def _cached(cache: MeasurementCache | None, what: str, kind: str, measurement: Callable[[], float]) -> float:

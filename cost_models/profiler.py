@@ -22,6 +22,9 @@ from torch import fx, nn
 
 from cost_models.device import Device
 
+# Seconds of a pass from which on the clock reads around its operators (about a microsecond each) do not matter.
+_LONG_PASS = 0.3
+
 Loss = Callable[[tuple[Any, ...]], torch.Tensor]
 
 
@@ -145,7 +148,8 @@ def measure(
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
     from ones at every output). `n_outputs`: outputs beyond so many are loose ends, where backward starts, too. After
-    a warm-up, plain and timed passes take turns for about `budget` seconds.
+    a warm-up, timed and plain passes take turns for about `budget` seconds; the plain ones are left out where a pass
+    is so long that the clock reads do not matter.
     """
     runners = [GraphRunner(module, device.torch_device, training, n_outputs) for _ in range(workers)]
     plain: list[tuple[float, float]] = []
@@ -167,12 +171,19 @@ def measure(
             with lock:
                 durations.append(once)
             barrier.wait()
-            repeats = max(1, min(10, round(budget / (2 * max(durations)))))
+            slowest = max(durations)
+            calibrate = slowest < _LONG_PASS
+            fewest = 1 if slowest > budget else 2
+            repeats = max(fewest, min(10, round(budget / (slowest * (1 + calibrate)))))
             for _ in range(repeats):
                 barrier.wait()
-                p = runner.plain_pass(loss)
-                barrier.wait()
                 t = runner.timed_pass(loss)
+                barrier.wait()
+                p = (
+                    runner.plain_pass(loss)
+                    if calibrate
+                    else (sum(t[0].values()) + t[2][0], sum(t[1].values()) + t[2][1])
+                )
                 with lock:
                     plain.append(p)
                     timed.append(t)
@@ -192,12 +203,14 @@ def measure(
         raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
 
     names = list(timed[0][0])
-    forward = {n: statistics.median(t[0][n] for t in timed) for n in names}
-    backward = {n: statistics.median(t[1][n] for t in timed) for n in names}
-    loss_forward = statistics.median(t[2][0] for t in timed)
-    loss_backward = statistics.median(t[2][1] for t in timed)
-    scale_f = _ratio(statistics.median(p[0] for p in plain), sum(forward.values()) + loss_forward)
-    scale_b = _ratio(statistics.median(p[1] for p in plain), sum(backward.values()) + loss_backward)
+    # Disturbances only ever add time: of an even number of passes, the lower of the middle two.
+    typical = statistics.median_low
+    forward = {n: typical([t[0][n] for t in timed]) for n in names}
+    backward = {n: typical([t[1][n] for t in timed]) for n in names}
+    loss_forward = typical([t[2][0] for t in timed])
+    loss_backward = typical([t[2][1] for t in timed])
+    scale_f = _ratio(typical([p[0] for p in plain]), sum(forward.values()) + loss_forward)
+    scale_b = _ratio(typical([p[1] for p in plain]), sum(backward.values()) + loss_backward)
     return GraphTimes(
         rows,
         workers,

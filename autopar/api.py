@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar import costgraph
+from autopar.comparing import Call, run_comparison
 from autopar.errors import InputError
 from autopar.plan import Plan
-from autopar.report.progress import progress_bar
-from autopar.runtime.module import Example, PipelinedModule, untouched
+from autopar.profiling import capture_example, measure_costs, summarize
+from autopar.report.comparison import Comparison
+from autopar.report.profile import Profile
+from autopar.runtime.module import Example, PipelinedModule
 from autopar.schedule import SCHEDULES
 from autopar.search.planner import Options, make_plan
-from cost_models import OPTIMIZER_STATE, Device, MeasurementCache, parse_devices
+from cost_models import OPTIMIZER_STATE, Device, parse_devices
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +94,7 @@ def plan(
     **options: Any,
 ) -> Plan:
     """The plan that `parallelize` would follow for such a call. Takes the same options."""
-    if example_args is None and example_kwargs is None:
-        raise InputError("planning needs an example call: give example_args= or example_kwargs=")
+    _need_example("planning", example_args, example_kwargs)
     module = parallelize(model, devices, example_args=example_args, example_kwargs=example_kwargs, **options)
     try:
         assert module.plan is not None
@@ -102,9 +103,84 @@ def plan(
         module.close()
 
 
-def _decide(example: Example, devices: tuple[Device, ...], options: Options, batch_norm: str, cache: bool) -> Plan:
-    import dataclasses
+def profile(
+    model: nn.Module,
+    devices: Devices = None,
+    *,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: dict[str, Any] | None = None,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    batch_dim: int | dict[str, int | None] | None = None,
+    cache: bool = True,
+) -> Profile:
+    """Seconds and bytes of every operator and module on every kind of device, and the links between the devices.
 
+    Measures what `parallelize` would, which then finds it in the cache. The model is unchanged by it. Arguments and
+    errors as for `parallelize`.
+    """
+    _need_example("profiling", example_args, example_kwargs)
+    _need_target(loss_fn, target)
+    _check_model(model)
+    parsed = parse_devices(devices)
+    args, kwargs = _call(example_args, example_kwargs)
+    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
+    return summarize(measure_costs(example, parsed, cache=cache))
+
+
+def compare(
+    model: nn.Module,
+    devices: Devices = None,
+    plans: Mapping[str, Plan | None] | None = None,
+    *,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: dict[str, Any] | None = None,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    repeats: int = 5,
+    n_microbatches: int | None = None,
+    schedule: str | None = None,
+    max_replicas: int | None = None,
+    memory_limit: float | None = None,
+    batch_norm: str = "per-microbatch",
+    batch_dim: int | dict[str, int | None] | None = None,
+    cache: bool = True,
+) -> Comparison:
+    """Step times and peak memory of `plans`, predicted and measured, next to the plain model on the first device.
+
+    With `loss_fn` and `target` a step is `train_step`; without, it is a call and a backward from the output's `.loss`
+    or else from the means of the outputs. A model in eval mode without `loss_fn` is compared by forwards alone. Steps
+    are taken in turn (A B C A B C ...), on deep copies of the model: parameters, gradients, running statistics and the
+    random state stay as they are.
+
+    Args:
+        plans: by name; None for the plan that autopar finds under the options. Default: {"auto": None}.
+        repeats: steps of each plan that count.
+
+    The other arguments and the errors are those of `parallelize`; no plan holds optimizer state here.
+    """
+    _need_example("comparing", example_args, example_kwargs)
+    _need_target(loss_fn, target)
+    if not isinstance(repeats, int) or repeats < 1:
+        raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
+    plans = {"auto": None} if plans is None else plans
+    parsed, options = _checked(model, devices, n_microbatches, schedule, max_replicas, memory_limit, "none", batch_norm)
+    args, kwargs = _call(example_args, example_kwargs)
+    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
+    example, options = _as_the_batch_allows(example, options, batch_norm)
+    # A plan made by hand may split the batch otherwise than the options do: then all sizes are measured.
+    only = options.n_microbatches if all(plan is None for plan in plans.values()) else None
+    costs = measure_costs(example, parsed, n_microbatches=only, cache=cache)
+    return run_comparison(Call(args, kwargs, example, batch_dim, batch_norm), plans, costs, options, repeats)
+
+
+def _decide(example: Example, devices: tuple[Device, ...], options: Options, batch_norm: str, cache: bool) -> Plan:
+    example, options = _as_the_batch_allows(example, options, batch_norm)
+    return make_plan(measure_costs(example, devices, n_microbatches=options.n_microbatches, cache=cache), options)
+
+
+def _as_the_batch_allows(example: Example, options: Options, batch_norm: str) -> tuple[Example, Options]:
+    """The same with all that keeps the batch whole taken into account."""
     batching = example.batching
     why = batching.obstacle
     if not why and batch_norm == "exact" and batching.batch_norms:
@@ -113,29 +189,17 @@ def _decide(example: Example, devices: tuple[Device, ...], options: Options, bat
         log.warning("n_microbatches=%s cannot be followed: %s", options.n_microbatches, why)
         options = dataclasses.replace(options, n_microbatches=1)
     options = dataclasses.replace(options, one_microbatch_because=why, loss_inside=example.loss is not None)
-    with _cache(cache) as store, progress_bar() as progress, untouched(example.model):
-        costs = costgraph.build(
-            example.program,
-            dataclasses.replace(batching, obstacle=why),
-            example.leaves,
-            devices,
-            training=example.training,
-            loss_fn=example.loss,
-            target=example.target,
-            n_microbatches=options.n_microbatches,
-            cache=store,
-            progress=progress,
-        )
-    return make_plan(costs, options)
+    return dataclasses.replace(example, batching=dataclasses.replace(batching, obstacle=why)), options
 
 
-@contextmanager
-def _cache(wanted: bool) -> Iterator[MeasurementCache | None]:
-    if not wanted:
-        yield None
-        return
-    with MeasurementCache() as store:
-        yield store
+def _need_example(what: str, args: object, kwargs: object) -> None:
+    if args is None and kwargs is None:
+        raise InputError(f"{what} needs an example call: give example_args= or example_kwargs=")
+
+
+def _need_target(loss_fn: LossFunction | None, target: object) -> None:
+    if loss_fn is not None and target is None:
+        raise InputError("loss_fn needs target=: what loss_fn(output, target) compares the output with")
 
 
 def _call(args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -156,10 +220,7 @@ def _checked(
     optimizer: str,
     batch_norm: str,
 ) -> tuple[tuple[Device, ...], Options]:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, PipelinedModule):
-        raise InputError("the model is pipelined already; give model.unwrap()")
+    _check_model(model)
     for name, value in (("n_microbatches", n_microbatches), ("max_replicas", max_replicas)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -174,9 +235,14 @@ def _checked(
     return parse_devices(devices), Options(n_microbatches, schedule, max_replicas, memory_limit, optimizer)
 
 
-def _with_overrides(plan: Plan, n_microbatches: int | None, schedule: str | None) -> Plan:
-    import dataclasses
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, PipelinedModule):
+        raise InputError("the model is pipelined already; give model.unwrap()")
 
+
+def _with_overrides(plan: Plan, n_microbatches: int | None, schedule: str | None) -> Plan:
     changes: dict[str, Any] = {}
     if n_microbatches is not None:
         changes["n_microbatches"] = n_microbatches

@@ -28,7 +28,8 @@ from autopar.operators import (
     requires_grad_nodes,
 )
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
-from cost_models.profiler import GraphBytes, GraphTimes, measure_accumulate, measure_bytes
+from cost_models.footprint import GraphBytes, measure_bytes
+from cost_models.profiler import GraphTimes, measure_accumulate
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def build(
     measured = Measuring(program, batching, example, training, cache).run(jobs, progress)
     progress("measuring memory and links", 1.0)
     rows = min(batch, 4) if batching.splittable else batch
-    counted = measure_bytes(program.graph_module, example.inputs(rows), rows, training)
+    # Copies: a view of the example would count the storage of its whole batch.
+    inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in example.inputs(rows)]
+    counted = measure_bytes(program.graph_module, inputs, rows, training)
     graph = nx.DiGraph()
     _annotate(graph, program, batching, counted, batch)
     links = _cached_links(devices, cache)

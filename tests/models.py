@@ -16,8 +16,8 @@ from torch import nn
 from autopar._torch import tree_leaves
 
 VOCABULARY = 64
-_ENDS = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLMLoss"}
-_SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+_ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLMLoss"}
+_SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TwoTowers(nn.Module):
 class Recurrent(nn.Module):
     """A classifier over the last state of nn.LSTM or nn.GRU."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 8)
         self.rnn = kind(8, 12, 2, batch_first=True)
@@ -102,9 +102,11 @@ def ragged_mask(batch: int, length: int = 12) -> torch.Tensor:
 
 
 def gpt2() -> nn.Module:
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=3, n_embd=32, n_head=4, n_positions=32, vocab_size=VOCABULARY, **dropout, **_ENDS)
+        transformers.GPT2Config(
+            n_layer=3, n_embd=32, n_head=4, n_positions=32, vocab_size=VOCABULARY, **dropout, **_ENDS
+        )
     )
 
 
@@ -278,6 +280,12 @@ def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
     return total + ((scores - target) ** 2).mean()
 
 
+def sum_of_squares(output: Any) -> torch.Tensor:
+    """A loss that every output which requires grad moves."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.square().sum() for leaf in leaves]).sum()
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Every parameter's gradient, which is taken off the model."""
     found = {name: p.grad for name, p in model.named_parameters()}
@@ -286,7 +294,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def assert_same_gradients(
-    mine: dict[str, torch.Tensor | None], original: dict[str, torch.Tensor | None], tolerance: float = 1e-5
+    mine: Mapping[str, torch.Tensor | None], original: Mapping[str, torch.Tensor | None], tolerance: float = 1e-5
 ) -> None:
     """Equal to `tolerance` of the largest norm (some, as of attention's key biases, are zero but for rounding)."""
     assert list(mine) == list(original)

@@ -20,6 +20,7 @@ from autopar.lower import Lowered, lower
 from autopar.plan import Plan
 from autopar.runtime.autograd import Call, Step
 from autopar.runtime.executable import Executable
+from autopar.runtime.memory import Watch
 from autopar.runtime.run import LossFunction, Run, split_sizes
 from autopar.runtime.threads import CallerState, Worker, neutral_state
 from cost_models.device import Device
@@ -89,6 +90,7 @@ class PipelinedModule(nn.Module):
         self._entries: list[_Entry] = []
         self._workers: dict[str, Worker] = {}
         self._warned: set[str] = set()
+        self._watch: Watch | None = None
 
     # -- what a user sees -------------------------------------------------------------------------------------------
 
@@ -189,6 +191,15 @@ class PipelinedModule(nn.Module):
             loss.backward()
         return result
 
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Inside, every device's part of a call runs in the context `watch(its name)`: for measurements."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _direct(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,6 +237,7 @@ class PipelinedModule(nn.Module):
             seed=seed,
             loss=loss_fn,
             target=target,
+            watch=self._watch,
         )
         return run, state.grad
 
@@ -262,8 +274,7 @@ class PipelinedModule(nn.Module):
             if self._one_microbatch(batching) and self._plan.n_microbatches > 1:
                 self._plan = replace(self._plan, n_microbatches=1)
         elif self._given is None:
-            trains = any(p.requires_grad for p in self._all_parameters)
-            training = trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
+            training = has_backward(self.unwrap(), program, loss_fn)
             old = self._plan
             fits = old is not None and (old.training or not training) and (loss_fn is None or self._plan_knows_loss)
             if not fits:
@@ -345,6 +356,12 @@ def _callers_level() -> int:
 def _check_target(target: Any) -> None:
     if target is None:
         raise InputError("train_step needs target=: what loss_fn(output, target) compares the output with")
+
+
+def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | None) -> bool:
+    """Whether a backward is to be expected after a call that is made now."""
+    trains = any(p.requires_grad for p in model.parameters())
+    return trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import linecache
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from autopar.capture import describe
 from autopar.lower import Constant
 from autopar.lower.random import mix_seed, seeded
 from autopar.runtime.executable import Executable, Slot
+from autopar.runtime.memory import Watch
 from autopar.runtime.threads import CallerState
 from autopar.schedule import Action, Phase
 
@@ -52,10 +54,12 @@ class Run:
         seed: int | None = None,
         loss: LossFunction | None = None,
         target: Any = None,
+        watch: Watch | None = None,
     ) -> None:
         """`leaves`: flat inputs; `sizes`: samples in each micro-batch; `outputs`: how the flat outputs combine.
 
         With `loss`, the last stage ends in loss(output, target) of every micro-batch, weighted by its samples.
+        `watch`: for a device's name, a context that its worker works in.
         """
         self.executable = executable
         self.sizes = tuple(sizes)
@@ -64,6 +68,7 @@ class Run:
         self.state = state
         self.seed = seed
         self.loss_function = loss
+        self.watch = watch
         self.inputs = [self._split(x, i.batch_dim) for x, i in zip(leaves, executable.program.inputs, strict=True)]
         self.targets = split_tree(target, self.sizes) if loss is not None else []
         self.losses: list[torch.Tensor | None] = [None] * len(sizes)
@@ -174,7 +179,8 @@ class Run:
     def _work(self, slot: Slot, actions: Sequence[Action], done: queue.SimpleQueue[None]) -> None:
         aside: dict[tuple[Phase, int, int], Any] = {}
         try:
-            with self.state.applied():
+            watched = self.watch(slot.worker.device.name) if self.watch is not None else nullcontext()
+            with self.state.applied(), watched:
                 for action in actions:
                     if self._failure is not None:
                         raise _Aborted

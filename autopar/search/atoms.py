@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Atoms:
 
 
 def make_atoms(costs: CostGraph) -> Atoms:
-    """The atoms of a cost graph, with all that crosses the cuts between them."""
+    """The atoms of a cost graph, with all that crosses the cuts between them and the cuts that are worth a look."""
     graph = costs.graph
     line = [name for name, data in graph.nodes(data=True) if not data["replicable"]]
     place = {name: i for i, name in enumerate(line)}
@@ -49,7 +49,16 @@ def make_atoms(costs: CostGraph) -> Atoms:
         if inside:
             glued[min(inside) + 1 : max(inside) + 1] = True
     starts = [i for i in range(len(line)) if not glued[i]] or [0]
-    nodes = tuple(tuple(line[a:b]) for a, b in zip(starts, [*starts[1:], len(line)], strict=True))
+    atoms = gather(costs, tuple(tuple(line[a:b]) for a, b in zip(starts, [*starts[1:], len(line)], strict=True)))
+    return replace(atoms, cut_allowed=_cuts(costs, atoms.nodes, atoms.values))
+
+
+def gather(costs: CostGraph, nodes: tuple[tuple[str, ...], ...]) -> Atoms:
+    """`nodes` (all operators that are not replicable, grouped) as atoms, with all that crosses any cut between them.
+
+    Values must flow from earlier to later groups. The last group returns the model's outputs.
+    """
+    graph = costs.graph
     atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
     values = _values(costs, atom_of, len(nodes))
     saved: dict[int, float] = {}
@@ -74,7 +83,7 @@ def make_atoms(costs: CostGraph) -> Atoms:
         tuple((Shared(float(n), tuple(sorted(readers[p]))), trained) for p, (n, trained) in parameters.items()),
         tuple(Shared(n, tuple(sorted(savers[s]))) for s, n in saved.items()),
         transient,
-        _cuts(costs, nodes, values),
+        np.ones(len(nodes) + 1, dtype=bool),
     )
 
 

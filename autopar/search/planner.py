@@ -14,18 +14,23 @@ import numpy as np
 
 from autopar.costgraph import CostGraph
 from autopar.errors import InfeasibleError, InputError
-from autopar.plan import Link as StageLink
-from autopar.plan import Plan, Stage
-from autopar.schedule import SCHEDULES, make_schedule
+from autopar.plan import Plan
+from autopar.schedule import SCHEDULES
 from autopar.search.atoms import Atoms, make_atoms
 from autopar.search.partition import explain_infeasible, solve
+from autopar.search.predict import (
+    ACTION_OVERHEAD,
+    Arrangement,
+    Conditions,
+    as_plan,
+    atom_times,
+    resident_bytes,
+    simulated,
+)
 from autopar.search.problem import Kind, Problem, Shared, Solution
-from autopar.simulate import StageMemory, StageTimes, Timeline, Transfer, simulate
-from cost_models import Device, optimizer_state_bytes
+from autopar.simulate import Timeline
+from cost_models import Device
 
-# Seconds that the runtime itself needs for one micro-batch in one stage, forward and backward: taking messages, making
-# leaves, starting autograd (`python -m benchmarks overhead` measures it).
-ACTION_OVERHEAD = 6e-5
 # More devices must be faster by this share of the step to be preferred; plans closer than that are equally fast.
 _WORTH = 0.01
 _SAME = 0.002
@@ -43,14 +48,17 @@ class Options:
     one_microbatch_because: str = ""  # why the batch may not be split
     loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
 
+    @property
+    def conditions(self) -> Conditions:
+        return Conditions(self.optimizer, self.loss_inside)
+
 
 @dataclass(frozen=True)
 class Candidate:
     """A partition and what the simulator says of it."""
 
     solution: Solution
-    n_microbatches: int
-    schedule: str
+    arrangement: Arrangement
     timeline: Timeline
 
 
@@ -73,7 +81,8 @@ def make_plan(costs: CostGraph, options: Options) -> Plan:
     if not candidates:
         raise _infeasible(costs, atoms, kinds, options, counts, names[0])
     best = _choose(candidates)
-    return _as_plan(costs, atoms, options, best, candidates)
+    found = as_plan(costs, atoms, best.arrangement, best.timeline, options.conditions)
+    return replace(found, notes=_notes(costs, options, best, candidates))
 
 
 def _choose(candidates: Sequence[Candidate]) -> Candidate:
@@ -81,7 +90,9 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate:
     fastest = min(c.timeline.step_time for c in candidates)
     single = [c for c in candidates if sum(c.solution.used) == 1 and c.timeline.step_time <= fastest * (1 + _WORTH)]
     near = single or [c for c in candidates if c.timeline.step_time <= fastest * (1 + _SAME)]
-    return min(near, key=lambda c: (max(c.timeline.peak_memory or (0,)), c.n_microbatches, c.timeline.step_time))
+    return min(
+        near, key=lambda c: (max(c.timeline.peak_memory or (0,)), c.arrangement.n_microbatches, c.timeline.step_time)
+    )
 
 
 def _candidates(
@@ -94,13 +105,16 @@ def _candidates(
     for level in levels:
         problem = _problem(costs, atoms, kinds, options, m, name, level)
         for used, solution in solve(problem).items():
-            nearest = min(levels, key=lambda w: (abs(w - sum(used)), -w))
+            busy = sum(used) if m > 1 else 1  # devices that compute at the same time
+            nearest = min(levels, key=lambda w: (abs(w - busy), -w))
             if nearest != level:
                 continue
             if sum(used) > 1 and m == 1 and options.n_microbatches is None and len(solution.stages) == 1:
                 continue  # replicas without micro-batches to share
-            timeline = _simulate(costs, atoms, options, solution, m, name, level)
-            found[used] = Candidate(solution, m, name, timeline)
+            spans = tuple(slice(stage.start, stage.stop) for stage in solution.stages)
+            arrangement = Arrangement(spans, tuple(assign_devices(costs.devices, solution)), m, name)
+            timeline = simulated(costs, atoms, arrangement, options.conditions)
+            found[used] = Candidate(solution, arrangement, timeline)
     return list(found.values())
 
 
@@ -109,14 +123,16 @@ def _problem(
 ) -> Problem:
     share = 1 / m
     forward, backward = zip(
-        *(_atom_times(costs, atoms, kind.name, workers, costs.batch_size / m) for kind in kinds), strict=True
+        *(atom_times(costs, atoms, kind.name, workers, costs.batch_size / m) for kind in kinds), strict=True
     )
     trained = [s for s, t in atoms.parameters if t and costs.training]
     return Problem(
         forward=np.array(forward),
         backward=np.array(backward),
         values=tuple(replace(v, nbytes=v.nbytes * share, grad_nbytes=v.grad_nbytes * share) for v in atoms.values),
-        resident=tuple(Shared(_resident(s.nbytes, t, costs, options), s.atoms) for s, t in atoms.parameters),
+        resident=tuple(
+            Shared(resident_bytes(s.nbytes, t, costs, options.optimizer), s.atoms) for s, t in atoms.parameters
+        ),
         gradient_bytes=tuple(trained),
         saved=tuple(Shared(s.nbytes * share, s.atoms) for s in atoms.saved),
         transient=atoms.transient * share,
@@ -126,23 +142,6 @@ def _problem(
         kinds=kinds,
         max_replicas=options.max_replicas or sum(k.count for k in kinds),
     )
-
-
-def _atom_times(costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: float) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of every atom, forward and backward, at `rows` samples; the loss counts to the last."""
-    table = costs.table(kind, workers)
-    forward, backward, loss = table.at(rows)
-    f, b = atoms.sums(table.nodes, forward), atoms.sums(table.nodes, backward)
-    f[-1] += loss[0]
-    b[-1] += loss[1]
-    return f, b
-
-
-def _resident(nbytes: float, trained: bool, costs: CostGraph, options: Options) -> float:
-    """Bytes that a parameter takes on its device: itself, its gradient, the optimizer's state."""
-    if not (trained and costs.training):
-        return nbytes
-    return 2 * nbytes + optimizer_state_bytes(options.optimizer, int(nbytes))
 
 
 def _kinds(costs: CostGraph, options: Options) -> tuple[Kind, ...]:
@@ -167,66 +166,6 @@ def _microbatch_counts(costs: CostGraph, options: Options) -> list[int]:
     return counts if len(counts) <= 24 else sorted({round(x) for x in np.geomspace(1, most, 24)})
 
 
-def _rows(batch: int, m: int) -> list[int]:
-    """Samples in each micro-batch (as the runtime splits: as even as they go, larger ones first)."""
-    small, more = divmod(batch, m)
-    return [small + 1] * more + [small] * (m - more)
-
-
-def _simulate(
-    costs: CostGraph, atoms: Atoms, options: Options, solution: Solution, m: int, name: str, workers: int
-) -> Timeline:
-    rows = _rows(costs.batch_size, m)
-    kinds = list(dict.fromkeys(d.kind for d in costs.devices))
-    by_rows = {
-        (k, r): _atom_times(costs, atoms, k, workers, r)
-        for k in {kinds[s.kind] for s in solution.stages}
-        for r in set(rows)
-    }
-    plain = len(solution.stages) == 1 and solution.stages[0].replicas == 1 and m == 1
-    overhead = 0.0 if plain else ACTION_OVERHEAD
-    stages, memory = [], []
-    for stage in solution.stages:
-        times = [by_rows[kinds[stage.kind], r] for r in rows]
-        span = slice(stage.start, stage.stop)
-        finish = (stage.replicas - 1) * _trained_bytes(costs, atoms, span) * costs.accumulate
-        stages.append(
-            StageTimes(
-                tuple(float(f[span].sum()) + overhead for f, _ in times),
-                tuple(float(b[span].sum()) + overhead for _, b in times),
-                finish,
-            )
-        )
-        memory.append(_stage_memory(costs, atoms, options, span, rows))
-    schedule = make_schedule(name, m, [s.replicas for s in solution.stages], training=costs.training)
-    barrier = 0.0 if costs.training and not options.loss_inside else None
-    if barrier is not None:
-        schedule = make_schedule("gpipe", m, [s.replicas for s in solution.stages])
-    return simulate(schedule, stages, _transfers(costs, atoms, solution, m), memory=memory, barrier=barrier)
-
-
-def _stage_links(costs: CostGraph, atoms: Atoms, solution: Solution) -> dict[tuple[int, int], tuple[float, float]]:
-    """Bytes (forward, backward) of the whole batch between each pair of stages that talk to each other."""
-    stage_of = {a: i for i, s in enumerate(solution.stages) for a in range(s.start, s.stop)}
-    found: dict[tuple[int, int], tuple[float, float]] = {}
-    for value in atoms.values:
-        source = stage_of[value.producer]
-        for target in sorted({stage_of[c] for c in value.consumers} - {source}):
-            forward, backward = found.get((source, target), (0.0, 0.0))
-            found[source, target] = (forward + value.nbytes, backward + value.grad_nbytes)
-    return found
-
-
-def _transfers(costs: CostGraph, atoms: Atoms, solution: Solution, m: int) -> list[Transfer]:
-    devices = assign_devices(costs.devices, solution)
-    transfers = []
-    for (source, target), (forward, backward) in _stage_links(costs, atoms, solution).items():
-        pairs = [(a, b) for a in devices[source] for b in devices[target]]
-        slowest = [max((costs.links[p].seconds(n / m) for p in pairs), default=0.0) for n in (forward, backward)]
-        transfers.append(Transfer(source, target, (slowest[0],) * m, (slowest[1],) * m))
-    return transfers
-
-
 def assign_devices(devices: Sequence[Device], solution: Solution) -> list[tuple[str, ...]]:
     """Names of each stage's devices: those of a kind are handed out in the order they were given."""
     kinds = list(dict.fromkeys(d.kind for d in devices))
@@ -237,82 +176,6 @@ def assign_devices(devices: Sequence[Device], solution: Solution) -> list[tuple[
         result.append(tuple(mine[: stage.replicas]))
         free[kinds[stage.kind]] = mine[stage.replicas :]
     return result
-
-
-def _touched(items: Sequence[Shared], span: slice) -> float:
-    return sum(s.nbytes for s in items if any(span.start <= a < span.stop for a in s.atoms))
-
-
-def _trained_bytes(costs: CostGraph, atoms: Atoms, span: slice) -> float:
-    return _touched([s for s, trained in atoms.parameters if trained], span) if costs.training else 0.0
-
-
-def _stage_memory(costs: CostGraph, atoms: Atoms, options: Options, span: slice, rows: Sequence[int]) -> StageMemory:
-    held = [Shared(_resident(s.nbytes, t, costs, options), s.atoms) for s, t in atoms.parameters]
-    received = sum(
-        v.nbytes
-        for v in atoms.values
-        if v.producer < span.start and any(span.start <= c < span.stop for c in v.consumers)
-    )
-    activation = _touched(atoms.saved, span) + received
-    share = [r / costs.batch_size for r in rows]
-    transient = float(atoms.transient[span].max()) * max(share)
-    return StageMemory(int(_touched(held, span)), tuple(int(activation * s) for s in share), int(transient))
-
-
-def _as_plan(
-    costs: CostGraph, atoms: Atoms, options: Options, best: Candidate, candidates: Sequence[Candidate]
-) -> Plan:
-    solution, m = best.solution, best.n_microbatches
-    devices = assign_devices(costs.devices, solution)
-    kinds = list(dict.fromkeys(d.kind for d in costs.devices))
-    busy = sum(solution.used)
-    order = {name: data["position"] for name, data in costs.graph.nodes(data=True)}
-    stages = []
-    slot = 0
-    for choice, names in zip(solution.stages, devices, strict=True):
-        span = slice(choice.start, choice.stop)
-        f, b = _atom_times(costs, atoms, kinds[choice.kind], busy, costs.batch_size / m)
-        memory = _stage_memory(costs, atoms, options, span, _rows(costs.batch_size, m))
-        inside = sorted((n for atom in atoms.nodes[span] for n in atom), key=order.__getitem__)
-        peaks = best.timeline.peak_memory or ()
-        stages.append(
-            Stage(
-                devices=names,
-                operators=tuple(costs.graph.nodes[n]["key"] for n in inside),
-                forward_time=float(f[span].sum()),
-                backward_time=float(b[span].sum()),
-                parameter_bytes=int(_touched([s for s, _ in atoms.parameters], span)),
-                activation_bytes=memory.activation[0],
-                peak_memory=max(peaks[slot : slot + choice.replicas], default=0),
-                sync_time=(choice.replicas - 1) * _trained_bytes(costs, atoms, span) * costs.accumulate,
-            )
-        )
-        slot += choice.replicas
-    links = []
-    for (source, target), (forward, backward) in _stage_links(costs, atoms, solution).items():
-        pair = costs.links[devices[source][0], devices[target][0]]
-        seconds = pair.seconds(forward / m) + (pair.seconds(backward / m) if backward else 0.0)
-        links.append(StageLink(source, target, int(forward / m), int(backward / m), seconds))
-    alone = _single_device_time(costs, atoms)
-    return Plan(
-        stages=tuple(stages),
-        n_microbatches=m,
-        schedule=best.schedule,
-        batch_size=costs.batch_size,
-        devices=tuple(d.name for d in costs.devices),
-        training=costs.training,
-        predicted_step_time=best.timeline.step_time,
-        single_device_time=alone,
-        bubble=best.timeline.bubble,
-        transfers=tuple(links),
-        notes=_notes(costs, options, best, candidates),
-    )
-
-
-def _single_device_time(costs: CostGraph, atoms: Atoms) -> float:
-    f, b = _atom_times(costs, atoms, costs.devices[0].kind, 1, costs.batch_size)
-    return float(f.sum() + b.sum())
 
 
 def _notes(costs: CostGraph, options: Options, best: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:

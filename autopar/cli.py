@@ -1,0 +1,213 @@
+"""The command line: `autopar demo`, `profile`, `plan` and `compare`.
+
+Results go to stdout, as text or with --json as JSON; progress, warnings and errors to stderr. Exit status: 0, 1 where
+autopar cannot do it (the message says why), 2 for a command that is not understood.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from torch import nn
+from typer.core import TyperGroup
+
+import autopar
+from autopar import AutoparError, DeviceError, InputError, Plan
+from autopar.demo import DEMOS, run_demo
+
+
+class _Group(TyperGroup):
+    """Says what autopar's own errors say, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (AutoparError, DeviceError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Pipelines PyTorch models over the devices at hand, with the plan chosen by measurement and search.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Factory = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FACTORY",
+        help="A callable in a module of the current directory or the environment. It returns (model, args), "
+        "(model, kwargs), (model, args, kwargs) or a dict with model, example_args, example_kwargs, target, loss_fn.",
+    ),
+]
+Devices = Annotated[
+    str | None, typer.Option(help="For example cpu,cpu or cuda:0,cuda:1. Default: every GPU, else two CPU workers.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in seconds and bytes.")]
+Cache = Annotated[bool, typer.Option(help="Keep measurements on disk and take them from there.")]
+MicroBatches = Annotated[int | None, typer.Option("--n-microbatches", help="Micro-batches a batch.")]
+ScheduleName = Annotated[str | None, typer.Option("--schedule", help="gpipe or 1f1b.")]
+Replicas = Annotated[
+    int | None, typer.Option("--max-replicas", help="Most devices of one stage; 1 for a pure pipeline.")
+]
+MemoryLimit = Annotated[float | None, typer.Option("--memory-limit", help="Usable bytes of each device, such as 8e9.")]
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="autopar")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"autopar {autopar.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(DEMOS)}.")] = "resnet",
+    devices: Devices = "cpu,cpu",
+    json: AsJson = False,
+) -> None:
+    """Plan a transformers model with random weights, run it, and compare it with one device."""
+    if model not in DEMOS:
+        raise typer.BadParameter(f"{model!r} is none of {', '.join(DEMOS)}", param_hint="--model")
+    comparison = run_demo(model, devices, lambda text: typer.echo(text, err=json))
+    if json:
+        typer.echo(comparison.to_json())
+
+
+@app.command()
+def profile(factory: Factory, devices: Devices = None, json: AsJson = False, cache: Cache = True) -> None:
+    """What every module and operator costs on every kind of device, and the links between the devices."""
+    found = autopar.profile(devices=devices, cache=cache, **_load(factory))
+    typer.echo(found.to_json() if json else found)
+
+
+@app.command()
+def plan(
+    factory: Factory,
+    devices: Devices = None,
+    n_microbatches: MicroBatches = None,
+    schedule: ScheduleName = None,
+    max_replicas: Replicas = None,
+    memory_limit: MemoryLimit = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    json: AsJson = False,
+    cache: Cache = True,
+) -> None:
+    """The fastest plan for a model."""
+    found = autopar.plan(
+        devices=devices,
+        n_microbatches=n_microbatches,
+        schedule=schedule,
+        max_replicas=max_replicas,
+        memory_limit=memory_limit,
+        cache=cache,
+        **_load(factory),
+    )
+    if save is not None:
+        found.save(save)
+    typer.echo(found.to_json() if json else found)
+
+
+@app.command()
+def compare(
+    factory: Factory,
+    devices: Devices = None,
+    plan: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="A saved plan to compare; may be repeated.")
+    ] = None,
+    n_microbatches: MicroBatches = None,
+    schedule: ScheduleName = None,
+    max_replicas: Replicas = None,
+    memory_limit: MemoryLimit = None,
+    repeats: Annotated[int, typer.Option(help="Steps of each plan that count.")] = 5,
+    json: AsJson = False,
+    cache: Cache = True,
+) -> None:
+    """Predicted and measured steps of the automatic plan ("auto"), saved plans, and one device."""
+    plans: dict[str, Plan | None] = {"auto": None}
+    plans |= dict(_named_plan(entry) for entry in plan or ())
+    found = autopar.compare(
+        devices=devices,
+        plans=plans,
+        n_microbatches=n_microbatches,
+        schedule=schedule,
+        max_replicas=max_replicas,
+        memory_limit=memory_limit,
+        repeats=repeats,
+        cache=cache,
+        **_load(factory),
+    )
+    typer.echo(found.to_json() if json else found)
+
+
+def _named_plan(entry: str) -> tuple[str, Plan]:
+    name, equals, path = entry.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(f"{entry!r} is not NAME=FILE", param_hint="--plan")
+    if not Path(path).is_file():
+        raise typer.BadParameter(f"there is no file {path!r}", param_hint="--plan")
+    return name, Plan.load(path)
+
+
+def _load(factory: str) -> dict[str, Any]:
+    """What the factory returns, as keyword arguments of the public calls."""
+    module_name, colon, path = factory.partition(":")
+    if not (module_name and colon and path):
+        raise typer.BadParameter(f"{factory!r} is not MODULE:FACTORY", param_hint="MODULE:FACTORY")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # something that the user's module imports
+        raise typer.BadParameter(f"there is no module {error.name!r}", param_hint="MODULE:FACTORY") from error
+    try:
+        function = operator.attrgetter(path)(module)
+    except AttributeError as error:
+        raise typer.BadParameter(f"{module_name} has no {path!r}", param_hint="MODULE:FACTORY") from error
+    return _as_call(factory, function())
+
+
+def _as_call(factory: str, result: Any) -> dict[str, Any]:
+    match result:
+        case {"model": nn.Module()}:
+            known = {"model", "example_args", "example_kwargs", "target", "loss_fn"}
+            if set(result) <= known:
+                return dict(result)
+            raise InputError(
+                f"{factory} returned unknown keys {sorted(set(result) - known)}; known are {sorted(known)}"
+            )
+        case (nn.Module() as model, tuple() as args, dict() as kwargs):
+            return {"model": model, "example_args": args, "example_kwargs": kwargs}
+        case (nn.Module() as model, tuple() as args):
+            return {"model": model, "example_args": args}
+        case (nn.Module() as model, dict() as kwargs):
+            return {"model": model, "example_kwargs": kwargs}
+    raise InputError(
+        f"{factory} must return (model, args), (model, kwargs), (model, args, kwargs) or a dict with 'model', "
+        f"where args is a tuple and kwargs a dict; got {type(result).__name__}"
+    )

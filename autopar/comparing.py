@@ -1,0 +1,198 @@
+"""Plans run against each other and against the plain model on one device."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import _torch
+from autopar.costgraph import CostGraph
+from autopar.errors import InputError
+from autopar.plan import Plan, Stage
+from autopar.report.comparison import Comparison, Row
+from autopar.report.progress import progress_bar
+from autopar.runtime.memory import MemoryWatch
+from autopar.runtime.module import Example, PipelinedModule, untouched
+from autopar.search.planner import Options, make_plan
+from autopar.search.predict import predict
+from cost_models import Device
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every step is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    example: Example  # of the same call, captured
+    batch_dim: int | dict[str, int | None] | None
+    batch_norm: str
+
+
+@dataclass(frozen=True)
+class _Contestant:
+    """A plan (or the plain model) on a copy of the model."""
+
+    name: str
+    plan: Plan
+    model: nn.Module
+    step: Callable[[], object]
+    watched: Callable[[MemoryWatch], AbstractContextManager[object]]
+    close: Callable[[], None]
+
+
+def run_comparison(
+    call: Call, plans: Mapping[str, Plan | None], costs: CostGraph, options: Options, repeats: int
+) -> Comparison:
+    """Predict and measure every plan (None: the one that the search finds) and the plain model on the first device.
+
+        single A B   single A B   single A B ...
+        warm up    | counted from here
+
+    Every contestant has a deep copy of the model, so that the user's keeps its parameters, gradients and running
+    statistics; the random state is put back. Operators that run in the caller's thread have the first device's share
+    of threads.
+    """
+    devices, example = costs.devices, call.example
+    alone = Plan((Stage((devices[0].name,)),), n_microbatches=1)
+    priced = {name: _priced(plan, example, costs, options) for name, plan in plans.items()}
+    with untouched(example.model), _threads(devices[0].threads), progress_bar() as progress:
+        contestants = [_plain("one device", _priced(alone, example, costs, options), call, devices[0])]
+        try:
+            for name, plan in priced.items():
+                progress(f"preparing {name}", 0.0)
+                contestants.append(_pipelined(name, plan, call, devices))
+            steps: list[list[float]] = [[] for _ in contestants]
+            for turn in range(repeats + 1):
+                for contestant, seconds in zip(contestants, steps, strict=True):
+                    progress(f"measuring {contestant.name}", turn / (repeats + 1))
+                    seconds.append(_timed(contestant, devices))
+            rows = [
+                Row(c.name, c.plan, tuple(seconds[1:]), _predicted_memory(c.plan, devices), _memory(c, devices))
+                for c, seconds in zip(contestants, steps, strict=True)
+            ]
+        finally:
+            for contestant in contestants:
+                contestant.close()
+    names = tuple(device.name for device in devices)
+    return Comparison(rows[0], tuple(rows[1:]), names, costs.batch_size, example.training)
+
+
+def _priced(plan: Plan | None, example: Example, costs: CostGraph, options: Options) -> Plan:
+    """The plan with its predictions, all from the same costs."""
+    if plan is None:
+        return make_plan(costs, options)
+    plan = plan.on([device.name for device in costs.devices])
+    if example.batching.obstacle:
+        plan = replace(plan, n_microbatches=1)
+    stage_of = {node.name: stage for node, stage in plan.assign(example.program).items()}
+    return predict(costs, plan, stage_of, options.conditions)
+
+
+def _plain(name: str, plan: Plan, call: Call, device: Device) -> _Contestant:
+    model = copy.deepcopy(call.example.model).to(device.torch_device)
+    args, kwargs, target = _torch.tree_map(
+        lambda x: x.to(device.torch_device) if isinstance(x, torch.Tensor) else x,
+        (call.args, call.kwargs, call.example.target),
+    )
+
+    def step() -> None:
+        _whole_step(model, args, kwargs, replace(call.example, target=target))
+
+    return _Contestant(name, plan, model, step, lambda watch: watch(device.name), lambda: None)
+
+
+def _pipelined(name: str, plan: Plan, call: Call, devices: Sequence[Device]) -> _Contestant:
+    example = call.example
+
+    def decide(_: Example) -> Plan:
+        raise AssertionError("a plan is given")
+
+    model = copy.deepcopy(example.model)
+    module = PipelinedModule(model, devices, decide, plan=plan, batch_dim=call.batch_dim, batch_norm=call.batch_norm)
+    module.prepare(call.args, call.kwargs, loss_fn=example.loss, target=example.target)
+
+    def step() -> None:
+        if example.loss is not None:
+            module.train_step(*call.args, target=example.target, loss_fn=example.loss, **call.kwargs)
+        else:
+            _whole_step(module, call.args, call.kwargs, example)
+
+    def watched(watch: MemoryWatch) -> AbstractContextManager[object]:
+        in_this_thread = len(plan.used_devices) == 1 and plan.n_microbatches == 1
+        return watch(plan.used_devices[0]) if in_this_thread else module.watched(watch)
+
+    return _Contestant(name, plan, model, step, watched, module.close)
+
+
+def _whole_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example: Example) -> None:
+    """Forward and, in training, backward from the loss of the whole batch."""
+    with torch.set_grad_enabled(example.training):
+        output = model(*args, **kwargs)
+        if example.training:
+            _loss(output, example).backward()
+
+
+def _loss(output: Any, example: Example) -> torch.Tensor:
+    """`loss_fn`'s; else the output's own `.loss`; else the sum of the means of all outputs with a gradient."""
+    if example.loss is not None:
+        return example.loss(output, example.target)
+    own = getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    means = [x.mean() for x in _torch.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not means:
+        raise InputError("the model returns nothing with a gradient; give loss_fn= and target=")
+    return torch.stack([m.to(means[0].device) for m in means]).sum()
+
+
+def _timed(contestant: _Contestant, devices: Sequence[Device]) -> float:
+    """Seconds of a step that starts without gradients."""
+    contestant.model.zero_grad(set_to_none=True)
+    _synchronize(devices)
+    start = time.perf_counter()
+    contestant.step()
+    _synchronize(devices)
+    return time.perf_counter() - start
+
+
+def _memory(contestant: _Contestant, devices: Sequence[Device]) -> dict[str, int]:
+    """Bytes at the peak of a step of its own (counting slows it down), by place."""
+    contestant.model.zero_grad(set_to_none=True)
+    watch = MemoryWatch([d for d in devices if d.name in contestant.plan.used_devices])
+    resident = [*contestant.model.parameters(), *contestant.model.buffers()]
+    with watch.step(resident), contestant.watched(watch):
+        contestant.step()
+    return watch.peaks
+
+
+def _predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
+    places = {d.name: d.name if d.shares_process_memory else str(d.torch_device) for d in devices}
+    total: Counter[str] = Counter()
+    for stage in plan.stages:
+        for name in stage.devices:
+            total[places[name]] += stage.peak_memory or 0
+    return dict(total)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _synchronize(devices: Sequence[Device]) -> None:
+    for place in {d.torch_device for d in devices if d.torch_device.type == "cuda"}:
+        torch.cuda.synchronize(place)

@@ -1,0 +1,92 @@
+"""The main job on a real model: a transformers model with random weights, planned, run and compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api import compare, parallelize, plan
+from autopar.errors import AutoparError
+from autopar.report.comparison import Comparison
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A model and a training step of it."""
+
+    title: str
+    model: nn.Module
+    inputs: dict[str, torch.Tensor]
+    target: torch.Tensor
+    loss: Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def _resnet() -> Demo:
+    """ResNet-50 on small images."""
+    import transformers
+
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=100))
+    images, labels = torch.randn(16, 3, 96, 96), torch.randint(100, (16,))
+
+    def loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.logits, labels)
+
+    return Demo("ResNet-50, 16 images of 96 x 96", model, {"pixel_values": images}, labels, loss)
+
+
+def _gpt2() -> Demo:
+    """GPT-2's architecture, smaller and without dropout."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=8,
+        n_embd=256,
+        n_head=8,
+        vocab_size=4096,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+    tokens = torch.randint(config.vocab_size, (16, 64))
+
+    def loss(output: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    title = "GPT-2 with 8 layers of width 256, 16 texts of 64 tokens"
+    return Demo(title, transformers.GPT2LMHeadModel(config), {"input_ids": tokens}, tokens, loss)
+
+
+DEMOS: dict[str, Callable[[], Demo]] = {"resnet": _resnet, "gpt2": _gpt2}
+
+
+def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comparison:
+    """Plan, show, run and compare; `say` gets every paragraph. Raises AutoparError without transformers."""
+    try:
+        torch.manual_seed(0)
+        chosen = DEMOS[name]()
+    except ImportError as error:
+        raise AutoparError('the demo needs transformers: pip install "autopar[demo]"') from error
+    model, call = chosen.model.train(), {"target": chosen.target, "loss_fn": chosen.loss}
+    parameters = sum(p.numel() for p in model.parameters())
+    say(f"{chosen.title}: {parameters / 1e6:.1f} million parameters, random weights\n")
+    say(">>> pm = autopar.parallelize(model, devices, ...)     # capture, profile, search\n")
+    start = time.perf_counter()
+    module = parallelize(model, devices, example_kwargs=chosen.inputs, **call)
+    say(f"planned in {time.perf_counter() - start:.1f} s\n\n{module.report()}\n")
+    say(">>> pm.train_step(..., target=y, loss_fn=loss)\n")
+    loss = module.train_step(**chosen.inputs, **call)
+    found = module.plan
+    module.close()
+    say(f"loss {loss.item():.4f}\n")
+    say(">>> autopar.compare(model, devices, plans)            # the plan, the best without replicas, one device\n")
+    pipeline = plan(model, devices, example_kwargs=chosen.inputs, max_replicas=1, **call)
+    plans = {"auto": found, "max_replicas=1": pipeline}
+    comparison = compare(model, devices, plans, example_kwargs=chosen.inputs, repeats=3, **call)
+    say(str(comparison))
+    return comparison

@@ -1,0 +1,155 @@
+"""What a call of a model costs: captured, measured, and rolled up by module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import networkx as nx
+from torch import nn
+
+from autopar import costgraph
+from autopar.batching import study
+from autopar.capture import capture
+from autopar.costgraph import CostGraph
+from autopar.report.profile import Cost, Pass, Profile
+from autopar.report.progress import progress_bar
+from autopar.runtime.module import Example, has_backward, untouched
+from autopar.runtime.run import LossFunction
+from autopar.runtime.threads import neutral_state
+from cost_models import Device, MeasurementCache
+
+
+def capture_example(
+    model: nn.Module,
+    devices: Sequence[Device],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    batch_dim: int | dict[str, int | None] | None = None,
+) -> Example:
+    """A call of `model` as a program. The model is unchanged. Raises CaptureError and InputError."""
+    with untouched(model), neutral_state({device.torch_device.type for device in devices}):
+        program = capture(model, args, kwargs, batch_dim=batch_dim)
+        bound = program.bind(args, kwargs)
+        assert bound is not None, "a captured program takes the call that it was captured from"
+        batching = study(program, bound[0])
+    training = has_backward(model, program, loss_fn)
+    return Example(model, program, batching, bound[0], training, loss_fn, target)
+
+
+def measure_costs(
+    example: Example, devices: Sequence[Device], *, n_microbatches: int | None = None, cache: bool = True
+) -> CostGraph:
+    """The cost graph of a call, from the cache as far as it is there. The model is unchanged.
+
+    `n_microbatches`: measure that micro-batch size only.
+    """
+    with _cache(cache) as store, progress_bar() as progress, untouched(example.model):
+        return costgraph.build(
+            example.program,
+            example.batching,
+            example.leaves,
+            devices,
+            training=example.training,
+            loss_fn=example.loss,
+            target=example.target,
+            n_microbatches=n_microbatches,
+            cache=store,
+            progress=progress,
+        )
+
+
+def summarize(costs: CostGraph) -> Profile:
+    """The cost graph as a profile: one device of each kind, the whole batch."""
+    kinds = tuple(dict.fromkeys(device.kind for device in costs.devices))
+    names = list(costs.graph)
+    forward: dict[str, dict[str, float]] = {}  # kind -> node -> s
+    backward: dict[str, dict[str, float]] = {}
+    for kind in kinds:
+        table = costs.table(kind, 1)
+        f, b, _ = table.at(costs.batch_size)
+        forward[kind] = dict(zip(table.nodes, map(float, f), strict=True))
+        backward[kind] = dict(zip(table.nodes, map(float, b), strict=True))
+
+    def cost(name: str, inside: Sequence[str]) -> Cost:
+        nodes = [costs.graph.nodes[n] for n in inside]
+        parameters = {p: nbytes for node in nodes for p, (nbytes, _) in node["parameters"].items()}
+        saved = {storage: nbytes for node in nodes for storage, nbytes in node["saved"].items()}
+        return Cost(
+            name,
+            len(inside),
+            sum(parameters.values()),
+            int(sum(saved.values())),
+            int(sum(costs.graph.nodes[n]["output"] for n in _read_outside(costs.graph, inside))),
+            {kind: sum(forward[kind][n] for n in inside) for kind in kinds},
+            {kind: sum(backward[kind][n] for n in inside) for kind in kinds},
+        )
+
+    operators = {name: cost(costs.graph.nodes[name]["key"], [name]) for name in names}
+    modules = tuple(cost(path, inside) for path, inside in _by_module(costs.graph).items())
+    passes = tuple(
+        Pass(t.kind, t.workers, rows, float(f.sum() + loss[0]), float(b.sum() + loss[1]))
+        for t in costs.tables
+        for rows, f, b, loss in zip(t.rows, t.forward, t.backward, t.loss, strict=True)
+    )
+    graph = _drawable(costs.graph, operators, kinds[0])
+    return Profile(
+        costs.batch_size, costs.training, kinds, tuple(operators.values()), modules, passes, dict(costs.links), graph
+    )
+
+
+def _by_module(graph: nx.DiGraph) -> dict[str, list[str]]:
+    """Module -> nodes inside it at any depth. Parents come before children, and siblings in program order."""
+    inside: dict[str, list[str]] = defaultdict(list)
+    for name, data in graph.nodes(data=True):
+        names = data["module"].split(".") if data["module"] else []
+        for depth in range(len(names) + 1):
+            inside[".".join(names[:depth])].append(name)
+    first = {path: place for place, path in enumerate(inside)}
+
+    def place(path: str) -> list[int]:
+        names = path.split(".")
+        return [first[".".join(names[: depth + 1])] for depth in range(len(names))] if path else []
+
+    return {path: inside[path] for path in sorted(inside, key=place)}
+
+
+def _read_outside(graph: nx.DiGraph, inside: Sequence[str]) -> list[str]:
+    """The nodes whose values other nodes or the caller read."""
+    here, outputs = set(inside), set(graph.graph["outputs"])
+    return [n for n in inside if n in outputs or any(user not in here for user in graph.successors(n))]
+
+
+def _drawable(graph: nx.DiGraph, operators: dict[str, Cost], kind: str) -> nx.DiGraph:
+    """The graph with strings and numbers alone, as file formats want it."""
+    drawn = nx.DiGraph()
+    for name, data in graph.nodes(data=True):
+        cost = operators[name]
+        drawn.add_node(
+            name,
+            label=data["key"],
+            module=data["module"],
+            operator=data["operator"],
+            source=data["source"],
+            forward=cost.forward[kind],
+            backward=cost.backward[kind],
+            parameter_bytes=cost.parameter_bytes,
+            activation_bytes=cost.activation_bytes,
+            output_bytes=cost.output_bytes,
+        )
+    drawn.add_edges_from((a, b, {"nbytes": float(data["nbytes"])}) for a, b, data in graph.edges(data=True))
+    return drawn
+
+
+@contextmanager
+def _cache(wanted: bool) -> Iterator[MeasurementCache | None]:
+    if not wanted:
+        yield None
+        return
+    with MeasurementCache() as store:
+        yield store

@@ -1,0 +1,106 @@
+"""`python -m benchmarks NAME [--quick] [--json OUT] [--figure OUT.png] [--results DIR]`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from autopar import AutoparWarning
+from benchmarks import models, overhead, peers, training
+from benchmarks.machine import machine_header
+from benchmarks.output import Report, show, to_json, to_markdown
+
+BENCHMARKS: dict[str, tuple[str, Callable[[bool], Report]]] = {
+    "tutorial": (
+        "ResNet-50 on two CPU devices: the split-size curve of PyTorch's model-parallel tutorial",
+        lambda quick: training.run_training(models.resnet(quick), training.QUICK if quick else training.FULL),
+    ),
+    "gpt": (
+        "a GPT-2-like model with tied embeddings on two CPU devices, the same comparison",
+        lambda quick: training.run_training(models.gpt(quick), training.QUICK if quick else training.FULL),
+    ),
+    "overhead": (
+        "microseconds per micro-batch on tiny stages and per call on one device",
+        lambda quick: overhead.run_overhead(overhead.QUICK if quick else overhead.FULL),
+    ),
+    "peers": (
+        "the same tiny stages by torch.distributed.pipelining over gloo",
+        lambda quick: peers.run_peers(overhead.QUICK if quick else overhead.FULL),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 for a missing package, 2 for a name that is none."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        print(_listing())
+        return 0
+    if options.name not in BENCHMARKS:
+        what = f"no benchmark {options.name!r}" if options.name else "give the name of a benchmark"
+        print(f"{what}; there are\n{_listing()}", file=sys.stderr)
+        return 2
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
+    warnings.simplefilter("ignore", AutoparWarning)  # batch norm of micro-batches is what is measured here
+    header = machine_header()
+    try:
+        report = BENCHMARKS[options.name][1](options.quick)
+    except ModuleNotFoundError as error:
+        print(f"{error}; the benchmarks need it: pip install transformers matplotlib", file=sys.stderr)
+        return 1
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    show(report, header, console)
+    _write(report, header, options, console)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of autopar.")
+    parser.add_argument("name", nargs="?", help="see --list")
+    parser.add_argument("--list", action="store_true", help="show the benchmarks")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few steps: shows that it runs, no more")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="default: NAME.json in the results directory")
+    parser.add_argument("--figure", type=Path, metavar="OUT.png", help="default: NAME.png in the results directory")
+    return parser
+
+
+def _listing() -> str:
+    width = max(map(len, BENCHMARKS))
+    return "\n".join(f"  {name:{width}}  {what}" for name, (what, _) in BENCHMARKS.items())
+
+
+def _write(report: Report, header: dict[str, str], options: argparse.Namespace, console: Console) -> None:
+    """JSON, Markdown and the figure; quick results under names of their own, so that they replace no full ones."""
+    stem = options.results / (f"{options.name}-quick" if options.quick else options.name)
+    page = stem.with_suffix(".md")
+    data = options.json or stem.with_suffix(".json")
+    figure: Path | None = options.figure or stem.with_suffix(".png")
+    assert figure is not None
+    for path in (page, data, figure):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if report.draw is None:
+        figure = None
+    else:
+        try:
+            report.draw(figure)
+        except ImportError as error:
+            console.print(f"no figure: {error}; pip install matplotlib", markup=False)
+            figure = None
+    data.write_text(to_json(report, header))
+    link = os.path.relpath(figure, page.parent) if figure else None
+    page.write_text(to_markdown(report, header, link))
+    written = [str(path) for path in (data, page, figure) if path]
+    console.print(f"written: {', '.join(written)}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What a micro-batch and a wrapped call cost beyond the arithmetic, on a model too small for anything else to count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import autopar
+from autopar import Plan
+from benchmarks.output import Report, Table
+from benchmarks.timing import Step, interleave, slope, threads
+
+WIDTH, BATCH, LAYERS = 64, 64, 4  # layers in each of the two stages
+CALLS = 50  # timed together where one call is short
+
+
+@dataclass(frozen=True)
+class Effort:
+    counts: tuple[int, ...]  # n_microbatches
+    rounds: int
+
+
+FULL = Effort((2, 4, 8, 16, 32), 60)
+QUICK = Effort((2, 8, 32), 5)
+
+
+@dataclass(frozen=True)
+class Result:
+    pipeline: dict[int, float]  # n_microbatches -> s, median step of two stages by train_step
+    accumulation: dict[int, float]  # the same micro-batches by the plain model, one after the other
+    per_microbatch: float  # s, slope of `pipeline`
+    per_plain_microbatch: float  # s, slope of `accumulation`
+    wrapped_call: float  # s, a call wrapped for one device, without gradients, beyond the plain model's
+    wrapped_step: float  # s, train_step wrapped for one device, beyond the plain model's forward and backward
+
+
+def run_overhead(effort: Effort) -> Report:
+    with threads(1):
+        result = measure(effort)
+    counts = effort.counts
+    microbatches = Table(
+        f"Step of two stages of {LAYERS} linear layers, {WIDTH} wide, {BATCH} samples",
+        ("", *(f"{m} micro-batches, ms" for m in counts), "us per extra micro-batch"),
+        (
+            ("autopar, two devices", *_milliseconds(result.pipeline), f"{result.per_microbatch * 1e6:.0f}"),
+            ("plain model in turn", *_milliseconds(result.accumulation), f"{result.per_plain_microbatch * 1e6:.0f}"),
+        ),
+        "The samples stay the same, so that the slope is what each micro-batch costs by itself: PyTorch's own dispatch "
+        "and autograd (second line), and the runtime's messages and threads.",
+    )
+    wrapped = Table(
+        "Wrapped for one device, beyond the plain model",
+        ("", "us a call"),
+        (
+            ("call without gradients", f"{result.wrapped_call * 1e6:.1f}"),
+            ("train_step", f"{result.wrapped_step * 1e6:.1f}"),
+        ),
+    )
+    return Report("Overhead on tiny stages", (microbatches, wrapped), dataclasses.asdict(result))
+
+
+def measure(effort: Effort) -> Result:
+    model, x, y = example()
+    pipeline, accumulation = step_times(effort)
+    call, step = _wrapped(model, x, y, effort.rounds)
+    per_microbatch, per_plain = (slope(list(t), list(t.values())) for t in (pipeline, accumulation))
+    return Result(pipeline, accumulation, per_microbatch, per_plain, call, step)
+
+
+def example() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    """The model, a batch and its target. "0" begins the first stage, str(LAYERS) the second."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * LAYERS)])
+    return model, torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+
+
+def step_times(effort: Effort) -> tuple[dict[int, float], dict[int, float]]:
+    """Median seconds by n_microbatches: pipelined, and accumulated by the plain model."""
+    model, x, y = example()
+    steps = {(True, m): _pipeline_step(model, x, y, m) for m in effort.counts}
+    steps |= {(False, m): _accumulation_step(model, x, y, m) for m in effort.counts}
+    seconds = interleave(steps, effort.rounds, _clear(model))
+    pipeline, accumulation = ({m: median(seconds[piped, m]) for m in effort.counts} for piped in (True, False))
+    return pipeline, accumulation
+
+
+def _pipeline_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, m: int) -> Step:
+    plan = Plan.from_split({"0": 0, str(LAYERS): 1}, n_microbatches=m)
+    module = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
+    return lambda: module.train_step(x, target=y, loss_fn=mse_loss)
+
+
+def _accumulation_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, m: int) -> Step:
+    def step() -> None:
+        for part, target in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
+            (mse_loss(model(part), target) / m).backward()
+
+    return step
+
+
+def _wrapped(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rounds: int) -> tuple[float, float]:
+    """Seconds that one call and one training step take more when wrapped for one device."""
+    module = autopar.parallelize(model, ["cpu"], plan=Plan.from_split({"0": 0}, n_microbatches=1))
+    steps = {
+        "plain call": _often(lambda: model(x), grad=False),
+        "wrapped call": _often(lambda: module(x), grad=False),
+        "plain step": _often(lambda: mse_loss(model(x), y).backward()),
+        "wrapped step": _often(lambda: module.train_step(x, target=y, loss_fn=mse_loss)),
+    }
+    seconds = {name: median(s) / CALLS for name, s in interleave(steps, rounds, _clear(model)).items()}
+    return seconds["wrapped call"] - seconds["plain call"], seconds["wrapped step"] - seconds["plain step"]
+
+
+def _often(call: Callable[[], object], grad: bool = True) -> Step:
+    def step() -> None:
+        with torch.set_grad_enabled(grad):
+            for _ in range(CALLS):
+                call()
+
+    return step
+
+
+def _clear(model: nn.Module) -> Step:
+    return lambda: model.zero_grad(set_to_none=True)
+
+
+def _milliseconds(seconds: dict[int, float]) -> list[str]:
+    return [f"{s * 1e3:.2f}" for s in seconds.values()]

@@ -1,0 +1,247 @@
+"""Whole training steps: the plain model against autopar's plans, predicted and measured; and the sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import autopar
+from autopar import PipelinedModule, Plan, costgraph
+from autopar.batching import study
+from autopar.capture import capture
+from autopar.costgraph import CostGraph
+from autopar.runtime.module import untouched
+from autopar.search.planner import Options, make_plan
+from benchmarks.figures import split_size_curve
+from benchmarks.models import Workload
+from benchmarks.output import Report, Table
+from benchmarks.sweep import Grid, Sweep, run_sweep
+from benchmarks.timing import interleave, ratio, threads
+from cost_models import MeasurementCache, parse_devices
+
+log = logging.getLogger(__name__)
+
+DEVICES = ("cpu", "cpu")
+PLAIN, PLAIN_THREADS = "plain model, 1 thread", f"plain model, {len(DEVICES)} threads"
+FREE, PURE, PURE_CALL = "autopar", "autopar, pure pipeline", "autopar, pure pipeline, pm() and loss.backward()"
+
+
+@dataclass(frozen=True)
+class Effort:
+    rounds: int  # of the comparison
+    aside: int  # rounds of what is compared beside it: two threads, and the module wrapped for one device
+    grid: Grid
+
+
+FULL = Effort(5, 3, Grid(cuts=7, counts=(1, 2, 3, 4, 6, 8, 12), steps=2, finalists=2, rounds=3))
+QUICK = Effort(2, 2, Grid(cuts=2, counts=(1, 2, 4), steps=2, finalists=1, rounds=2))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the step."""
+
+    name: str
+    plan: str  # in words, "" for the plain model
+    n_microbatches: int | None  # None for the plain model
+    predicted: float | None  # s
+    measured: float  # s, median
+    speedup: float  # median over rounds of the plain model's time on one thread / this
+    steps: tuple[float, ...]  # s, each measured in turn with the other rows, or for PLAIN_THREADS with PLAIN alone
+
+
+@dataclass(frozen=True)
+class Result:
+    title: str
+    rows: tuple[Row, ...]
+    first_plan: float  # s, capture, profile and search with an empty cache
+    second_plan: float  # s, with a full one
+    wrap: float  # step time of the module wrapped for one device / of the plain model, ratio of medians
+    sweep: Sweep
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+
+def run_training(workload: Workload, effort: Effort) -> Report:
+    with threads(1), _empty_cache():
+        result = measure(workload, effort)
+    return Report(
+        f"Training step of {result.title}",
+        (_comparison(result), _costs_of_planning(result), *_sweep_tables(result.sweep)),
+        dataclasses.asdict(result),
+        lambda path: split_size_curve(
+            result.sweep, result.title, result.row(PLAIN).measured, result.row(FREE).n_microbatches or 1, path
+        ),
+    )
+
+
+def measure(workload: Workload, effort: Effort) -> Result:
+    """All of it, on `DEVICES`; the model's gradients are cleared, its running statistics move.
+
+    All ways to run the step share the one model: its parameters stay in place, so that only one copy is held.
+    """
+    log.info("planning with an empty cache")
+    first, first_plan = _timed_plan(workload)
+    first.close()
+    log.info("planned in %.1f s; again with a full one", first_plan)
+    free, second_plan = _timed_plan(workload)
+    pure, _ = _timed_plan(workload, max_replicas=1)
+    costs = _cost_graph(workload)
+    # The caller's loss needs the whole output, so that this way has its own best plan.
+    by_call = make_plan(costs, Options(max_replicas=1))
+    called = autopar.parallelize(workload.model, list(DEVICES), plan=by_call)
+    assert free.plan is not None
+    assert pure.plan is not None
+    plans: dict[str, Plan | None] = {PLAIN: None, FREE: free.plan, PURE: pure.plan, PURE_CALL: by_call}
+    steps: dict[str, Callable[[], object]] = {
+        PLAIN: workload.step,
+        FREE: lambda: free.train_step(**workload.inputs, target=workload.target, loss_fn=workload.loss),
+        PURE: lambda: pure.train_step(**workload.inputs, target=workload.target, loss_fn=workload.loss),
+        PURE_CALL: lambda: workload.loss(called(**workload.inputs), workload.target).backward(),
+    }
+    log.info("comparing")
+    seconds = interleave(steps, effort.rounds, workload.clear)
+    predicted = {name: plan.predicted_step_time for name, plan in plans.items() if plan}
+    predicted[PLAIN] = free.plan.single_device_time
+    rows = [_row(name, plan, predicted.get(name), seconds[name], seconds[PLAIN]) for name, plan in plans.items()]
+    log.info("wrapping for one device")
+    wrap = _wrap_cost(workload, effort.aside)
+    sweep = run_sweep(workload, DEVICES, costs, effort.grid, free, pure)
+    # Last and apart: OpenMP's second thread keeps spinning for a while, which may slow down what follows.
+    steps = {PLAIN: workload.step, PLAIN_THREADS: lambda: _step_on_threads(workload, len(DEVICES))}
+    seconds = interleave(steps, effort.aside, workload.clear)
+    rows.append(_row(PLAIN_THREADS, None, None, seconds[PLAIN_THREADS], seconds[PLAIN]))
+    for module in (free, pure, called):
+        module.close()
+    workload.clear()
+    return Result(workload.title, tuple(rows), first_plan, second_plan, wrap, sweep)
+
+
+def _row(
+    name: str, plan: Plan | None, predicted: float | None, seconds: tuple[float, ...], plain: tuple[float, ...]
+) -> Row:
+    """`plain`: what the plain model took on one thread in the same rounds."""
+    count = plan.n_microbatches if plan else None
+    return Row(name, words(plan) if plan else "", count, predicted, median(seconds), ratio(plain, seconds), seconds)
+
+
+def words(plan: Plan) -> str:
+    """`cpu:0 | cpu:1, n_microbatches 4, 1f1b`: stages apart, replicas together."""
+    stages = " | ".join("+".join(stage.devices) for stage in plan.stages)
+    return f"{stages}, n_microbatches {plan.n_microbatches}, {plan.schedule}"
+
+
+def _timed_plan(workload: Workload, **options: Any) -> tuple[PipelinedModule, float]:
+    start = time.perf_counter()
+    module = autopar.parallelize(
+        workload.model,
+        list(DEVICES),
+        example_kwargs=workload.inputs,
+        target=workload.target,
+        loss_fn=workload.loss,
+        **options,
+    )
+    return module, time.perf_counter() - start
+
+
+def _cost_graph(workload: Workload) -> CostGraph:
+    """What the plans were made from, out of the cache."""
+    with MeasurementCache() as cache, untouched(workload.model):
+        program = capture(workload.model, (), workload.inputs)
+        bound = program.bind((), workload.inputs)
+        assert bound is not None
+        return costgraph.build(
+            program,
+            study(program, bound[0]),
+            bound[0],
+            parse_devices(list(DEVICES)),
+            training=True,
+            loss_fn=workload.loss,
+            target=workload.target,
+            cache=cache,
+        )
+
+
+def _step_on_threads(workload: Workload, count: int) -> None:
+    with threads(count):
+        workload.step()
+
+
+def _wrap_cost(workload: Workload, rounds: int) -> float:
+    module = autopar.parallelize(workload.model, ["cpu"], example_kwargs=workload.inputs)
+    steps: dict[str, Callable[[], object]] = {
+        "plain": workload.step,
+        "wrapped": lambda: workload.loss(module(**workload.inputs), workload.target).backward(),
+    }
+    seconds = interleave(steps, rounds, workload.clear)
+    module.close()
+    return median(seconds["wrapped"]) / median(seconds["plain"])
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    """Measurements go to a new directory, which is gone afterwards."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        patch.dict(os.environ, AUTOPAR_CACHE_DIR=str(Path(directory))),
+    ):
+        yield
+
+
+def _comparison(result: Result) -> Table:
+    rows = []
+    for row in result.rows:
+        predicted = ("", "")
+        if row.predicted is not None:
+            predicted = (f"{row.predicted:.3f}", f"{row.predicted / row.measured:.2f}")
+        spread = f"{min(row.steps):.3f}-{max(row.steps):.3f}"
+        rows.append((row.name, row.plan, f"{row.measured:.3f}", spread, *predicted, f"{row.speedup:.2f}"))
+    return Table(
+        "Forward and backward",
+        ("", "plan", "measured s", "range s", "predicted s", "predicted / measured", "speed-up"),
+        tuple(rows),
+        "Measured in turn; medians. The speed-up is the median of the ratios to the plain model on one thread, each "
+        "of two steps in one round; two threads were measured apart.",
+    )
+
+
+def _costs_of_planning(result: Result) -> Table:
+    return Table(
+        "What autopar costs",
+        ("", "value"),
+        (
+            ("first plan, empty cache: capture, profile, search", f"{result.first_plan:.1f} s"),
+            ("second plan, full cache", f"{result.second_plan:.1f} s"),
+            ("step of the model wrapped for one device / of the plain model", f"{result.wrap:.3f}"),
+        ),
+    )
+
+
+def _sweep_tables(sweep: Sweep) -> tuple[Table, Table]:
+    finals = Table(
+        "The automatic plan against the best of the sweep, measured again in turn",
+        ("", "measured s", "/ automatic"),
+        tuple((f.name, f"{f.measured:.3f}", f"{f.over_auto:.3f}") for f in sweep.finals),
+        f"Automatic / best of the sweep: {sweep.auto_over_best:.3f}. Pure pipelines only: {sweep.pure_over_best:.3f}.",
+    )
+    points = Table(
+        "The sweep, fastest first",
+        ("", "measured s", "predicted s", "predicted / measured"),
+        tuple(
+            (str(p), f"{p.measured:.3f}", f"{p.predicted:.3f}", f"{p.predicted / p.measured:.2f}")
+            for p in sorted(sweep.points, key=lambda point: point.measured)
+        ),
+        "The fastest of a few steps each.",
+    )
+    return finals, points

@@ -1,0 +1,116 @@
+"""Running a torch.fx graph node by node, over tensors of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+def run_nodes(
+    module: fx.GraphModule, inputs: Sequence[Any], on_node: Callable[[fx.Node, Any, float], None]
+) -> tuple[Any, ...]:
+    """Run a flat graph node by node, telling `on_node` each value and the seconds that its call took."""
+    values: dict[fx.Node, Any] = {}
+    remaining = {node: len(node.users) for node in module.graph.nodes}
+    arguments = iter(inputs)
+    device = device_of(inputs)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(arguments)
+            continue
+        if node.op == "output":
+            result = fx.map_arg(node.args[0], lambda n: values[n])
+            return tuple(result)
+        if node.op == "get_attr":
+            values[node] = attribute(module, node.target)
+            continue
+        args = fx.map_arg(node.args, lambda n: values[n])
+        kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
+        if node.op == "call_module":
+            function: Any = module.get_submodule(node.target)
+        elif node.op == "call_method":
+            function = getattr(type(args[0]), node.target)
+        else:
+            function = node.target
+        start = time.perf_counter()
+        value = function(*args, **kwargs)
+        synchronize(device)
+        seconds = time.perf_counter() - start
+        values[node] = value
+        on_node(node, value, seconds)
+        del args, kwargs, value
+        for source in node.all_input_nodes:  # free what is not needed any more, as the real program does
+            remaining[source] -= 1
+            if not remaining[source]:
+                values.pop(source, None)
+    raise ValueError("the graph has no output node")
+
+
+def private_copy(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """The graph over leaf tensors of its own that share storage with `module`'s parameters where they already lie on
+    `device`; gradients start as zeros so that every pass accumulates, like all micro-batches but the first."""
+    replaced: dict[int, Any] = {}
+
+    def private(value: Any) -> Any:
+        if id(value) in replaced:
+            return replaced[id(value)]
+        if isinstance(value, nn.Parameter):
+            new: Any = nn.Parameter(value.detach().to(device), requires_grad=value.requires_grad)
+            if new.requires_grad:
+                new.grad = torch.zeros_like(new)
+        elif isinstance(value, torch.Tensor):
+            new = value.detach().to(device, copy=True)
+        else:
+            new = value
+        replaced[id(value)] = new
+        return new
+
+    root: dict[str, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            root[node.target] = private(attribute(module, node.target))
+        elif node.op == "call_module":
+            root[node.target] = private_module(module.get_submodule(node.target), private)
+    return fx.GraphModule(root, module.graph, class_name="Private")
+
+
+def private_module(module: nn.Module, private: Callable[[Any], Any]) -> nn.Module:
+    """A copy of a module tree with `private(tensor)` for every parameter and buffer."""
+    new = module.__new__(type(module))
+    new.__dict__ = dict(module.__dict__)
+    new._parameters = {k: None if v is None else private(v) for k, v in module._parameters.items()}
+    new._buffers = {k: None if v is None else private(v) for k, v in module._buffers.items()}
+    new._modules = {k: None if v is None else private_module(v, private) for k, v in module._modules.items()}
+    return new
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a result: itself, or those in a tuple or list."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in tensors_in(item)]
+    return []
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """`module.a.b.c` for path `a.b.c`."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def device_of(values: Sequence[Any]) -> torch.device:
+    """Where the first tensor of `values` lies; the CPU if there is none."""
+    return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what runs on a CUDA device; CPU operators are done when they return."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

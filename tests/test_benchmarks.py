@@ -1,0 +1,206 @@
+"""The benchmarks run, and their arithmetic is right; how fast anything is, is not looked at."""
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks import overhead
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.machine import machine_header
+from benchmarks.models import Workload
+from benchmarks.output import Report, Table, to_markdown
+from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, choose_cuts
+from benchmarks.timing import interleave, ratio, slope, threads
+from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Effort, run_training
+
+COUNTS = (1, 2, 3)
+CUTS = 2
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)])
+    batch = torch.randn(6, 32), torch.randn(6, 32)
+    return Workload("a tiny net", model, {"input": batch[0]}, batch[1], nn.functional.mse_loss)
+
+
+@pytest.fixture(scope="module")
+def report(workload: Workload) -> Report:
+    return run_training(workload, Effort(2, 1, Grid(CUTS, COUNTS, steps=1, finalists=1, rounds=1)))
+
+
+# -- timing -----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_run_in_turn_after_a_round_that_does_not_count() -> None:
+    calls: list[str] = []
+    steps = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    seconds = interleave(steps, 2, before=lambda: calls.append("-"))
+    assert "".join(calls) == "-a-b" * 3
+    assert {name: len(taken) for name, taken in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_ratio_pairs_the_times_of_a_round() -> None:
+    # The second round met a machine half as fast: pairs do not see it, medians of each would.
+    assert ratio([3.0, 6.0, 3.0], [1.0, 2.0, 1.5]) == 3.0
+
+
+@given(st.floats(-10, 10), st.floats(-10, 10))
+def test_slope_is_that_of_the_line_the_points_lie_on(steepness: float, offset: float) -> None:
+    xs = [2, 4, 8, 16, 32]
+    assert slope(xs, [steepness * x + offset for x in xs]) == pytest.approx(steepness, abs=1e-9)
+
+
+def test_thread_setting_holds_inside_and_is_restored_after() -> None:
+    before = torch.get_num_threads()
+    with threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+# -- the sweep's cuts -------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_lies_at_the_outermost_module_boundary_near_its_share() -> None:
+    # Piece by piece, the middle is within `a`; the end of `a` is near enough, that of `b` too far.
+    paths = ["net.a.x"] * 6 + ["net.a.y"] + ["net.b"] * 4 + ["net.c"]
+    assert choose_cuts(np.ones(12), list(itertools.pairwise(paths)), 1) == [7]
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=2, max_size=30), st.integers(1, 7))
+def test_cuts_leave_both_stages_work_and_are_the_nearest_where_modules_do_not_matter(
+    seconds: list[float], n: int
+) -> None:
+    times = np.array(seconds)
+    cuts = choose_cuts(times, [("", "")] * (len(times) - 1), n)
+    shares = np.cumsum(times)[:-1] / times.sum()
+    targets = np.linspace(*SHARES, n) if n > 1 else np.array([0.5])
+    nearest = {float(np.min(np.abs(shares - t))).__round__(9) for t in targets}
+    assert cuts == sorted(set(cuts))
+    assert 1 <= cuts[0] <= cuts[-1] < len(times)
+    assert {float(np.min([abs(shares[c - 1] - t) for c in cuts])).__round__(9) for t in targets} == nearest
+
+
+# -- what a run reports -----------------------------------------------------------------------------------------------
+
+
+def test_training_compares_every_way_to_run_the_step(report: Report) -> None:
+    rows = {row["name"]: row for row in report.data["rows"]}
+    assert list(rows) == [PLAIN, FREE, PURE, PURE_CALL, PLAIN_THREADS]
+    for name in (FREE, PURE, PURE_CALL):
+        assert rows[name]["predicted"] > 0
+    assert rows[PLAIN]["speedup"] == 1
+    assert all(len(row["steps"]) == (1 if name == PLAIN_THREADS else 2) for name, row in rows.items())
+
+
+def test_sweep_measures_every_cut_and_replicas_at_every_number_of_microbatches(report: Report) -> None:
+    points = report.data["sweep"]["points"]
+    found = sorted((p["shape"], p["n_microbatches"], p["share"]) for p in points if p["shape"] == PIPELINE)
+    shares = sorted({share for _, _, share in found})
+    assert len(shares) == CUTS
+    several = [(PIPELINE, m, share) for m in COUNTS[1:] for share in shares]
+    assert [entry for entry in found if entry[1] > 1] == several
+    assert [m for _, m, _ in found].count(1) == 1  # stages do not overlap: one cut tells all
+    assert sorted(p["n_microbatches"] for p in points if p["shape"] == REPLICAS) == [2, 3]
+    assert all(p["predicted"] > 0 for p in points)
+
+
+def test_training_leaves_parameters_as_they_were(workload: Workload, report: Report) -> None:
+    torch.manual_seed(0)
+    again = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)])
+    assert report.tables
+    for ours, fresh in zip(workload.model.parameters(), again.parameters(), strict=True):
+        assert ours.grad is None
+        assert torch.equal(ours, fresh)
+
+
+def test_overhead_has_a_time_for_every_number_of_microbatches() -> None:
+    result = overhead.measure(overhead.Effort((2, 4), 1))
+    assert set(result.pipeline) == set(result.accumulation) == {2, 4}
+    assert min(*result.pipeline.values(), *result.accumulation.values()) > 0
+
+
+def test_header_names_machine_date_versions_and_threads() -> None:
+    header = machine_header()
+    assert header["torch"] == torch.__version__ or torch.__version__.startswith(header["torch"])
+    assert {"date", "processor", "python", "transformers", "OMP_NUM_THREADS"} <= set(header)
+    assert all(header.values())
+
+
+def test_markdown_has_a_line_a_row_and_bars_do_not_break_it() -> None:
+    table = Table("T", ("", "s"), (("cpu:0 | cpu:1", "1"), ("b", "2")), "read it so")
+    lines = to_markdown(Report("R", (table,), {}), {"date": "today"}).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 4
+    assert rows[2] == "| cpu:0 \\| cpu:1 | 1 |"
+    assert "- date: today" in lines
+    assert lines[-1] == "read it so"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], []])
+def test_without_a_known_name_it_exits_2_with_the_list(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert all(name in printed.err for name in BENCHMARKS)
+
+
+def test_results_are_written_as_json_markdown_and_figure(
+    report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick: report))
+    chosen = tmp_path / "elsewhere" / "data.json"
+    assert main(["gpt", "--results", str(tmp_path / "results"), "--json", str(chosen)]) == 0
+    data = json.loads(chosen.read_text())
+    assert data["machine"]["torch"]
+    assert len(data["rows"]) == len(report.data["rows"])
+    page = (tmp_path / "results" / "gpt.md").read_text()
+    assert "(gpt.png)" in page
+    assert all(f"## {table.title}" in page for table in report.tables)
+    assert (tmp_path / "results" / "gpt.png").read_bytes().startswith(b"\x89PNG")
+    assert "n_microbatches" in capsys.readouterr().out
+
+
+def test_quick_results_do_not_replace_full_ones(report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick: Report("R", report.tables, report.data)))
+    assert main(["gpt", "--quick", "--results", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt-quick.json", "gpt-quick.md"]
+
+
+def test_without_matplotlib_the_figure_is_skipped_with_a_message(
+    report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib.figure"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick: report))
+    assert main(["gpt", "--results", str(tmp_path)]) == 0
+    assert "no figure" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt.json", "gpt.md"]
+
+
+def test_without_transformers_it_exits_1_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["tutorial", "--quick"]) == 1
+    assert "transformers" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""The private corners of torch that autopar uses are where they were and do what they did."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from models import bert, gpt2, t5, tokens
+from torch import nn
+
+from autopar import _torch
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_this_file_tests_every_function_of_the_private_module() -> None:
+    here = inspect.getsource(sys.modules[__name__])
+    public = [name for name in vars(_torch) if callable(getattr(_torch, name)) and not name.startswith("_")]
+    own = [
+        n for n in public if n.startswith("tree_") or getattr(getattr(_torch, n), "__module__", "") == _torch.__name__
+    ]
+    assert own
+    assert [name for name in own if f"_torch.{name}" not in here] == []
+
+
+def test_trees_come_apart_and_together_again() -> None:
+    tree = {"x": [1, (2, None)], "y": Pair("text", {"z": torch.ones(2)}), "e": ()}
+    leaves, spec = _torch.tree_flatten(tree)
+    assert leaves[:4] == [1, 2, None, "text"]
+    assert _torch.tree_leaves(tree)[:4] == leaves[:4]
+    back = _torch.tree_unflatten(leaves, spec)
+    assert back == tree
+    assert isinstance(back["y"], Pair)
+    assert isinstance(spec, _torch.TreeSpec)
+    assert spec.num_leaves == len(leaves) == 5
+    assert _torch.tree_map(str, {"a": (1, [2])}) == {"a": ("1", ["2"])}
+
+
+def test_tree_specs_compare_by_structure() -> None:
+    def spec(tree: Any) -> _torch.TreeSpec:
+        return _torch.tree_flatten(tree)[1]
+
+    assert spec(((1,), {"a": 2})) == spec(((3,), {"a": "b"}))
+    assert spec(((1,), {"a": 2})) != spec(((1, 2), {}))
+    assert spec([1]) != spec((1,))
+    assert spec({"a": 1}) != spec({"b": 1})
+
+
+def test_tree_paths_are_readable_and_in_the_order_of_leaves() -> None:
+    tree = ((torch.ones(1), {"mask": 1}), {"labels": [2, 3]})
+    paths = _torch.tree_paths(tree)
+    assert paths == ["[0][0]", "[0][1]['mask']", "[1]['labels'][0]", "[1]['labels'][1]"]
+    assert len(paths) == len(_torch.tree_leaves(tree))
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_running_backward_tells_whether_it_keeps_the_graph(retain: bool) -> None:
+    seen = []
+
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(_torch.backward_keeps_graph())
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    Asking.apply(x).sum().backward(retain_graph=retain)
+    torch.autograd.grad(Asking.apply(x).sum(), x, retain_graph=retain)
+    assert seen == [retain, retain]
+
+
+@dataclasses.dataclass
+class Unregistered:
+    value: torch.Tensor
+    more: torch.Tensor
+
+
+class Opaque:
+    pass
+
+
+class Returning(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(3, 3), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return Unregistered(y, y + 1) if self.kind is Unregistered else Opaque()
+
+
+def export_error(model: nn.Module, kwargs: dict[str, Any]) -> Exception:
+    with pytest.raises(RuntimeError) as caught:
+        torch.export.export(model, (), kwargs, strict=False)
+    return caught.value
+
+
+def test_a_dataclass_that_export_does_not_know_is_registered_and_then_exported() -> None:
+    model, inputs = Returning(Unregistered), {"x": torch.randn(2, 3)}
+    assert _torch.register_output_type(export_error(model, inputs), model)
+    output = torch.export.export(model, (), inputs, strict=False).module()(**inputs)
+    assert isinstance(output, Unregistered)
+    torch.testing.assert_close(output.more, model(**inputs).more)
+
+
+def test_other_classes_and_other_errors_are_not_registered() -> None:
+    model, inputs = Returning(Opaque), {"x": torch.randn(2, 3)}
+    assert not _torch.register_output_type(export_error(model, inputs), model)
+    assert not _torch.register_output_type(RuntimeError("something else"), model)
+    assert not _torch.register_output_type(RuntimeError("<class 'no.such.Thing'> in output"), model)
+
+
+@pytest.mark.parametrize("build", [gpt2, t5])
+def test_caches_of_transformers_can_be_exported(build: Any) -> None:
+    model, inputs = build().eval(), {"input_ids": tokens(2)}
+    if build is t5:
+        inputs["decoder_input_ids"] = tokens(2, 5)
+    original = model(**inputs)
+    assert isinstance(original.past_key_values, transformers.Cache)
+    for _ in range(3):  # one class a time
+        try:
+            exported = torch.export.export(model, (), inputs, strict=False)
+            break
+        except RuntimeError as error:
+            assert _torch.register_output_type(error, model)  # noqa: PT017
+    output = exported.module()(**inputs)
+    assert type(output.past_key_values) is type(original.past_key_values)
+    found, expected = _torch.tree_leaves(output), _torch.tree_leaves(original)
+    assert len(found) == len(expected) > 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_model_outputs_without_a_cache_need_no_registration() -> None:
+    model = bert().eval()
+    inputs = {"input_ids": tokens(2)}
+    output = torch.export.export(model, (), inputs, strict=False).module()(**inputs)
+    assert type(output) is type(model(**inputs))

@@ -10,10 +10,10 @@ import importlib
 import operator
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from torch import nn
 from typer.core import TyperGroup
@@ -26,7 +26,7 @@ from autopar.demo import DEMOS, run_demo
 class _Group(TyperGroup):
     """Says what autopar's own errors say, without a traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (AutoparError, DeviceError) as error:
@@ -65,7 +65,14 @@ MemoryLimit = Annotated[float | None, typer.Option("--memory-limit", help="Usabl
 
 def main() -> None:
     """The console script."""
+    warnings.formatwarning = _one_line
     app(prog_name="autopar")
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"warning: {message}\n"
 
 
 def _print_version(wanted: bool) -> None:
@@ -195,12 +202,11 @@ def _load(factory: str) -> dict[str, Any]:
 def _as_call(factory: str, result: Any) -> dict[str, Any]:
     match result:
         case {"model": nn.Module()}:
-            known = {"model", "example_args", "example_kwargs", "target", "loss_fn"}
-            if set(result) <= known:
-                return dict(result)
-            raise InputError(
-                f"{factory} returned unknown keys {sorted(set(result) - known)}; known are {sorted(known)}"
-            )
+            known = ("model", "example_args", "example_kwargs", "target", "loss_fn")
+            unknown = set(result) - set(known)
+            if unknown:
+                raise InputError(f"{factory} returned {sorted(unknown)}; give only {', '.join(known)}")
+            return dict(result)
         case (nn.Module() as model, tuple() as args, dict() as kwargs):
             return {"model": model, "example_args": args, "example_kwargs": kwargs}
         case (nn.Module() as model, tuple() as args):

@@ -48,6 +48,8 @@ def _gpt2() -> Demo:
         n_embd=256,
         n_head=8,
         vocab_size=4096,
+        bos_token_id=0,
+        eos_token_id=0,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -72,21 +74,21 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comp
         chosen = DEMOS[name]()
     except ImportError as error:
         raise AutoparError('the demo needs transformers: pip install "autopar[demo]"') from error
-    model, call = chosen.model.train(), {"target": chosen.target, "loss_fn": chosen.loss}
+    model, inputs, target, loss_fn = chosen.model.train(), chosen.inputs, chosen.target, chosen.loss
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{chosen.title}: {parameters / 1e6:.1f} million parameters, random weights\n")
     say(">>> pm = autopar.parallelize(model, devices, ...)     # capture, profile, search\n")
     start = time.perf_counter()
-    module = parallelize(model, devices, example_kwargs=chosen.inputs, **call)
+    module = parallelize(model, devices, example_kwargs=inputs, target=target, loss_fn=loss_fn)
     say(f"planned in {time.perf_counter() - start:.1f} s\n\n{module.report()}\n")
     say(">>> pm.train_step(..., target=y, loss_fn=loss)\n")
-    loss = module.train_step(**chosen.inputs, **call)
+    loss = module.train_step(**inputs, target=target, loss_fn=loss_fn)
     found = module.plan
     module.close()
     say(f"loss {loss.item():.4f}\n")
     say(">>> autopar.compare(model, devices, plans)            # the plan, the best without replicas, one device\n")
-    pipeline = plan(model, devices, example_kwargs=chosen.inputs, max_replicas=1, **call)
+    pipeline = plan(model, devices, example_kwargs=inputs, target=target, loss_fn=loss_fn, max_replicas=1)
     plans = {"auto": found, "max_replicas=1": pipeline}
-    comparison = compare(model, devices, plans, example_kwargs=chosen.inputs, repeats=3, **call)
+    comparison = compare(model, devices, plans, example_kwargs=inputs, target=target, loss_fn=loss_fn, repeats=3)
     say(str(comparison))
     return comparison

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import TwoTowers, UNet, gpt2, mlp, tokens
 from torch import nn
@@ -87,6 +87,7 @@ def captured(model: nn.Module, **inputs: torch.Tensor) -> Program:
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(hand_plans() | searched_plans())
 def test_a_plan_survives_json(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan

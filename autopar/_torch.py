@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree
+
+from autopar.errors import CaptureError
 
 # torch.export speaks of nested inputs and outputs in these trees; torch has no public module for them.
 TreeSpec = _pytree.TreeSpec
@@ -31,6 +35,27 @@ def tree_paths(tree: Any) -> list[str]:
 def backward_keeps_graph() -> bool:
     """Whether the backward pass that is running was asked to retain the graph (no public query exists)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+@contextlib.contextmanager
+def no_custom_functions() -> Iterator[None]:
+    """Refuse a user's torch.autograd.Function while a model is traced: the tracer would look through its forward and
+    lose its backward without a word, and there is no public switch for that."""
+    original: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.partition(".")[0] != "torch":
+            raise CaptureError(
+                f"torch.autograd.Function '{cls.__qualname__}' has a backward of its own, which a graph cannot carry; "
+                "write it with operators, or register it (torch.library.custom_op and register_autograd)"
+            )
+        return original(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = classmethod(original)  # type: ignore[assignment, method-assign]
 
 
 def register_output_type(error: BaseException, model: nn.Module) -> bool:

@@ -6,27 +6,21 @@ evaluation are two captures, because dropout and batch norm are baked into the g
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
-import logging
 import operator
+import os
 import re
-import traceback
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim
 
 from autopar import _torch
-from autopar.errors import CaptureError, InputError
+from autopar.errors import InputError
 from autopar.tidy import tidy
-
-log = logging.getLogger(__name__)
+from autopar.tracing import assignments_told, check_call, trace
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,8 @@ class Program:
     out_spec: _torch.TreeSpec
     training: bool
     batch_size: int  # samples in the call that was captured; 0 if no input has a batch dimension
-    any_batch: bool  # the graph runs at other batch sizes, too
+    any_batch: bool  # the graph runs at other batch sizes (but one), too
+    guards: Callable[..., Any]  # raises AssertionError for flat inputs for which the model would take another path
     n_outputs: int  # flat outputs of the model; the graph returns what `weights` points to after them
     weights: dict[int, int]  # flat output (a mean over elements) -> place of the number of elements that it averages
 
@@ -77,9 +72,18 @@ class Program:
                     sizes.add(size)
                 elif size != seen:
                     return None
-        if len(sizes) > 1 or (not self.any_batch and sizes and sizes != {self.batch_size}):
+        if len(sizes) > 1:
             return None
-        return leaves, sizes.pop() if sizes else 0
+        batch = sizes.pop() if sizes else 0
+        if batch == self.batch_size:
+            return leaves, batch
+        if not self.any_batch or batch == 1:  # export takes a size of one for a case of its own
+            return None
+        try:
+            self.guards(*leaves)
+        except AssertionError:
+            return None
+        return leaves, batch
 
 
 def module_path(node: fx.Node) -> str:
@@ -95,6 +99,13 @@ def source_line(node: fx.Node) -> str:
     outside = [(name, line) for name, line in lines if "/torch/nn/" not in name]
     chosen = (outside or lines)[-1:]
     return f"{chosen[0][0]}:{chosen[0][1]}" if chosen else ""
+
+
+def users_frames(node: fx.Node) -> str:
+    """The traceback of the user's code that made `node`: autopar's own frames around the capture left out."""
+    frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
+    mine = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    return "".join(f for f in frames if f.strip() and f'File "{mine}' not in f).rstrip()
 
 
 def describe(node: fx.Node) -> str:
@@ -119,33 +130,41 @@ def capture(
     samples). Raises CaptureError; the model is left as it was.
     """
     kwargs = dict(sorted(kwargs.items()))
+    check_call(model, args, kwargs)
     leaves, in_spec = _torch.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
-    # One row would be burned into the graph as a constant: trace with two.
-    traced = [
-        torch.cat([leaf, leaf], dim) if batch == 1 and dim is not None else leaf
-        for leaf, dim in zip(leaves, dims, strict=True)
-    ]
-    t_args, t_kwargs = _torch.tree_unflatten(traced, in_spec)
-    try:
-        module, out_spec = _export(model, t_args, t_kwargs, traced, dims, in_spec)
-    except Exception as error:  # export raises what it likes; the fallback decides
-        log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
-        try:
-            module, out_spec = _symbolic_trace(model, t_args, t_kwargs)
-        except Exception as second:
-            raise _capture_error(model, error) from second
-    module = tidy(module)
-    placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    with assignments_told(model), _torch.no_custom_functions():
+        # One row would be taken for a constant by export: what is captured for it serves no other batch size.
+        traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
+    module = tidy(traced.module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(
-        Input(path, name, None, tuple(leaf.shape), leaf.dtype, dim)
+        Input(path, node.name, None, tuple(leaf.shape), leaf.dtype, dim)
         if isinstance(leaf, torch.Tensor)
-        else Input(path, name, leaf, None, None, None)
-        for path, name, leaf, dim in zip(_torch.tree_paths((args, kwargs)), placeholders, leaves, dims, strict=True)
+        else Input(path, node.name, leaf, None, None, None)
+        for path, node, leaf, dim in zip(_torch.tree_paths((args, kwargs)), placeholders, leaves, dims, strict=True)
     )
-    n_outputs = out_spec.num_leaves
+    symbolic = [_is_symbolic(node, dim) for node, dim in zip(placeholders, dims, strict=True) if dim is not None]
+    n_outputs = traced.out_spec.num_leaves
     weights = {o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))}
-    return Program(module, inputs, in_spec, out_spec, model.training, batch, batch > 0, n_outputs, weights)
+    return Program(
+        module,
+        inputs,
+        in_spec,
+        traced.out_spec,
+        model.training,
+        batch,
+        batch > 1 and all(symbolic),
+        traced.guards,
+        n_outputs,
+        weights,
+    )
+
+
+def _is_symbolic(node: fx.Node, dim: int) -> bool:
+    """Whether export kept the size of an input open (symbolic_trace keeps all sizes open)."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or isinstance(value.shape[dim], torch.SymInt)
 
 
 def find_batch(
@@ -203,118 +222,6 @@ def _leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     for key, value in kwargs.items():
         names += [key] * len(_torch.tree_leaves(value))
     return names
-
-
-def _export(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    leaves: list[Any],
-    dims: list[int | None],
-    in_spec: _torch.TreeSpec,
-) -> tuple[fx.GraphModule, _torch.TreeSpec]:
-    dynamic = [
-        ({} if dim is None else {dim: Dim.AUTO}) if isinstance(leaf, torch.Tensor) else None
-        for leaf, dim in zip(leaves, dims, strict=True)
-    ]
-    # A tuple for positional and a dict for keyword arguments, merged by parameter name as export wants it.
-    shapes_args, shapes_kwargs = _torch.tree_unflatten(dynamic, in_spec)
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters[: len(args) + 1]):
-        shapes: Any = (*shapes_args, *shapes_kwargs.values()) if shapes_kwargs else ((shapes_args),)
-    else:
-        shapes = {p.name: s for p, s in zip(parameters, shapes_args, strict=False)}
-        extra = {key: value for key, value in shapes_kwargs.items() if key not in {p.name for p in parameters}}
-        shapes |= {key: value for key, value in shapes_kwargs.items() if key not in extra}
-        if extra:
-            keyword = next(p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD)
-            shapes[keyword] = extra
-    for attempt in range(4):
-        try:
-            with _quiet():
-                exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
-            break
-        except RuntimeError as error:
-            if attempt == 3 or not _torch.register_output_type(error, model):
-                raise
-    module = exported.module()
-    assert isinstance(module, fx.GraphModule)
-    return module, exported.call_spec.out_spec
-
-
-def _symbolic_trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[fx.GraphModule, _torch.TreeSpec]:
-    """torch.fx.symbolic_trace with everything but this call's tensors made constant."""
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    names = {p.name: p for p in inspect.signature(model.forward).parameters.values()}
-    constants = {
-        name: (bound.arguments.get(name, p.default))
-        for name, p in names.items()
-        if not isinstance(bound.arguments.get(name), torch.Tensor)
-    }
-    if any(isinstance(leaf, torch.Tensor) for leaf in _torch.tree_leaves(constants)):
-        raise CaptureError("torch.fx.symbolic_trace takes no nested inputs")
-    tracer = fx.Tracer()
-    tracer.record_stack_traces = True
-    graph = tracer.trace(model, concrete_args=constants)
-    module = fx.GraphModule(model, graph)
-    module.graph.set_codegen(fx.graph.CodeGen())
-    order = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in order:  # concrete_args leaves placeholders behind, with asserts on them; the signature covers both
-        if node.target not in bound.arguments:
-            for user in list(node.users):
-                module.graph.erase_node(user)
-            module.graph.erase_node(node)
-    result = graph.output_node().args[0]
-    flat, out_spec = _torch.tree_flatten(result)
-    graph.output_node().args = (tuple(flat),)
-    return module, out_spec
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Export's own warnings, log lines and half-made graphs speak of its internals; its errors are shown whole."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
-    """`error` of torch.export as ours: the module and line where it happened, and what to change."""
-    if isinstance(error, CaptureError):
-        return error
-    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
-    where, line = "(root)", ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # `self`, whatever its name
-        if id(owner) in paths and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl"):
-            where, line = paths[id(owner)], f"{frame.f_code.co_filename}:{number}"
-    text = str(error)
-    if "data-dependent" in text or "DataDependent" in type(error).__name__ or "unbacked" in text:
-        advice = "it decides on a tensor's values; use torch.where or torch.cond, or decide outside the model"
-    elif "in output, which is not a known type" in text:
-        advice = "return tensors, tuples, dicts or dataclasses, or register the class (torch.export.register_dataclass)"
-    elif isinstance(error, TypeError):
-        advice = "check that the example inputs are those that the model takes"
-    else:
-        advice = "make this part traceable by torch.export, or move it out of the model"
-    return CaptureError(
-        f"cannot capture module '{where}'" + (f" at {line}" if line else "") + f": {_first_line(error)}; {advice}"
-    )
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -30,12 +30,14 @@ def _resnet() -> Demo:
     """ResNet-50 on small images."""
     import transformers
 
-    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=100))
+    config = transformers.ResNetConfig()
+    config.num_labels = 100
     images, labels = torch.randn(16, 3, 96, 96), torch.randint(100, (16,))
 
     def loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output.logits, labels)
 
+    model = transformers.ResNetForImageClassification(config)
     return Demo("ResNet-50, 16 images of 96 x 96", model, {"pixel_values": images}, labels, loss)
 
 

@@ -5,6 +5,7 @@ schedule, and what that was predicted to cost. Prints, saves and loads; knows ne
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -190,14 +191,12 @@ class Plan:
     # -- text and files ---------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Readable JSON; operators are grouped by module."""
+        """Readable JSON; runs of operators in one module are one line: `module.path: conv2d#0 relu#0`."""
         data = {"autopar_plan": VERSION, **dataclasses.asdict(self)}
         for stage in data["stages"]:
-            grouped: dict[str, list[str]] = {}
-            for key in stage["operators"]:
-                path, _, name = key.rpartition("/")
-                grouped.setdefault(path, []).append(name)
-            stage["operators"] = {path: " ".join(names) for path, names in grouped.items()}
+            split = (key.rpartition("/") for key in stage["operators"])
+            runs = itertools.groupby(split, key=lambda parts: parts[0])
+            stage["operators"] = [f"{path}: {' '.join(parts[2] for parts in run)}" for path, run in runs]
         data["split"] = dict(self.split)
         return json.dumps(data, indent=1)
 
@@ -211,15 +210,19 @@ class Plan:
         version = data.pop("autopar_plan", None) if isinstance(data, dict) else None
         if version != VERSION:
             raise PlanError(f"not a plan of version {VERSION}: 'autopar_plan' is {version!r}")
-        try:
-            stages = tuple(Stage(**_stage_fields(stage)) for stage in data.pop("stages"))
-            links = tuple(Link(**link) for link in data.pop("transfers", ()))
-            split = tuple((str(path), int(stage)) for path, stage in data.pop("split", {}).items())
-            for name in ("devices", "notes"):
-                data[name] = tuple(data.get(name, ()))
-            return cls(stages=stages, transfers=links, split=split, **data)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise PlanError(f"not a valid plan: {error}") from error
+        problems: list[str] = []
+        _check_fields(cls, data, "", problems)
+        for name, kind in (("stages", Stage), ("transfers", Link)):
+            for index, item in enumerate(data[name] if isinstance(data.get(name), list) else []):
+                _check_fields(kind, item, f"{name}[{index}].", problems)
+        if problems:
+            raise PlanError(f"not a valid plan: {'; '.join(problems)}")
+        stages = tuple(Stage(**_stage_fields(stage)) for stage in data.pop("stages"))
+        links = tuple(Link(**link) for link in data.pop("transfers", ()))
+        split = tuple(data.pop("split", {}).items())
+        for name in ("devices", "notes"):
+            data[name] = tuple(data.get(name, ()))
+        return cls(stages=stages, transfers=links, split=split, **data)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")
@@ -236,7 +239,48 @@ class Plan:
 
 def _stage_fields(stage: dict[str, Any]) -> dict[str, Any]:
     fields = dict(stage)
-    grouped = fields.get("operators", {})
-    fields["operators"] = tuple(f"{path}/{name}" for path, names in grouped.items() for name in names.split())
+    lines = [line.partition(": ") for line in fields.get("operators", ())]
+    fields["operators"] = tuple(f"{path}/{name}" for path, _, names in lines for name in names.split())
     fields["devices"] = tuple(fields["devices"])
     return fields
+
+
+def _check_fields(cls: Any, data: Any, where: str, problems: list[str]) -> None:
+    """Note every field of `data` that is missing, unknown or of the wrong type for dataclass `cls`."""
+    if not isinstance(data, dict):
+        problems.append(f"{where or 'the plan'} must be an object, got {data!r}")
+        return
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    problems += [f"{where}{name} is unknown" for name in sorted(set(data) - set(fields))]
+    for name, field in fields.items():
+        if name not in data:
+            if field.default is dataclasses.MISSING:
+                problems.append(f"{where}{name} is missing")
+        elif not _fits(data[name], str(field.type), name):
+            problems.append(f"{where}{name} must be {_TYPES.get(name) or field.type}, got {data[name]!r}")
+
+
+_TYPES = {  # of fields whose JSON differs from their Python type
+    "stages": "a list of stages",
+    "transfers": "a list of transfers",
+    "split": "an object from module paths to stages",
+    "devices": "a list of names",
+    "notes": "a list of texts",
+    "operators": "a list of 'module.path: operator#0 operator#1'",
+}
+
+
+def _fits(value: Any, annotation: str, name: str) -> bool:
+    if name == "split":
+        return isinstance(value, dict) and all(type(stage) is int for stage in value.values())
+    if name in _TYPES:
+        texts = name in ("devices", "notes", "operators")
+        valid = isinstance(value, list) and (not texts or all(isinstance(item, str) for item in value))
+        return valid and (name != "operators" or all(": " in line for line in value))
+    kinds = [kind.strip() for kind in annotation.split("|")]
+    if value is None:
+        return "None" in kinds
+    allowed = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+    return any(
+        isinstance(value, allowed[k]) and (k == "bool") == isinstance(value, bool) for k in kinds if k in allowed
+    )

@@ -115,8 +115,8 @@ def test_an_operator_moved_by_hand_in_the_json_runs_in_its_new_stage() -> None:
     keys = [operator_keys(program)[n] for n in compute_nodes(program.graph)]
     plan = Plan((Stage(("cpu:0",), tuple(keys[:2])), Stage(("cpu:1",), tuple(keys[2:]))), 2)
     data = json.loads(plan.to_json())
-    moved = data["stages"][1]["operators"].pop("2")
-    data["stages"][0]["operators"]["2"] = moved
+    assert data["stages"][1]["operators"][0] == "2: linear#0"
+    data["stages"][0]["operators"].append(data["stages"][1]["operators"].pop(0))
     edited = Plan.from_json(json.dumps(data))
     assert stage_numbers(edited, program)["2/linear#0"] == 0
     pm = autopar.parallelize(model, ["cpu", "cpu"], plan=edited)

@@ -13,7 +13,7 @@ import transformers
 from models import bert, gpt2, t5, tokens
 from torch import nn
 
-from autopar import _torch
+from autopar import CaptureError, _torch
 
 
 class Pair(NamedTuple):
@@ -79,6 +79,23 @@ def test_a_running_backward_tells_whether_it_keeps_the_graph(retain: bool) -> No
     Asking.apply(x).sum().backward(retain_graph=retain)
     torch.autograd.grad(Asking.apply(x).sum(), x, retain_graph=retain)
     assert seen == [retain, retain]
+
+
+def test_a_users_autograd_function_is_refused_only_while_tracing() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * gradient
+
+    before = torch.autograd.Function.apply
+    with _torch.no_custom_functions(), pytest.raises(CaptureError, match="Double"):
+        Double.apply(torch.ones(2))
+    assert torch.autograd.Function.apply == before
+    assert torch.equal(Double.apply(torch.ones(2)), torch.full((2,), 2.0))
 
 
 @dataclasses.dataclass

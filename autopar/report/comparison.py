@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from autopar.plan import Plan
-from autopar.report.tables import megabytes, milliseconds, table
+from autopar.report.tables import WIDTH, megabytes, milliseconds, table
 from autopar.report.text import places
 
 
@@ -73,9 +74,10 @@ class Comparison:
 
     def __str__(self) -> str:
         step = "training step" if self.training else "forward pass"
-        head = (
+        head = textwrap.fill(
             f"One {step} of {self.batch_size} samples on {', '.join(self.devices)}, "
-            f"median of {len(self.single.steps)} taken in turn"
+            f"median of {len(self.single.steps)} taken in turn",
+            WIDTH,
         )
         columns = ["plan", "stages", "micro-\nbatches", "schedule", "predicted\nms", "measured\nms", "range\nms"]
         columns += ["error", "speed-up", "peak MB\npredicted", "peak MB\nmeasured"]

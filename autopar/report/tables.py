@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 120
+_NAME = 20  # characters of the first column that do not wrap
 
 _RULE_UNDER_HEAD = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
@@ -21,7 +22,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: int =
     shown = Table(box=_RULE_UNDER_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
         text = index < words
-        shown.add_column(column, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+        longest = max((len(row[index]) for row in rows), default=0)
+        shown.add_column(
+            column,
+            justify="left" if text else "right",
+            no_wrap=not text,
+            overflow="fold",
+            min_width=min(longest, _NAME) if index == 0 else None,
+        )
     for row in rows:
         shown.add_row(*map(Text, row))
     out = StringIO()

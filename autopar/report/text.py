@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from torch import fx
 
 from autopar.operators import compute_nodes
 from autopar.plan import Plan, Stage
-from autopar.report.tables import bullet, megabytes, milliseconds, table
+from autopar.report.tables import WIDTH, bullet, megabytes, milliseconds, table
 from autopar.schedule import make_schedule
 from autopar.search.predict import plan_timeline
 
@@ -106,7 +107,7 @@ def _headline(plan: Plan) -> str:
     ]
     if not plan.training:
         words.append("inference")
-    lines = [", ".join(words)]
+    lines = [textwrap.fill(", ".join(words), WIDTH, subsequent_indent="  ")]
     if plan.predicted_step_time is not None:
         numbers = [f"predicted step {milliseconds(plan.predicted_step_time)} ms"]
         if plan.single_device_time is not None:

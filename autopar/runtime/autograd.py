@@ -17,12 +17,12 @@ class Call(torch.autograd.Function):
     @staticmethod
     def apply_to(
         run: Run, indices: tuple[int, ...], parameters: list[nn.Parameter], inputs: list[torch.Tensor]
-    ) -> None:
-        """Run all forwards and put the tensors that carry this node into `run.results`."""
-        tensors = Call.apply(run, indices, len(parameters), *parameters, *inputs)
-        places = [i for i, x in enumerate(run.results) if isinstance(x, torch.Tensor)]
-        for place, tensor in zip(places, tensors, strict=True):
-            run.results[place] = tensor
+    ) -> list[Any]:
+        """Run all forwards; the flat results, tensors among them carrying this node."""
+        tensors = iter(Call.apply(run, indices, len(parameters), *parameters, *inputs))
+        # The run must not hold what holds the run: nobody but the garbage collector could free that circle.
+        results, run.results = run.results, []
+        return [next(tensors) if isinstance(x, torch.Tensor) else x for x in results]
 
     @staticmethod
     def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:

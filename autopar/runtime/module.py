@@ -46,7 +46,7 @@ Decide = Callable[[Example], Plan]
 class _Entry:
     """One captured signature and how it runs."""
 
-    state: tuple[Any, ...]  # of the model: training or not, by module, and the parameters' dtypes
+    state: tuple[Any, ...]  # of the model: training or not, by module; which parameters, and their dtypes
     program: Program
     batching: Batching
     plan: Plan | None = None  # that it was built for
@@ -79,7 +79,6 @@ class PipelinedModule(nn.Module):
         self.training = model.training
         self.__dict__["_model"] = model
         self.__dict__["_all_modules"] = list(model.modules())
-        self._all_parameters = list(model.parameters())
         self._devices = tuple(devices)
         self._decide = decide
         self._given = plan
@@ -164,10 +163,10 @@ class PipelinedModule(nn.Module):
         parameters = [p for p in entry.executable.parameters if p.requires_grad]
         if wanted and (inputs or parameters):
             indices = tuple(i for i, _ in inputs)
-            Call.apply_to(run, indices, parameters, [x for _, x in inputs])
+            results = Call.apply_to(run, indices, parameters, [x for _, x in inputs])
         else:
-            run.forward()
-        return _torch.tree_unflatten(run.results[: entry.program.n_outputs], entry.program.out_spec)
+            results = run.forward()
+        return _torch.tree_unflatten(results[: entry.program.n_outputs], entry.program.out_spec)
 
     def train_step(self, *args: Any, target: Any, loss_fn: LossFunction, **kwargs: Any) -> torch.Tensor:
         """Forward and backward by the schedule; returns the detached mean loss of the batch.
@@ -246,7 +245,11 @@ class PipelinedModule(nn.Module):
     ) -> tuple[_Entry, list[Any], int]:
         """The entry for a call, captured, planned and placed as far as it is not yet; its flat inputs and batch."""
         model = self.unwrap()
-        state = (tuple(m.training for m in self._all_modules), tuple(p.dtype for p in self._all_parameters))
+        modules = self._all_modules
+        state = (
+            tuple(m.training for m in modules),
+            tuple((id(p), p.dtype) for m in modules for p in m._parameters.values() if p is not None),
+        )
         for entry in self._entries:
             bound = entry.program.bind(args, kwargs) if entry.state == state else None
             if bound is not None:
@@ -260,6 +263,8 @@ class PipelinedModule(nn.Module):
             entry = _Entry(state, program, batching)
             self._entries.append(entry)
         assert bound is not None
+        if bound[1] == 0 and entry.program.batch_size:
+            raise InputError("the batch has no samples; give at least one")
         self._plan_for(entry, bound[0], loss_fn, target)
         if entry.plan is not self._plan:
             self._build(entry)
@@ -271,12 +276,17 @@ class PipelinedModule(nn.Module):
         program, batching = entry.program, entry.batching
         if self._plan is None and self._given is not None:
             self._plan = self._given.on([d.name for d in self._devices])
-            if self._one_microbatch(batching) and self._plan.n_microbatches > 1:
+            if program.batch_size > 1 and self._one_microbatch(batching) and self._plan.n_microbatches > 1:
                 self._plan = replace(self._plan, n_microbatches=1)
         elif self._given is None:
             training = has_backward(self.unwrap(), program, loss_fn)
             old = self._plan
-            fits = old is not None and (old.training or not training) and (loss_fn is None or self._plan_knows_loss)
+            fits = (
+                old is not None
+                and (old.training or not training)
+                and (loss_fn is None or self._plan_knows_loss)
+                and (old.batch_size != 1 or program.batch_size <= 1)  # one sample taught nothing about micro-batches
+            )
             if not fits:
                 example = Example(self.unwrap(), program, batching, leaves, training, loss_fn, target)
                 self._plan, self._plan_knows_loss = self._decide(example), loss_fn is not None
@@ -300,7 +310,7 @@ class PipelinedModule(nn.Module):
         executable = None
         if len(plan.used_devices) == 1 and n_microbatches == 1:
             device = next(d.torch_device for d in self._devices if d.name == plan.used_devices[0])
-            if any(t.device != device for t in [*self._all_parameters, *self.buffers()]):
+            if any(t.device != device for t in [*self.parameters(), *self.buffers()]):
                 self.unwrap().to(device)
         else:
             workers = [[self._worker(name) for name in stage.devices] for stage in plan.stages]

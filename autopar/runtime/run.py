@@ -25,7 +25,7 @@ import torch
 
 from autopar import _torch
 from autopar.batching import Output
-from autopar.capture import describe
+from autopar.capture import describe, users_frames
 from autopar.lower import Constant
 from autopar.lower.random import mix_seed, seeded
 from autopar.runtime.executable import Executable, Slot
@@ -117,6 +117,7 @@ class Run:
                 "backward. Call backward with retain_graph=True to keep them."
             )
         self.result_gradients = list(gradients)
+        self._input_gradients.clear()
         self._keep_graph = keep_graph
         table = self.executable.table(len(self.sizes), training=True)
         self._execute([[a for a in actions if a.phase is Phase.BACKWARD] for actions in table.actions])
@@ -371,8 +372,8 @@ def _explain(error: Exception, slot: Slot, action: Action) -> None:
         node = names.get(line.partition(" ")[0])
         if node is not None and trace.tb_frame.f_locals.get("self") is slot.module:
             note += f", at {describe(node)}"
-            written = node.meta.get("stack_trace")
+            written = users_frames(node)
             if written:
-                note += f"\nThe model's code:\n{written.rstrip()}"
+                note += f"\nThe model's code:\n{written}"
         trace = trace.tb_next
     error.add_note(note)

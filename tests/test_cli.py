@@ -1,0 +1,181 @@
+"""The command line: results on stdout, messages on stderr, exit status 0, 1 (autopar's errors) or 2 (usage)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import autopar
+from autopar import Plan
+from autopar import demo as demo_room
+from autopar.cli import app
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
+
+def with_args():
+    return net(), (torch.ones(4, 8),)
+
+def with_kwargs():
+    return net(), {"input": torch.ones(4, 8)}
+
+def with_both():
+    return net(), (torch.ones(4, 8),), {}
+
+class Kinds:
+    @staticmethod
+    def with_loss():
+        return {"model": net(), "example_args": (torch.ones(4, 8),), "target": torch.ones(4, 8),
+                "loss_fn": nn.functional.mse_loss}
+
+def nonsense():
+    return "model"
+
+def misspelt():
+    return {"model": net(), "args": (torch.ones(4, 8),)}
+
+class Decides(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+def uncapturable():
+    return Decides(), (torch.ones(4, 8),)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("factories", None)
+
+
+def run(*args: str, status: int = 0) -> tuple[str, str]:
+    """(stdout, stderr) of a command."""
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == status, result.output
+    return result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("factory", ["with_args", "with_kwargs", "with_both", "Kinds.with_loss"])
+def test_a_factory_may_return_its_example_in_any_of_the_ways(factory: str) -> None:
+    out, _ = run("plan", f"factories:{factory}", "--devices", "cpu", "--json")
+    assert Plan.from_json(out).used_devices == ("cpu:0",)
+
+
+def test_a_plan_is_printed_saved_and_steered() -> None:
+    options = ("--n-microbatches", "2", "--schedule", "1f1b", "--max-replicas", "1", "--memory-limit", "1e9")
+    out, _ = run("plan", "factories:with_args", "--devices", "cpu,cpu", *options, "--save", "plan.json")
+    plan = Plan.load("plan.json")
+    assert out == f"{plan}\n"
+    assert (plan.n_microbatches, plan.schedule, plan.devices) == (2, "1f1b", ("cpu:0", "cpu:1"))
+
+
+def test_a_profile_is_printed_as_text_or_json() -> None:
+    text, _ = run("profile", "factories:with_args", "--devices", "cpu")
+    assert "the whole model" in text
+    out, _ = run("profile", "factories:with_args", "--devices", "cpu", "--json", "--no-cache")
+    assert {module["name"] for module in json.loads(out)["modules"]} == {"", "0", "1", "2", "3"}
+
+
+def test_saved_plans_are_compared_with_the_automatic_one() -> None:
+    Plan.from_split({"0": 0, "2": 1}, n_microbatches=2).save("hand.json")
+    arguments = ("factories:Kinds.with_loss", "--devices", "cpu,cpu", "--plan", "hand=hand.json", "--repeats", "1")
+    out, _ = run("compare", *arguments, "--json")
+    assert [row["name"] for row in json.loads(out)["rows"]] == ["one device", "auto", "hand"]
+    text, _ = run("compare", *arguments)
+    assert "hand" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "factories:uncapturable", "--devices", "cpu"), "cannot capture"),
+        (("plan", "factories:nonsense"), "must return"),
+        (("plan", "factories:misspelt"), "args"),
+        (("plan", "factories:with_args", "--devices", "tpu"), "tpu"),
+        (("plan", "factories:with_args", "--devices", "cpu", "--memory-limit", "1"), "no plan fits"),
+        (("compare", "factories:with_args", "--devices", "cpu", "--plan", "bad=factories.py"), "not a plan"),
+    ],
+)
+def test_what_autopar_cannot_do_is_said_on_stderr_with_status_1(arguments: tuple[str, ...], message: str) -> None:
+    out, err = run(*arguments, status=1)
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan",),
+        ("plan", "factories"),
+        ("plan", "no_such_module:factory"),
+        ("plan", "factories:no_such_factory"),
+        ("plan", "factories:with_args", "--no-such-option"),
+        ("compare", "factories:with_args", "--plan", "hand.json"),
+        ("compare", "factories:with_args", "--plan", "hand=no_such_file.json"),
+        ("demo", "--model", "no_such_model"),
+        ("no-such-command",),
+    ],
+)
+def test_a_command_that_is_not_understood_has_status_2(arguments: tuple[str, ...]) -> None:
+    out, err = run(*arguments, status=2)
+    assert out == ""
+    assert err != ""
+
+
+def test_an_error_in_the_users_own_code_keeps_its_traceback() -> None:
+    Path("broken.py").write_text("import no_such_dependency\n")
+    result = CliRunner().invoke(app, ["plan", "broken:factory"])
+    assert isinstance(result.exception, ModuleNotFoundError)
+
+
+def test_the_demo_plans_reports_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny() -> demo_room.Demo:
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+        return demo_room.Demo("tiny", model, {"input": x}, torch.randn(4, 8), nn.functional.mse_loss)
+
+    monkeypatch.setitem(demo_room.DEMOS, "tiny", tiny)
+    text, _ = run("demo", "--model", "tiny")
+    for part in ("tiny", "Predicted timeline", "loss", "one device", "max_replicas=1"):
+        assert part in text
+    out, err = run("demo", "--model", "tiny", "--json")
+    assert [row["name"] for row in json.loads(out)["rows"]] == ["one device", "auto", "max_replicas=1"]
+    assert "tiny" in err
+
+
+def test_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    _, err = run("demo", status=1)
+    assert "pip install" in err
+
+
+def test_the_module_runs_as_a_program_with_json_alone_on_stdout() -> None:
+    command = [sys.executable, "-m", "autopar", "plan", "factories:with_args", "--devices", "cpu,cpu", "--json"]
+    root = Path(autopar.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Plan.from_json(done.stdout).devices == ("cpu:0", "cpu:1")
+
+
+def test_the_version_is_told() -> None:
+    out, _ = run("--version")
+    assert out == f"autopar {autopar.__version__}\n"

@@ -188,7 +188,12 @@ def _as_the_batch_allows(example: Example, options: Options, batch_norm: str) ->
     if why and (options.n_microbatches or 1) > 1:
         log.warning("n_microbatches=%s cannot be followed: %s", options.n_microbatches, why)
         options = dataclasses.replace(options, n_microbatches=1)
-    options = dataclasses.replace(options, one_microbatch_because=why, loss_inside=example.loss is not None)
+    options = dataclasses.replace(
+        options,
+        one_microbatch_because=why,
+        least_rows=batching.least_rows,
+        loss_inside=example.loss is not None,
+    )
     return dataclasses.replace(example, batching=dataclasses.replace(batching, obstacle=why)), options
 
 

@@ -14,8 +14,9 @@ import torch
 from autopar import _torch
 from autopar.batching import Batching
 from autopar.capture import Program
-from autopar.operators import captured_device, get_attribute, on_device, requires_grad_nodes, written_arguments
+from autopar.operators import captured_device, on_device, requires_grad_nodes, written_arguments
 from cost_models import Device, MeasurementCache, signature_key
+from cost_models.graphs import device_of, get_attribute
 from cost_models.profiler import GraphTimes, Loss, measure
 from cost_models.repeats import ReducedGraph, reduce_graph
 
@@ -55,9 +56,13 @@ class Calls:
             lambda t: t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == program.batch_size else t,
             self.target,
         )
-        return lambda outputs: loss_fn(
-            _torch.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec), part
-        )
+
+        def loss(outputs: tuple[Any, ...]) -> torch.Tensor:
+            output = _torch.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec)
+            device = device_of(outputs)
+            return loss_fn(output, _torch.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part))
+
+        return loss
 
 
 def sizes(

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Program, is_getitem, module_path
+from cost_models.graphs import get_attribute
 
 # Work worth sending rather than repeating.
 _HEAVY = {
@@ -153,14 +154,6 @@ def _differentiable(node: fx.Node) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def get_attribute(module: nn.Module, path: str) -> object:
-    """`module.a.b.c` for path `a.b.c`."""
-    value: object = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def move_constants(graph: fx.Graph, captured: torch.device, device: torch.device) -> None:

@@ -26,7 +26,7 @@ def run_nodes(
             result = fx.map_arg(node.args[0], lambda n: values[n])
             return tuple(result)
         if node.op == "get_attr":
-            values[node] = attribute(module, node.target)
+            values[node] = get_attribute(module, node.target)
             continue
         args = fx.map_arg(node.args, lambda n: values[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
@@ -72,7 +72,7 @@ def private_copy(module: fx.GraphModule, device: torch.device) -> fx.GraphModule
     root: dict[str, Any] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            root[node.target] = private(attribute(module, node.target))
+            root[node.target] = private(get_attribute(module, node.target))
         elif node.op == "call_module":
             root[node.target] = private_module(module.get_submodule(node.target), private)
     return fx.GraphModule(root, module.graph, class_name="Private")
@@ -97,7 +97,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def attribute(module: nn.Module, path: str) -> Any:
+def get_attribute(module: nn.Module, path: str) -> Any:
     """`module.a.b.c` for path `a.b.c`."""
     value: Any = module
     for name in path.split("."):

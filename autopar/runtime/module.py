@@ -225,7 +225,7 @@ class PipelinedModule(nn.Module):
         executable.refresh()
         types = {d.torch_device.type for d in self._devices}
         state = CallerState.of_this_thread(types, training=loss_fn is not None)
-        sizes = split_sizes(batch, entry.n_microbatches)
+        sizes = split_sizes(batch, entry.n_microbatches, entry.batching.least_rows)
         seed = int(torch.randint(1 << 62, ()).item()) if lowered.random else None
         run = Run(
             executable,

@@ -233,11 +233,11 @@ class Run:
             target = self.executable.slot(consumer, microbatch)
             self._mail[target.number].put(((Phase.FORWARD, stage.index, microbatch), values))
         if stage.index == len(self.executable.replicas) - 1:
-            values = self._finish(values, microbatch)
+            values = self._finish(values, microbatch, device)
         if self.state.grad:
             self._kept[stage.index, microbatch] = (own, received, values)
 
-    def _finish(self, values: tuple[Any, ...], microbatch: int) -> tuple[Any, ...]:
+    def _finish(self, values: tuple[Any, ...], microbatch: int, device: torch.device) -> tuple[Any, ...]:
         """In the last stage: the loss of the micro-batch, or its share of the whole batch's outputs."""
         flat = [p.value if isinstance(p, Constant) else values[p] for p in self.executable.lowered.results]
         if self.loss_function is not None:
@@ -254,11 +254,11 @@ class Run:
         return tuple(flat)
 
     def _combine(self, index: int, value: Any, how: Output, microbatch: int, start: int) -> None:
-        if not isinstance(value, torch.Tensor) or how.combine == "first" or len(self.sizes) == 1:
+        if how.combine in ("first", "constant") or len(self.sizes) == 1:
             if microbatch == 0:
                 self.results[index] = value.detach() if isinstance(value, torch.Tensor) else value
             return
-        piece, rows = value.detach(), self.sizes[microbatch]
+        piece, rows = value.detach() if isinstance(value, torch.Tensor) else value, self.sizes[microbatch]
         if how.combine == "cat":
             assert how.batch_dim is not None
             factor = piece.shape[how.batch_dim] // rows  # a dimension may hold several entries a sample
@@ -341,9 +341,9 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.detach() if value.device == device else value.detach().to(device)
 
 
-def split_sizes(batch: int, n_microbatches: int) -> list[int]:
-    """Samples in each micro-batch, as even as they go, larger ones first; never an empty one."""
-    parts = min(n_microbatches, max(batch, 1))
+def split_sizes(batch: int, n_microbatches: int, least: int = 1) -> list[int]:
+    """Samples in each micro-batch, as even as they go, larger ones first; none with fewer than `least`."""
+    parts = max(1, min(n_microbatches, batch // least))
     small, more = divmod(batch, parts)
     return [small + 1] * more + [small] * (parts - more)
 

@@ -46,6 +46,7 @@ class Options:
     memory_limit: float | None = None  # bytes on each device
     optimizer: str = "adamw"
     one_microbatch_because: str = ""  # why the batch may not be split
+    least_rows: int = 1  # samples in the smallest micro-batch
     loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
 
     @property
@@ -161,7 +162,7 @@ def _microbatch_counts(costs: CostGraph, options: Options) -> list[int]:
         return [options.n_microbatches]
     if options.one_microbatch_because:
         return [1]
-    most = min(costs.batch_size, max(16, 4 * len(costs.devices)))
+    most = max(1, min(costs.batch_size // options.least_rows, max(16, 4 * len(costs.devices))))
     counts = list(range(1, most + 1))
     return counts if len(counts) <= 24 else sorted({round(x) for x in np.geomspace(1, most, 24)})
 

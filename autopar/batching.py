@@ -218,6 +218,8 @@ def _classify(
     """How `output` combines; `weights`: what each part counts in a mean."""
     if not isinstance(output, fx.Node):
         return Output("constant")
+    if _counts_values(output):
+        return Output("mixed")
     full, pieces = whole[output], [p[output] for p in parts]
     if not isinstance(full, torch.Tensor):
         if all(p == full for p in pieces):
@@ -226,7 +228,7 @@ def _classify(
     dim = dims[output.name]
     if dim is not None:
         joined = torch.cat(pieces, dim)
-        return Output("cat", dim) if not _counts_values(output) and close(full, joined) else Output("mixed")
+        return Output("cat", dim) if close(full, joined) else Output("mixed")
     if any(p.shape != full.shape for p in pieces):
         return Output("mixed")
     if not _depends_on_batch(output, dims):

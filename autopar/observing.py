@@ -29,7 +29,7 @@ _DROPOUT = {
 
 
 # Differences between two ways to compute the same are about eps; a dependence between samples is looked for above this.
-_EXPONENT = 0.6
+_EXPONENT = 0.65
 _HUGE = 1e15  # stands for minus infinity in masks
 
 
@@ -53,7 +53,7 @@ def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> l
             if bool((flat == flat[0]).all()):
                 flat = flat + torch.rand(flat.shape, generator=generator).to(flat)
             x = flat.view(x.shape)
-            scale = torch.linspace(1, 1.5, rows, dtype=torch.float64).to(x)
+            scale = torch.linspace(1, 3, rows, dtype=torch.float64).to(x)
             x = x * scale.view([-1 if d == spec.batch_dim else 1 for d in range(x.dim())])
         elif spec.name in sizes and bool((x == x.narrow(spec.batch_dim, 0, 1)).all()):
             x = torch.randint(sizes[spec.name], x.shape, generator=generator).to(x)

@@ -78,7 +78,7 @@ def sizes(
     if n_microbatches is not None:
         parts = [-(-batch // n_microbatches)]
     else:
-        parts = sorted({max(1, round(batch / part)) for part in (2, 4, 8, 16)}, reverse=True)
+        parts = sorted({max(1, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
     few = [(1, parts[len(parts) // 2])] if together > 1 else []
     return whole + few + [(together, size) for size in parts if (together, size) not in whole + few]
 

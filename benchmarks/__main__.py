@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar import AutoparWarning
-from benchmarks import models, overhead, peers, training
+from benchmarks import models, overhead, peers, training, zoo
 from benchmarks.machine import machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
 
@@ -33,6 +33,10 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Report]]] = {
     "peers": (
         "the same tiny stages by torch.distributed.pipelining over gloo",
         lambda quick: peers.run_peers(overhead.QUICK if quick else overhead.FULL),
+    ),
+    "models": (
+        "ResNet-50, GPT-2, BERT, T5, ViT, Llama and Mixtral: stages, times and errors against the plain model",
+        zoo.run_zoo,
     ),
 }
 

@@ -43,7 +43,7 @@ class Effort:
     grid: Grid
 
 
-FULL = Effort(5, 3, Grid(cuts=7, counts=(1, 2, 3, 4, 6, 8, 12), steps=2, finalists=2, rounds=3))
+FULL = Effort(5, 7, Grid(cuts=7, counts=(1, 2, 3, 4, 6, 8, 12), steps=2, finalists=2, rounds=3))
 QUICK = Effort(2, 2, Grid(cuts=2, counts=(1, 2, 4), steps=2, finalists=1, rounds=2))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks import overhead
+from benchmarks import overhead, zoo
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.machine import machine_header
 from benchmarks.models import Workload
@@ -126,6 +126,27 @@ def test_overhead_has_a_time_for_every_number_of_microbatches() -> None:
     result = overhead.measure(overhead.Effort((2, 4), 1))
     assert set(result.pipeline) == set(result.accumulation) == {2, 4}
     assert min(*result.pipeline.values(), *result.accumulation.values()) > 0
+
+
+def test_zoo_compares_a_model_with_its_copy() -> None:
+    subject = zoo.bert(quick=True)
+    row = zoo.measure(subject, rounds=1)
+    assert row.parameters == sum(p.numel() for p in subject.model.parameters())
+    assert len(row.operators) in (1, 2)
+    assert min(row.operators) > 0
+    assert len(row.steps) == len(row.plain_steps) == 1
+    assert max(row.output_error, row.gradient_error) < 1e-5
+
+
+def test_gradient_error_is_relative_to_the_largest_gradient_and_finds_a_missing_one() -> None:
+    model, oracle = nn.Linear(2, 1), nn.Linear(2, 1)
+    oracle.weight.grad, oracle.bias.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([2.0])
+    model.weight.grad = torch.tensor([[3.0, 4.5]])
+    assert zoo.largest_gradient_error(model, oracle) == pytest.approx(2 / 5)
+    model.bias.grad = torch.tensor([2.0])
+    assert zoo.largest_gradient_error(model, oracle) == pytest.approx(0.5 / 5)
+    model.bias.grad = torch.tensor([torch.nan])
+    assert np.isnan(zoo.largest_gradient_error(model, oracle))
 
 
 def test_header_names_machine_date_versions_and_threads() -> None:

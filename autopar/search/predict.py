@@ -40,6 +40,11 @@ class Arrangement:
     def n_devices(self) -> int:
         return sum(map(len, self.devices))
 
+    @property
+    def busy(self) -> int:
+        """Devices that compute at the same time: one micro-batch is on one device after the other."""
+        return self.n_devices if self.n_microbatches > 1 else 1
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -77,7 +82,7 @@ def simulated(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, conditio
     overhead = 0.0 if plain else ACTION_OVERHEAD
     kinds = _kinds(costs, arrangement)
     by_rows = {
-        (k, r): atom_times(costs, atoms, k, arrangement.n_devices, r) for k in dict.fromkeys(kinds) for r in set(rows)
+        (k, r): atom_times(costs, atoms, k, arrangement.busy, r) for k in dict.fromkeys(kinds) for r in set(rows)
     }
     stages, memory = [], []
     for span, kind, names in zip(arrangement.spans, kinds, arrangement.devices, strict=True):
@@ -111,7 +116,7 @@ def as_plan(
     for index, (span, kind, names) in enumerate(
         zip(arrangement.spans, _kinds(costs, arrangement), arrangement.devices, strict=True)
     ):
-        f, b = atom_times(costs, atoms, kind, arrangement.n_devices, costs.batch_size / m)
+        f, b = atom_times(costs, atoms, kind, arrangement.busy, costs.batch_size / m)
         memory = _stage_memory(costs, atoms, conditions, span, _rows(costs.batch_size, m))
         inside = sorted((n for atom in atoms.nodes[span] for n in atom), key=order.__getitem__)
         slots = timeline.schedule.slots_of(index)

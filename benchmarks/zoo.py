@@ -279,7 +279,7 @@ def _table(rows: list[Row]) -> Table:
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.name,
-        f"{row.parameters / 1e6:.1f}",
+        f"{row.parameters / 1e6:.3g}",
         str(len(row.operators)),
         ", ".join(map(str, row.operators)),
         str(row.n_microbatches),

@@ -178,7 +178,7 @@ class PipelinedModule(nn.Module):
         with torch.enable_grad():
             entry, leaves, batch = self._entry(args, kwargs, loss_fn, target)
             if entry.executable is None:
-                loss = loss_fn(self._direct(args, kwargs), target)
+                loss = loss_fn(self._direct(args, kwargs), self._to_only_device(target))
                 loss.backward()
                 return loss.detach()
             run, _ = self._run(entry, leaves, batch, loss_fn, target)
@@ -203,13 +203,16 @@ class PipelinedModule(nn.Module):
 
     def _direct(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain model on the plan's only device."""
-        model = self.unwrap()
+        args, kwargs = self._to_only_device((args, kwargs))
+        return self.unwrap()(*args, **kwargs)
+
+    def _to_only_device(self, tree: Any) -> Any:
         assert self._plan is not None
         name = self._plan.used_devices[0]
         device = next(d.torch_device for d in self._devices if d.name == name)
-        if device.type != "cpu":
-            args, kwargs = _torch.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-        return model(*args, **kwargs)
+        if device.type == "cpu":
+            return tree
+        return _torch.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
 
     def _run(
         self,

@@ -125,11 +125,9 @@ class Run:
     def step(self) -> torch.Tensor:
         """Forwards and backwards by the schedule; the mean loss of the batch."""
         self._execute(self.executable.table(len(self.sizes), training=True).actions)
-        total = self.losses[0]
-        for loss in self.losses[1:]:
-            total = total + loss  # type: ignore[operator]
-        assert total is not None
-        return total
+        losses = torch.stack([loss for loss in self.losses if loss is not None])
+        shares = torch.tensor([size / self.total for size in self.sizes], dtype=losses.dtype, device=losses.device)
+        return (losses * shares).sum()
 
     def input_gradients(self, index: int) -> torch.Tensor | None:
         """The gradient of flat input `index`, summed over the stages that read it."""
@@ -307,7 +305,8 @@ class Run:
                 before = gradients[position]
                 gradients[position] = gradient if before is None else before + gradient
         if last and self.loss_function is not None:
-            values[0].backward(retain_graph=self._keep_graph)
+            share = torch.full_like(values[0], self.sizes[microbatch] / self.total)
+            values[0].backward(share, retain_graph=self._keep_graph)
         else:
             pairs = [
                 (v, g.to(v.device))

@@ -34,6 +34,8 @@ from cost_models import Device
 # More devices must be faster by this share of the step to be preferred; plans closer than that are equally fast.
 _WORTH = 0.01
 _SAME = 0.002
+# On one device micro-batches only pay where they fit the caches better; the plain model costs nothing else.
+_WORTH_SPLITTING = 0.05
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,19 @@ def make_plan(costs: CostGraph, options: Options) -> Plan:
 
 
 def _choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; but one device if more are hardly faster, and of what is equally fast what needs least memory."""
-    fastest = min(c.timeline.step_time for c in candidates)
-    single = [c for c in candidates if sum(c.solution.used) == 1 and c.timeline.step_time <= fastest * (1 + _WORTH)]
-    near = single or [c for c in candidates if c.timeline.step_time <= fastest * (1 + _SAME)]
+    """The fastest; but one device if more are hardly faster, there the plain model unless micro-batches are clearly
+    faster, and of what is equally fast what needs least memory."""
+
+    def within(share: float, some: Sequence[Candidate]) -> list[Candidate]:
+        fastest = min((c.timeline.step_time for c in candidates), default=0.0)
+        return [c for c in some if c.timeline.step_time <= fastest * (1 + share)]
+
+    single = [c for c in candidates if c.arrangement.n_devices == 1]
+    if within(_WORTH, single):
+        plain = [c for c in single if c.arrangement.n_microbatches == 1]
+        near = within(_WORTH_SPLITTING, plain) or within(_WORTH, single)
+    else:
+        near = within(_SAME, candidates)
     return min(
         near, key=lambda c: (max(c.timeline.peak_memory or (0,)), c.arrangement.n_microbatches, c.timeline.step_time)
     )

@@ -241,7 +241,10 @@ class Run:
         if self.loss_function is not None:
             program = self.executable.program
             output = _torch.tree_unflatten(flat[: program.n_outputs], program.out_spec)
-            loss = self.loss_function(output, self.targets[microbatch]) * (self.sizes[microbatch] / self.total)
+            target = self.targets[microbatch]
+            if device.type != "cpu":  # nobody outside knows on which device the plan lets the model end
+                target = _torch.tree_map(lambda x: _moved(x, device), target)
+            loss = self.loss_function(output, target)
             self.losses[microbatch] = loss.detach()
             return (loss,)
         start = sum(self.sizes[:microbatch])

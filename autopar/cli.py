@@ -196,6 +196,9 @@ def _load(factory: str) -> dict[str, Any]:
         function = operator.attrgetter(path)(module)
     except AttributeError as error:
         raise typer.BadParameter(f"{module_name} has no {path!r}", param_hint="MODULE:FACTORY") from error
+    if not callable(function):
+        kind = type(function).__name__
+        raise typer.BadParameter(f"{factory!r} is a {kind}, not a callable", param_hint="MODULE:FACTORY")
     return _as_call(factory, function())
 
 

@@ -128,6 +128,7 @@ def test_what_autopar_cannot_do_is_said_on_stderr_with_status_1(arguments: tuple
         ("plan", "factories"),
         ("plan", "no_such_module:factory"),
         ("plan", "factories:no_such_factory"),
+        ("plan", "factories:torch"),
         ("plan", "factories:with_args", "--no-such-option"),
         ("compare", "factories:with_args", "--plan", "hand.json"),
         ("compare", "factories:with_args", "--plan", "hand=no_such_file.json"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import networkx as nx
@@ -26,6 +27,9 @@ from autopar.operators import (
     operator_name,
     replicable_nodes,
     requires_grad_nodes,
+    unrepeatable_nodes,
+    weight_shares,
+    write_order,
 )
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.footprint import GraphBytes, measure_bytes
@@ -64,6 +68,12 @@ class CostGraph:
     devices: tuple[Device, ...]
     links: dict[tuple[str, str], Link]
     accumulate: float  # s per byte: adding one gradient to another in place
+
+    @cached_property
+    def one_link(self) -> Link | None:
+        """The link between any two devices, if all are alike."""
+        links = {link for (a, b), link in self.links.items() if a != b}
+        return links.pop() if len(links) == 1 else None
 
     def table(self, kind: str, workers: int) -> CostTable:
         """The table for `workers` busy siblings: measured at that number, or else at the nearest above or below."""
@@ -110,14 +120,17 @@ def build(
 def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: GraphBytes, batch: int) -> None:
     """One node an operator; attributes:
 
-    key, operator, module, source; position in program order; replicable, grad; bytes for the whole batch: output
-    (of its result), gradient (of what flows back), fresh (newly allocated), saved = {storage: bytes};
-    parameters = {name: (bytes, trained)}; batched: the bytes grow with the batch. Edges carry the bytes that flow.
-    Graph attributes: fused (groups of nodes that stay together), outputs (nodes that the caller reads).
+    key, operator, module, source; position in program order; replicable, grad; weight_share (the fraction of its
+    backward's time that only gradients of parameters need, see `weight_shares`); repeatable (it may run again for its
+    backward); bytes for the whole batch: output (of its result), gradient (of what flows back), fresh (newly
+    allocated), saved = {storage: bytes}; parameters = {name: (bytes, trained)}; batched: the bytes grow with the batch. Edges carry the bytes that flow.
+    Graph attributes: fused (groups of nodes that stay together), order (pairs of nodes of which the first must not run
+    in a later stage although the second does not read it), outputs (nodes that the caller reads).
     """
     module = program.graph_module
     keys = operator_keys(program)
-    free, grad = replicable_nodes(program), requires_grad_nodes(program)
+    free, grad, shares = replicable_nodes(program), requires_grad_nodes(program), weight_shares(program)
+    unrepeatable = set(unrepeatable_nodes(program.graph))
     scale = batch / counted.rows
     for position, node in enumerate(compute_nodes(program.graph)):
         # A batch dimension that does not lead may be hidden in a tuple: then the bytes are taken to grow.
@@ -133,6 +146,8 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
             position=position,
             replicable=node in free,
             grad=node in grad,
+            weight_share=shares[node],
+            repeatable=node not in unrepeatable,
             batched=batched,
             output=output,
             gradient=output if node in grad else 0.0,
@@ -144,6 +159,7 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
             if source.name in graph:
                 graph.add_edge(source.name, node.name, nbytes=graph.nodes[source.name]["output"])
     graph.graph["fused"] = [{n.name for n in g} for g in fused_groups(program, batching.storages)]
+    graph.graph["order"] = [(a.name, b.name) for a, b in write_order(program, batching.storages)]
     output_node = program.graph.output_node()
     graph.graph["outputs"] = [n.name for n in output_node.all_input_nodes if n.name in graph]
 

@@ -21,6 +21,19 @@ _HEAVY = {
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "embedding_bag"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "_grouped_mm", "upsample_bilinear2d", "fft_fft", "sort", "topk"),
 }
+# What of the backward is spared by leaving the parameters out, beside an activation that carries a gradient; 0.5 where
+# nothing is said. Measured on a CPU.
+_SPARED = {
+    **dict.fromkeys(("add", "add_", "sub", "sub_"), 1.0),  # an activation's gradient passes as it is; sums are left
+    # One kernel, or sums that the input's gradient is made from, too: as slow with parameters as without.
+    **dict.fromkeys(("batch_norm", "group_norm", "instance_norm", "rms_norm", "prelu", "lstm"), 0.0),
+}
+# Where the factors of a product are among the arguments; a bias beside them costs next to nothing.
+_FACTORS = {
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d", "convolution"), slice(0, 2)),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), slice(0, 2)),
+    **dict.fromkeys(("addmm", "addbmm", "baddbmm"), slice(1, 3)),
+}
 _RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
 
 
@@ -140,13 +153,56 @@ def requires_grad_nodes(program: Program) -> set[fx.Node]:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 result.add(node)
         elif node.op == "call_module":
-            if any(p.requires_grad for p in module.get_submodule(str(node.target)).parameters()) or any(
-                source in result for source in node.all_input_nodes
-            ):
+            if _trains(module, node) or any(source in result for source in node.all_input_nodes):
                 result.add(node)
         elif any(source in result for source in node.all_input_nodes) and _differentiable(node):
             result.add(node)
     return result
+
+
+def weight_shares(program: Program) -> dict[fx.Node, float]:
+    """For every operator the fraction (0..1) of its backward's time that only gradients of parameters need.
+
+    That is what zero-bubble schedules put off (Qi et al., Zero Bubble Pipeline Parallelism, 2023): nothing waits for it
+    but the step's end.
+
+    - 0: no trained parameter is read.
+    - 1: nothing else that is read carries a gradient: a first layer, an embedding, views of a parameter (`weight.t()`),
+      which are read like the parameter itself.
+    - 0.5: a product of an activation and a weight. For y = x w, of m x k by k x n, both gradients dx = dy w' and
+      dw = x' dy are products of m k n multiplications, as are those of convolutions. Norms over a sample read the same
+      twice. Where kernels fuse the two, or one is free, see `_SPARED`.
+    """
+    grad, own = requires_grad_nodes(program), _independent_of_inputs(program.graph)
+    shares = {}
+    for node in compute_nodes(program.graph):
+        reads = [n for n in node.all_input_nodes if n in grad]
+        weights = [n for n in reads if n in own]
+        inside = node.op == "call_module" and _trains(program.graph_module, node)
+        if node not in grad or not (weights or inside):
+            shares[node] = 0.0
+        elif len(weights) == len(reads):
+            shares[node] = 1.0
+        else:
+            name = operator_name(node)
+            factors = node.args[_FACTORS[name]] if name in _FACTORS else weights
+            shares[node] = _SPARED.get(name, 0.5) if inside or any(n in weights for n in factors) else 0.0
+    return shares
+
+
+def _independent_of_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Parameters, constants and what is computed from them and from sizes alone."""
+    result: set[fx.Node] = set()
+    for node in graph.nodes:
+        known = node.op != "placeholder" and all(source in result for source in node.all_input_nodes)
+        if known or node.target is torch.ops.aten.sym_size.int:
+            result.add(node)
+    return result
+
+
+def _trains(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the module that a call_module node calls has trained parameters."""
+    return any(p.requires_grad for p in module.get_submodule(str(node.target)).parameters())
 
 
 def _differentiable(node: fx.Node) -> bool:
@@ -191,6 +247,42 @@ def captured_device(program: Program) -> torch.device:
     """Where the model's tensors were when it was captured."""
     module = program.graph_module
     return next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+
+
+def unrepeatable_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Operators that write a buffer which others read: run a second time, they would give something else.
+
+    Running statistics of batch norm are none: in training nothing reads them.
+    """
+    readers: dict[str, set[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            readers.setdefault(str(node.target), set()).update(node.users)
+    found = []
+    for node in compute_nodes(graph):
+        if operator_name(node) in ("batch_norm", "instance_norm"):
+            continue
+        written = [a for a in written_arguments(node) if a.op == "get_attr"]
+        if any(node.users or readers[str(a.target)] - {node} for a in written):
+            found.append(node)
+    return found
+
+
+def write_order(program: Program, storages: dict[str, frozenset[int]]) -> list[tuple[fx.Node, fx.Node]]:
+    """(reader, writer): a node that reads a tensor, and one that overwrites its storage later.
+
+    Data flow alone does not say that the reader comes first; in an earlier stage than the reader's the writer would
+    change what is on its way to it.
+    """
+    order = {node: index for index, node in enumerate(program.graph.nodes)}
+    pairs = []
+    for writer in compute_nodes(program.graph):
+        for source in written_arguments(writer):
+            shared = storages.get(source.name, frozenset())
+            family = [n for n in order if n is source or storages.get(n.name, frozenset()) & shared]
+            readers = {user for n in family for user in n.users if order[user] < order[writer]}
+            pairs += [(reader, writer) for reader in sorted(readers, key=order.__getitem__)]
+    return pairs
 
 
 def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[set[fx.Node]]:

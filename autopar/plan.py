@@ -4,22 +4,23 @@ schedule, and what that was predicted to cost. Prints, saves and loads; knows ne
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import fx
+from torch import fx, nn
 
+from autopar import planfile
 from autopar.capture import Program, describe
 from autopar.errors import PlanError
+from autopar.fingerprint import ancestors, differences, few
 from autopar.operators import compute_nodes, operator_keys, replicable_nodes
-from autopar.schedule import SCHEDULES
+from autopar.plancheck import INTERLEAVED, rounds, violations
 
-VERSION = 1
+if TYPE_CHECKING:
+    from autopar.report.diff import PlanDiff
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class Stage:
     devices: tuple[str, ...]  # names; several are replicas: micro-batch i runs on devices[i mod r]
     operators: tuple[str, ...] = ()  # `module.path/operator#k`, in program order
     forward_time: float | None = None  # s
-    backward_time: float | None = None  # s
+    backward_time: float | None = None  # s, without recomputation
+    weight_time: float | None = None  # s, of the backward time for gradients of parameters
     parameter_bytes: int | None = None
     activation_bytes: int | None = None  # kept for backward, per micro-batch in flight
     peak_memory: int | None = None  # bytes on each device
     sync_time: float | None = None  # s once a step: gradients of the replicas reduced
+    recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,14 @@ class Link:
     forward_bytes: int
     backward_bytes: int
     seconds: float  # both ways
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A plan that was not chosen."""
+
+    description: str
+    step_time: float  # s, predicted
 
 
 @dataclass(frozen=True)
@@ -63,32 +74,50 @@ class Plan:
     transfers: tuple[Link, ...] = ()
     split: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()  # why it is as it is
+    objective: float | None = None  # s, of the search
+    bound: float | None = None  # s: no plan that was searched has a smaller objective
+    optimality: str = ""  # how far the plan is proven best
+    runners_up: tuple[RunnerUp, ...] = ()
+    measured_step_time: float | None = None  # s, where it was tuned
+    model: str | None = None  # fingerprint of the model that it was made for
+    device_kinds: tuple[str, ...] = ()  # of `devices`
+    explainer: Callable[[Plan], Any] | None = field(default=None, repr=False, compare=False)  # not saved
 
     def __post_init__(self) -> None:
-        problems = []
-        if not self.stages:
-            problems.append("a plan needs at least one stage")
-        if self.n_microbatches < 1:
-            problems.append(f"n_microbatches must be at least 1, got {self.n_microbatches}")
-        if self.schedule not in SCHEDULES:
-            problems.append(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
-        used = [d for stage in self.stages for d in stage.devices]
-        twice = sorted({d for d in used if used.count(d) > 1})
-        if twice:
-            problems.append(f"devices {', '.join(twice)} serve more than one stage; each device serves one")
-        if any(not stage.devices for stage in self.stages):
-            problems.append("every stage needs at least one device")
-        problems += [
-            f"'{path}' is put on stage {stage}, but there are stages 0..{len(self.stages) - 1}"
-            for path, stage in self.split
-            if not 0 <= stage < len(self.stages)
-        ]
+        problems = violations(self)
         if problems:
             raise PlanError("; ".join(problems))
 
     @property
     def used_devices(self) -> tuple[str, ...]:
-        return tuple(d for stage in self.stages for d in stage.devices)
+        return tuple(d for stage in self.stages[: self.ranks] for d in stage.devices)
+
+    @property
+    def ranks(self) -> int:
+        """Places in the pipeline: stage s is on the devices of stage s mod ranks."""
+        turns = rounds([stage.devices for stage in self.stages]) if self.schedule == INTERLEAVED else None
+        return len(self.stages) if turns is None else turns
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each device."""
+        return len(self.stages) // self.ranks
+
+    def explain(self) -> Any:
+        """Why this plan: what bounds it, its rivals, what limits cost and what would help (`search.explain`).
+
+        A plan that was loaded tells what its own numbers tell; one that was just made searches again for the rest.
+        """
+        from autopar.search.explain import explain_plan  # explaining takes simulations: the search's work
+
+        return explain_plan(self) if self.explainer is None else self.explainer(self)
+
+    def explained_by(self, explainer: Callable[[Plan], Any]) -> Plan:
+        """The same plan with what can explain it."""
+        return replace(self, explainer=explainer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "explainer": None}  # it holds a whole search
 
     @classmethod
     def from_split(
@@ -98,12 +127,14 @@ class Plan:
         n_microbatches: int,
         schedule: str = "1f1b",
         devices: Sequence[Sequence[str] | str] | None = None,
+        recompute: Collection[int] = (),
     ) -> Plan:
         """A plan made by hand: `split` puts modules (by path, as in `named_modules()`) on stages.
 
         A module that is not named follows its inputs: it runs on the latest stage that any of them comes from. The
         most specific path counts. `devices`: for each stage its device or its replicas' devices (default: stage s on
-        the s-th device offered, `"cpu:0"`, `"cpu:1"` ... where they are CPU workers).
+        the s-th device offered, `"cpu:0"`, `"cpu:1"` ... where they are CPU workers; under interleaved-1f1b the stages
+        go round the devices offered). `recompute`: the stages that recompute.
         """
         if not split:
             raise PlanError("split is empty; give at least one module path and its stage")
@@ -111,29 +142,69 @@ class Plan:
         if wrong:
             raise PlanError(f"stages are numbered from 0, got {wrong}")
         n_stages = max(split.values()) + 1
-        missing = sorted(set(range(n_stages)) - set(split.values()))
-        if missing:
-            raise PlanError(f"no module is put on stage {', '.join(map(str, missing))}; number the stages 0, 1, 2, ...")
         if devices is None:
             devices = [f"#{s}" for s in range(n_stages)]
         if len(devices) != n_stages:
             raise PlanError(f"the split has {n_stages} stages, but devices names {len(devices)}")
-        stages = tuple(Stage((d,) if isinstance(d, str) else tuple(d)) for d in devices)
+        strange = [stage for stage in recompute if stage not in range(n_stages)]
+        if strange:
+            raise PlanError(f"recompute names {', '.join(map(repr, strange))}, but there are stages 0..{n_stages - 1}")
+        names = [(d,) if isinstance(d, str) else tuple(d) for d in devices]
+        stages = tuple(Stage(d, recompute=s in recompute) for s, d in enumerate(names))
         return cls(stages, n_microbatches, schedule, split=tuple(split.items()))
 
-    def on(self, offered: Sequence[str]) -> Plan:
-        """The plan with the devices called "#0", "#1" ... replaced by the offered ones; checks that all exist."""
-        wanted = [d for d in self.used_devices if d.startswith("#")]
-        if len(self.used_devices) > len(offered):
-            raise PlanError(
-                f"the plan uses {len(self.used_devices)} devices, but {len(offered)} are given: {', '.join(offered)}"
-            )
-        unknown = [d for d in self.used_devices if d not in offered and d not in wanted]
+    def on(self, offered: Sequence[str], kinds: Sequence[str] | None = None) -> Plan:
+        """The plan for the devices `offered`: those that it calls "#0", "#1" ... get their names.
+
+        `kinds`: of the devices offered (`Device.kind`); the plan's predictions hold for those that it was made for.
+        Raises PlanError if there are too few devices, names that the plan uses are not among them, or their kinds are
+        others; lists all of it.
+        """
+        used = self.used_devices
+        turns = self.schedule == INTERLEAVED and all(name.startswith("#") for name in used)
+        problems = []
+        if turns and len(self.stages) % min(len(offered), len(self.stages)):
+            problems.append(f"{len(self.stages)} stages cannot go round {len(offered)} devices evenly")
+        elif not turns and len(used) > len(offered):
+            problems.append(f"the plan uses {len(used)} devices, but {len(offered)} are given: {', '.join(offered)}")
+        unknown = [name for name in used if name not in offered and not name.startswith("#")]
         if unknown:
-            raise PlanError(f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}")
-        named = {f"#{i}": name for i, name in enumerate(offered)}
-        stages = tuple(dataclasses.replace(s, devices=tuple(named.get(d, d) for d in s.devices)) for s in self.stages)
-        return dataclasses.replace(self, stages=stages, devices=tuple(offered))
+            problems.append(f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}")
+        made_for = dict(zip(self.devices, self.device_kinds, strict=False))
+        given = made_for if kinds is None else dict(zip(offered, kinds, strict=True))
+        if any(name in made_for and name in given and made_for[name] != given[name] for name in used):
+            problems.append(
+                f"the plan was made for {_counted(made_for[name] for name in used if name in made_for)}, offered are "
+                f"{_counted(given.values())}; plan again for these, or take device_kinds out of the plan"
+            )
+        if problems:
+            raise PlanError("; ".join(problems))
+        named = {f"#{s}": offered[s % len(offered)] for s in range(max(len(offered), len(self.stages)))}
+        stages = tuple(replace(s, devices=tuple(named.get(d, d) for d in s.devices)) for s in self.stages)
+        known = all(name in given for name in offered)
+        device_kinds = tuple(given[name] for name in offered) if known else ()
+        return replace(self, stages=stages, devices=tuple(offered), device_kinds=device_kinds)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise PlanError if the plan was made for a model with other parameters, or names modules that `model` has not.
+
+        The message names some of what differs. Lazy modules must have run before.
+        """
+        problems = differences(self.model, model) if self.model is not None else []
+        modules = dict(model.named_modules(remove_duplicate=False))
+        listed = {key.rpartition("/")[0] for stage in self.stages for key in stage.operators}
+        named = [*(path for path, _ in self.split), *sorted(listed)]
+        lost = [path for path in named if path not in modules]
+        if lost:
+            problems.append(f"it has no modules {few(lost)}")
+        if not problems:
+            return
+        covered = {ancestor for path in named for ancestor in ancestors(path)[1:]}
+        own = [path for path, module in modules.items() if path and list(module.parameters(recurse=False))]
+        bare = [path for path in own if covered and covered.isdisjoint(ancestors(path)[1:])]
+        if bare:
+            problems.append(f"the plan says nothing about its modules {few(bare)}")
+        raise PlanError(f"the plan was made for another model than this {type(model).__name__}: {'; '.join(problems)}")
 
     def assign(self, program: Program) -> dict[fx.Node, int]:
         """The stage of every operator of `program`.
@@ -147,7 +218,10 @@ class Plan:
         known = {key: index for index, stage in enumerate(self.stages) for key in stage.operators}
         keys = operator_keys(program)
         if len(self.stages) > 1 and not any(key in known for key in keys.values()):
-            raise PlanError("the plan names no operator of this model: it was made for another one")
+            raise PlanError(
+                f"the plan names no operator of this model: it was made for another one, with {few(list(known))}; here are "
+                f"{few(list(keys.values()))}"
+            )
         # Replicable nodes (positions, masks) are computed where they are needed: they hold no reader back.
         free = replicable_nodes(program)
         result: dict[fx.Node, int] = {}
@@ -191,45 +265,39 @@ class Plan:
     # -- text and files ---------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Readable JSON; runs of operators in one module are one line: `module.path: conv2d#0 relu#0`."""
-        data = {"autopar_plan": VERSION, **dataclasses.asdict(self)}
-        for stage in data["stages"]:
-            split = (key.rpartition("/") for key in stage["operators"])
-            runs = itertools.groupby(split, key=lambda parts: parts[0])
-            stage["operators"] = [f"{path}: {' '.join(parts[2] for parts in run)}" for path, run in runs]
-        data["split"] = dict(self.split)
-        return json.dumps(data, indent=1)
+        """Readable JSON, to be edited by hand (`planfile`)."""
+        return planfile.write(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote. Raises PlanError for anything else."""
+        """The plan that `to_json` wrote, perhaps edited. Raises PlanError that lists everything wrong with it."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            fields, problems = planfile.read(text, cls)
+        except ValueError as error:
             raise PlanError(f"not a plan: {error}") from error
-        version = data.pop("autopar_plan", None) if isinstance(data, dict) else None
-        if version != VERSION:
-            raise PlanError(f"not a plan of version {VERSION}: 'autopar_plan' is {version!r}")
-        problems: list[str] = []
-        _check_fields(cls, data, "", problems)
-        for name, kind in (("stages", Stage), ("transfers", Link)):
-            for index, item in enumerate(data[name] if isinstance(data.get(name), list) else []):
-                _check_fields(kind, item, f"{name}[{index}].", problems)
+        unchecked = object.__new__(cls)
+        unchecked.__dict__.update(fields, explainer=None)
+        problems += violations(unchecked)
         if problems:
-            raise PlanError(f"not a valid plan: {'; '.join(problems)}")
-        stages = tuple(Stage(**_stage_fields(stage)) for stage in data.pop("stages"))
-        links = tuple(Link(**link) for link in data.pop("transfers", ()))
-        split = tuple(data.pop("split", {}).items())
-        for name in ("devices", "notes"):
-            data[name] = tuple(data.get(name, ()))
-        return cls(stages=stages, transfers=links, split=split, **data)
+            raise PlanError("not a valid plan:\n  " + "\n  ".join(problems))
+        return unchecked
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        return cls.from_json(Path(path).read_text())
+        """The plan in a file. Raises PlanError, with the file's name, if it cannot be read or holds no valid plan."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, PlanError) as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What `other` does otherwise, and how its predictions differ; `print(plan.diff(other))` shows it."""
+        from autopar.report.diff import diff_plans  # showing is the report room's work
+
+        return diff_plans(self, other)
 
     def __str__(self) -> str:
         from autopar.report.text import plan_text  # showing is the report room's work; print(plan) is the user's word
@@ -237,50 +305,6 @@ class Plan:
         return plan_text(self)
 
 
-def _stage_fields(stage: dict[str, Any]) -> dict[str, Any]:
-    fields = dict(stage)
-    lines = [line.partition(": ") for line in fields.get("operators", ())]
-    fields["operators"] = tuple(f"{path}/{name}" for path, _, names in lines for name in names.split())
-    fields["devices"] = tuple(fields["devices"])
-    return fields
-
-
-def _check_fields(cls: Any, data: Any, where: str, problems: list[str]) -> None:
-    """Note every field of `data` that is missing, unknown or of the wrong type for dataclass `cls`."""
-    if not isinstance(data, dict):
-        problems.append(f"{where or 'the plan'} must be an object, got {data!r}")
-        return
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    problems += [f"{where}{name} is unknown" for name in sorted(set(data) - set(fields))]
-    for name, field in fields.items():
-        if name not in data:
-            if field.default is dataclasses.MISSING:
-                problems.append(f"{where}{name} is missing")
-        elif not _fits(data[name], str(field.type), name):
-            problems.append(f"{where}{name} must be {_TYPES.get(name) or field.type}, got {data[name]!r}")
-
-
-_TYPES = {  # of fields whose JSON differs from their Python type
-    "stages": "a list of stages",
-    "transfers": "a list of transfers",
-    "split": "an object from module paths to stages",
-    "devices": "a list of names",
-    "notes": "a list of texts",
-    "operators": "a list of 'module.path: operator#0 operator#1'",
-}
-
-
-def _fits(value: Any, annotation: str, name: str) -> bool:
-    if name == "split":
-        return isinstance(value, dict) and all(type(stage) is int for stage in value.values())
-    if name in _TYPES:
-        texts = name in ("devices", "notes", "operators")
-        valid = isinstance(value, list) and (not texts or all(isinstance(item, str) for item in value))
-        return valid and (name != "operators" or all(": " in line for line in value))
-    kinds = [kind.strip() for kind in annotation.split("|")]
-    if value is None:
-        return "None" in kinds
-    allowed = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-    return any(
-        isinstance(value, allowed[k]) and (k == "bool") == isinstance(value, bool) for k in kinds if k in allowed
-    )
+def _counted(kinds: Iterable[str]) -> str:
+    """`2 x NVIDIA H200, 1 x AMD EPYC`"""
+    return ", ".join(f"{count} x {kind}" for kind, count in Counter(kinds).items())

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.recurrent import separate_layers
+
 aten = torch.ops.aten
 
 # Checks that export leaves in the graph. They name the capture's device and cost a dispatch each; a wrong input
@@ -38,6 +40,7 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule):
             _drop_asserts(child)
     graph.eliminate_dead_code()
+    separate_layers(graph)
     _name_writes(graph)
     _count_elements(graph)
     return fx.GraphModule(module, graph, class_name="Captured")

@@ -13,36 +13,45 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar import AutoparWarning
-from benchmarks import models, overhead, peers, training, zoo
+from benchmarks import models, overhead, partition_instances, peers, planning, training, zoo
 from benchmarks.machine import machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
 
-BENCHMARKS: dict[str, tuple[str, Callable[[bool], Report]]] = {
+# What each shows, and how it runs: quickly or not, with the folder of --instances.
+BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] = {
     "tutorial": (
         "ResNet-50 on two CPU devices: the split-size curve of PyTorch's model-parallel tutorial",
-        lambda quick: training.run_training(models.resnet(quick), training.QUICK if quick else training.FULL),
+        lambda quick, _: training.run_training(models.resnet(quick), training.QUICK if quick else training.FULL),
     ),
     "gpt": (
         "a GPT-2-like model with tied embeddings on two CPU devices, the same comparison",
-        lambda quick: training.run_training(models.gpt(quick), training.QUICK if quick else training.FULL),
+        lambda quick, _: training.run_training(models.gpt(quick), training.QUICK if quick else training.FULL),
     ),
     "overhead": (
         "microseconds per micro-batch on tiny stages and per call on one device",
-        lambda quick: overhead.run_overhead(overhead.QUICK if quick else overhead.FULL),
+        lambda quick, _: overhead.run_overhead(overhead.QUICK if quick else overhead.FULL),
     ),
     "peers": (
         "the same tiny stages by torch.distributed.pipelining over gloo",
-        lambda quick: peers.run_peers(overhead.QUICK if quick else overhead.FULL),
+        lambda quick, _: peers.run_peers(overhead.QUICK if quick else overhead.FULL),
     ),
     "models": (
         "ResNet-50, GPT-2, BERT, T5, ViT, Llama and Mixtral: stages, times and errors against the plain model",
-        zoo.run_zoo,
+        lambda quick, _: zoo.run_zoo(quick),
+    ),
+    "partition_instances": (
+        "the public pipeline-partitioning graphs of NeurIPS 2020 (--instances DIR) against their published optima",
+        lambda _, folder: partition_instances.run_partition_instances(folder),
+    ),
+    "planning": (
+        "seconds and memory of the search on made-up graphs: 10,000 operators, 1,024 devices",
+        lambda quick, _: planning.run_planning(quick),
     ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 for a missing package, 2 for a name that is none."""
+    """The exit status: 0 (also where there is nothing to run), 1 for a missing package, 2 for a name that is none."""
     options = _parser().parse_args(arguments)
     if options.list:
         print(_listing())
@@ -56,10 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", AutoparWarning)  # batch norm of micro-batches is what is measured here
     header = machine_header()
     try:
-        report = BENCHMARKS[options.name][1](options.quick)
+        report = BENCHMARKS[options.name][1](options.quick, options.instances)
     except ModuleNotFoundError as error:
         print(f"{error}; the benchmarks need it: pip install transformers matplotlib", file=sys.stderr)
         return 1
+    if report is None:
+        print(
+            f"skipped: no instances in {options.instances}; give --instances DIR, the folder with LayerGraphs/ and "
+            "OperatorGraphs/ of github.com/msr-fiddle/dnn-partitioning"
+        )
+        return 0
     console = Console(width=None if sys.stdout.isatty() else 160)
     show(report, header, console)
     _write(report, header, options, console)
@@ -72,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="show the benchmarks")
     parser.add_argument("--quick", action="store_true", help="tiny models and few steps: shows that it runs, no more")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument("--instances", type=Path, metavar="DIR", help="of partition_instances")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: NAME.json in the results directory")
     parser.add_argument("--figure", type=Path, metavar="OUT.png", help="default: NAME.png in the results directory")
     return parser

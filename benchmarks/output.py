@@ -30,6 +30,7 @@ class Report:
     tables: tuple[Table, ...]
     data: dict[str, Any]  # JSON values, in seconds
     draw: Callable[[Path], None] | None = None  # writes the figure; raises ImportError without matplotlib
+    plain: bool = False  # JSON has the data alone, without title and machine
 
 
 def show(report: Report, header: Mapping[str, str], console: Console) -> None:
@@ -59,7 +60,8 @@ def to_markdown(report: Report, header: Mapping[str, str], figure: str | None = 
 
 
 def to_json(report: Report, header: Mapping[str, str]) -> str:
-    return json.dumps({"title": report.title, "machine": dict(header), **report.data}, indent=1) + "\n"
+    head = {} if report.plain else {"title": report.title, "machine": dict(header)}
+    return json.dumps({**head, **report.data}, indent=1) + "\n"
 
 
 def _line(cells: tuple[str, ...] | list[str]) -> str:

@@ -189,7 +189,7 @@ def test_results_are_written_as_json_markdown_and_figure(
     report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick: report))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: report))
     chosen = tmp_path / "elsewhere" / "data.json"
     assert main(["gpt", "--results", str(tmp_path / "results"), "--json", str(chosen)]) == 0
     data = json.loads(chosen.read_text())
@@ -203,7 +203,7 @@ def test_results_are_written_as_json_markdown_and_figure(
 
 
 def test_quick_results_do_not_replace_full_ones(report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick: Report("R", report.tables, report.data)))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: Report("R", report.tables, report.data)))
     assert main(["gpt", "--quick", "--results", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt-quick.json", "gpt-quick.md"]
 
@@ -213,7 +213,7 @@ def test_without_matplotlib_the_figure_is_skipped_with_a_message(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib.figure"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick: report))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: report))
     assert main(["gpt", "--results", str(tmp_path)]) == 0
     assert "no figure" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt.json", "gpt.md"]

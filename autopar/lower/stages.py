@@ -27,6 +27,7 @@ from autopar.operators import (
     move_constants,
     on_device,
     replicable_nodes,
+    unrepeatable_nodes,
     written_arguments,
 )
 
@@ -43,6 +44,7 @@ class StageProgram:
     parameters: tuple[str, ...]  # names, in the program, of the tensors that it reads
     written_buffers: tuple[str, ...]  # those of them that it overwrites (running statistics)
     random: bool  # draws random numbers
+    unrepeatable: str  # the operator for which the stage cannot be run again for its backward; "" if there is none
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -181,6 +183,7 @@ def _build(
         if home(node) == stage:
             overwritten += [str(a.target) for a in written_arguments(node) if a.op == "get_attr"]
     graph.output(tuple(copies[n] for n in sent[stage]))
+    unrepeatable = unrepeatable_nodes(program.graph)
     random = lower_random(graph, source_module)
     module = fx.GraphModule(_attributes(source_module, graph), graph, class_name=f"Stage{stage}")
     return StageProgram(
@@ -192,6 +195,7 @@ def _build(
         tuple(dict.fromkeys(parameters)),
         tuple(dict.fromkeys(overwritten)),
         random,
+        next((describe(node) for node in unrepeatable if home(node) == stage), ""),
     )
 
 

@@ -21,7 +21,7 @@ class Call(torch.autograd.Function):
         """Run all forwards; the flat results, tensors among them carrying this node."""
         tensors = iter(Call.apply(run, indices, len(parameters), *parameters, *inputs))
         # The run must not hold what holds the run: nobody but the garbage collector could free that circle.
-        results, run.results = run.results, []
+        results, run.results.values = run.results.values, []
         return [next(tensors) if isinstance(x, torch.Tensor) else x for x in results]
 
     @staticmethod
@@ -31,7 +31,7 @@ class Call(torch.autograd.Function):
         ctx.run, ctx.indices = run, indices
         ctx.keys = [id(p) for p in tensors[:n_parameters]]
         ctx.places = [i for i, _ in found]
-        ctx.mark_non_differentiable(*[x for i, x in found if not run.differentiable[i]])
+        ctx.mark_non_differentiable(*[x for i, x in found if not run.results.differentiable[i]])
         ctx.set_materialize_grads(False)
         return tuple(x for _, x in found)
 
@@ -39,7 +39,7 @@ class Call(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         run: Run = ctx.run
-        whole: list[torch.Tensor | None] = [None] * len(run.outputs)
+        whole: list[torch.Tensor | None] = [None] * len(run.results.outputs)
         for place, gradient in zip(ctx.places, gradients, strict=True):
             whole[place] = gradient
         run.backward(whole, _torch.backward_keeps_graph())

@@ -19,9 +19,10 @@ from autopar.errors import AutoparWarning, InputError, PlanError
 from autopar.lower import Lowered, lower
 from autopar.plan import Plan
 from autopar.runtime.autograd import Call, Step
+from autopar.runtime.batches import split_sizes
 from autopar.runtime.executable import Executable
 from autopar.runtime.memory import Watch
-from autopar.runtime.run import LossFunction, Run, split_sizes
+from autopar.runtime.run import LossFunction, Run
 from autopar.runtime.threads import CallerState, Worker, neutral_state
 from cost_models.device import Device
 
@@ -309,15 +310,29 @@ class PipelinedModule(nn.Module):
                 f"the plan has {len(plan.stages)} stages, but operators of this model fill only "
                 f"{len(lowered.stages)}; leave the empty ones out"
             )
+        for stage, lowered_stage in zip(plan.stages, lowered.stages, strict=True):
+            if stage.recompute and lowered_stage.unrepeatable:
+                raise PlanError(
+                    f"stage {lowered_stage.index} cannot be recomputed: {lowered_stage.unrepeatable} writes a buffer "
+                    "that the model reads; a second run would give something else, let the stage keep its activations"
+                )
         n_microbatches = 1 if self._one_microbatch(entry.batching) else plan.n_microbatches
         executable = None
-        if len(plan.used_devices) == 1 and n_microbatches == 1:
+        if len(plan.used_devices) == 1 and n_microbatches == 1 and not any(s.recompute for s in plan.stages):
             device = next(d.torch_device for d in self._devices if d.name == plan.used_devices[0])
             if any(t.device != device for t in [*self.parameters(), *self.buffers()]):
                 self.unwrap().to(device)
         else:
             workers = [[self._worker(name) for name in stage.devices] for stage in plan.stages]
-            executable = Executable(entry.program, lowered, workers, plan.schedule, _Lookup(self.unwrap()))
+            executable = Executable(
+                entry.program,
+                lowered,
+                workers,
+                plan.schedule,
+                _Lookup(self.unwrap()),
+                chunks=plan.chunks,
+                recompute=[stage.recompute for stage in plan.stages],
+            )
         entry.plan, entry.n_microbatches, entry.lowered, entry.executable = plan, n_microbatches, lowered, executable
 
     def _worker(self, name: str) -> Worker:

@@ -1,14 +1,17 @@
-"""One call of a pipelined model: micro-batches through the slots, messages between them, gradients back.
+"""One call of a pipelined model: micro-batches through the parts, messages between them, gradients back.
 
-Every slot works through its list of actions. A forward takes what earlier stages sent for the micro-batch, runs the
-stage, keeps its outputs for the backward, and sends them on; a backward sums what later stages sent, runs autograd on
-the same thread, and sends gradients back to where the inputs came from:
+Every slot (a device with its worker) works through its list of actions. A forward takes what earlier stages sent for
+the micro-batch, runs the stage, keeps its outputs for the backward, and sends them on; a backward sums what later
+stages sent, runs autograd on the same thread, and sends gradients back to where the inputs came from:
 
 ```
-   slot 0   F0 F1 ....... B0 F2 B1          message (phase, sender's stage, micro-batch) -> values
+   slot 0   F0 F1 ....... B0 F2 B1          message (way, sender's stage, receiver's stage, micro-batch) -> values
                \\  \\     /     \
    slot 1      F0 B0 F1 B1 ...  F2 B2       a slot that waits for one puts aside the others that arrive
 ```
+A backward may come in two actions, for inputs and for parameters (`split_backward`). A stage that recomputes keeps its
+inputs alone and runs its forward again, with the same random numbers, when the backward comes.
+
 Mailboxes belong to the call, so one that failed leaves nothing behind for the next.
 """
 
@@ -16,10 +19,10 @@ from __future__ import annotations
 
 import linecache
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,16 +31,47 @@ from autopar.batching import Output
 from autopar.capture import describe, users_frames
 from autopar.lower import Constant
 from autopar.lower.random import mix_seed, seeded
-from autopar.runtime.executable import Executable, Slot
+from autopar.runtime.batches import as_data, as_leaf, split_leaf, split_tree
+from autopar.runtime.executable import Executable, Part
 from autopar.runtime.memory import Watch
-from autopar.runtime.threads import CallerState
+from autopar.runtime.results import Results
+from autopar.runtime.split_backward import Root, WeightPart, input_part
+from autopar.runtime.threads import CallerState, Worker
 from autopar.schedule import Action, Phase
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
+_WAYS = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.INPUT: "backward (inputs)",
+    Phase.WEIGHT: "backward (parameters)",
+}
+
 
 class _Aborted(Exception):
     """Another slot failed; this one stops waiting."""
+
+
+class _Address(NamedTuple):
+    """What a message is."""
+
+    way: Phase  # FORWARD or BACKWARD
+    sender: int  # stage
+    receiver: int  # stage
+    microbatch: int
+
+
+@dataclass
+class _Kept:
+    """What a part keeps of a micro-batch between its forward and the end of its backward."""
+
+    own: list[Any]  # the model's inputs
+    received: list[Any]
+    values: tuple[Any, ...] | None  # outputs with their graph; None where they are to be computed again
+    loss: torch.Tensor | None = None  # in the last stage, where it is computed inside
+    loss_inputs: tuple[Any, ...] = ()  # leaves that the loss starts from, where the outputs are computed again
+    weights: WeightPart | None = None  # after the input part of a split backward
 
 
 class Run:
@@ -64,22 +98,17 @@ class Run:
         self.executable = executable
         self.sizes = tuple(sizes)
         self.total = sum(sizes)
-        self.outputs = outputs
-        self.state = state
-        self.seed = seed
-        self.loss_function = loss
-        self.watch = watch
-        self.inputs = [self._split(x, i.batch_dim) for x, i in zip(leaves, executable.program.inputs, strict=True)]
-        self.targets = split_tree(target, self.sizes) if loss is not None else []
-        self.losses: list[torch.Tensor | None] = [None] * len(sizes)
-        self.results: list[Any] = [None] * len(outputs)
-        self.differentiable = [False] * len(outputs)
-        self.result_gradients: list[torch.Tensor | None] = []
-        self._kept: dict[tuple[int, int], tuple[list[Any], list[Any], tuple[Any, ...]]] = {}
+        self.results = Results(outputs, sizes)
+        self._state = state
+        self._seed = seed
+        self._loss_function = loss
+        self._watch = watch
+        inputs = zip(leaves, executable.program.inputs, strict=True)
+        self._inputs = [split_leaf(x, i.batch_dim, self.sizes) for x, i in inputs]
+        self._targets = split_tree(target, self.sizes) if loss is not None else []
+        self._losses: list[torch.Tensor | None] = [None] * len(sizes)
+        self._kept: dict[tuple[int, int], _Kept] = {}  # (stage, micro-batch)
         self._input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
-        self._results_lock = threading.Lock()
-        self._pieces: dict[int, dict[int, torch.Tensor]] = {}  # flat output -> micro-batch -> its value, to be reduced
-        self._shares: dict[int, list[float]] = {}  # flat output that is a mean -> weight of each micro-batch, sum 1
         self._mail: list[queue.SimpleQueue[Any]] = []
         self._failure: BaseException | None = None
         self._keep_graph = False
@@ -88,26 +117,8 @@ class Run:
 
     def forward(self) -> list[Any]:
         """All forwards; the flat outputs of the whole batch (detached)."""
-        table = self.executable.table(len(self.sizes), training=False)
-        self._execute(table.actions)
-        for index, pieces in self._pieces.items():
-            # In the order of micro-batches, not in that of arrival: the same bits every time.
-            ordered = [pieces[i] for i in range(len(self.sizes))]
-            if self.outputs[index].combine == "mean":
-                self._shares[index] = shares = self._mean_shares(index)
-                ordered = [p * s for p, s in zip(ordered, shares, strict=True) if s]
-            self.results[index] = sum(ordered[1:], ordered[0])
-        self._pieces.clear()
-        return self.results
-
-    def _mean_shares(self, index: int) -> list[float]:
-        """What each micro-batch weighs in the mean that flat output `index` is."""
-        place = self.outputs[index].weight
-        if place is None:
-            return [size / self.total for size in self.sizes]
-        counts = [float(self._pieces[place][i]) for i in range(len(self.sizes))]
-        # Nothing to average at all is 0/0 in the model; a single share of one keeps that.
-        return [c / sum(counts) for c in counts] if any(counts) else [1.0] + [0.0] * (len(counts) - 1)
+        self._execute(self.executable.table(len(self.sizes), training=False).actions)
+        return self.results.finish()
 
     def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
         """All backwards, from the gradients of the flat outputs."""
@@ -116,16 +127,16 @@ class Run:
                 "Trying to backward through the pipeline a second time: its activations are freed after the first "
                 "backward. Call backward with retain_graph=True to keep them."
             )
-        self.result_gradients = list(gradients)
+        self.results.gradients = list(gradients)
         self._input_gradients.clear()
         self._keep_graph = keep_graph
         table = self.executable.table(len(self.sizes), training=True)
-        self._execute([[a for a in actions if a.phase is Phase.BACKWARD] for actions in table.actions])
+        self._execute([[a for a in actions if a.phase is not Phase.FORWARD] for actions in table.actions])
 
     def step(self) -> torch.Tensor:
         """Forwards and backwards by the schedule; the mean loss of the batch."""
         self._execute(self.executable.table(len(self.sizes), training=True).actions)
-        losses = torch.stack([loss for loss in self.losses if loss is not None])
+        losses = torch.stack([loss for loss in self._losses if loss is not None])
         shares = torch.tensor([size / self.total for size in self.sizes], dtype=losses.dtype, device=losses.device)
         return (losses * shares).sum()
 
@@ -142,16 +153,16 @@ class Run:
         dim = self.executable.program.inputs[index].batch_dim
         if dim is None:
             return sum(found[1:], found[0])
-        pieces = [torch.zeros_like(self.inputs[index][i]) if t is None else t for i, t in enumerate(totals)]
+        pieces = [torch.zeros_like(self._inputs[index][i]) if t is None else t for i, t in enumerate(totals)]
         return torch.cat([p.to(found[0].device) for p in pieces], dim)
 
     def _execute(self, actions: Sequence[Sequence[Action]]) -> None:
-        slots = self.executable.slots
-        self._mail = [queue.SimpleQueue() for _ in slots]
+        workers = self.executable.workers
+        self._mail = [queue.SimpleQueue() for _ in workers]
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for slot, mine in zip(slots, actions, strict=True):
-            slot.worker.submit(lambda slot=slot, mine=mine: self._work(slot, mine, done))  # type: ignore[misc]
-        waiting = len(slots)
+        for slot, (worker, mine) in enumerate(zip(workers, actions, strict=True)):
+            worker.submit(lambda slot=slot, worker=worker, mine=mine: self._work(slot, worker, mine, done))  # type: ignore[misc]
+        waiting = len(workers)
         while waiting:
             try:
                 done.get()
@@ -165,33 +176,29 @@ class Run:
             self.executable.drop_gradients()
             raise failure
 
-    def _split(self, leaf: Any, dim: int | None) -> list[Any]:
-        """One piece a micro-batch."""
-        if not isinstance(leaf, torch.Tensor):
-            return [leaf] * len(self.sizes)
-        whole = leaf.detach()
-        pieces = list(whole.split(list(self.sizes), dim)) if dim is not None else [whole] * len(self.sizes)
-        return [p.detach().requires_grad_() for p in pieces] if leaf.requires_grad else pieces
-
     # -- the workers' side ------------------------------------------------------------------------------------------
 
-    def _work(self, slot: Slot, actions: Sequence[Action], done: queue.SimpleQueue[None]) -> None:
-        aside: dict[tuple[Phase, int, int], Any] = {}
+    def _work(self, slot: int, worker: Worker, actions: Sequence[Action], done: queue.SimpleQueue[None]) -> None:
+        aside: dict[_Address, Any] = {}
+        todo = {
+            Phase.FORWARD: self._forward,
+            Phase.BACKWARD: self._backward,
+            Phase.INPUT: self._backward_inputs,
+            Phase.WEIGHT: self._backward_weights,
+        }
         try:
-            watched = self.watch(slot.worker.device.name) if self.watch is not None else nullcontext()
-            with self.state.applied(), watched:
-                for action in actions:
+            watched = self._watch(worker.device.name) if self._watch is not None else nullcontext()
+            with self._state.applied(), watched:
+                for phase, stage, microbatch in actions:
                     if self._failure is not None:
                         raise _Aborted
+                    part = self.executable.part(stage, microbatch)
                     try:
-                        if action.phase is Phase.FORWARD:
-                            self._forward(slot, action.microbatch, aside)
-                        else:
-                            self._backward(slot, action.microbatch, aside)
+                        todo[phase](part, microbatch, aside)
                     except _Aborted:
                         raise
                     except Exception as error:
-                        _explain(error, slot, action)
+                        _explain(error, part, phase, microbatch)
                         raise
         except _Aborted:
             aside.clear()
@@ -206,173 +213,182 @@ class Run:
         for mailbox in self._mail:
             mailbox.put(None)
 
-    def _receive(self, slot: Slot, key: tuple[Phase, int, int], aside: dict[tuple[Phase, int, int], Any]) -> Any:
-        mailbox = self._mail[slot.number]
-        while key not in aside:
+    def _send(self, address: _Address, message: Any) -> None:
+        target = self.executable.part(address.receiver, address.microbatch)
+        self._mail[target.slot].put((address, message))
+
+    def _receive(self, slot: int, address: _Address, aside: dict[_Address, Any]) -> Any:
+        mailbox = self._mail[slot]
+        while address not in aside:
             message = mailbox.get()
             if message is None:
                 raise _Aborted
             aside[message[0]] = message[1]
-        return aside.pop(key)
+        return aside.pop(address)
 
-    def _forward(self, slot: Slot, microbatch: int, aside: dict[tuple[Phase, int, int], Any]) -> None:
-        stage, device = slot.stage, slot.device
-        arrived = {s: self._receive(slot, (Phase.FORWARD, s, microbatch), aside) for s in stage.sources}
-        own = [self.inputs[i][microbatch] for i in stage.model_inputs]
-        received = [arrived[s][position] for s, position in stage.received]
-        enter = _leaf if self.state.grad else _moved
-        own, received = [enter(x, device) for x in own], [enter(x, device) for x in received]
-        if stage.random and self.seed is not None:
-            with seeded(mix_seed(self.seed, microbatch, stage.index)):
-                values = slot.compute(*own, *received)
+    def _forward(self, part: Part, microbatch: int, aside: dict[_Address, Any]) -> None:
+        stage, device, here = part.stage, part.device, part.stage.index
+        arrived = {
+            s: self._receive(part.slot, _Address(Phase.FORWARD, s, here, microbatch), aside) for s in stage.sources
+        }
+        enter = as_leaf if self._state.grad else as_data
+        own = [enter(self._inputs[i][microbatch], device) for i in stage.model_inputs]
+        received = [enter(arrived[s][position], device) for s, position in stage.received]
+        again = part.recompute and self._state.grad
+        if again:
+            with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+                values = self._compute(part, microbatch, own, received)
+            # The graph has told what needs a gradient; it goes, and the outputs stay.
+            values = tuple(as_leaf(value, device) for value in values)
         else:
-            values = slot.compute(*own, *received)
-        for consumer in self.executable.consumers[stage.index]:
-            target = self.executable.slot(consumer, microbatch)
-            self._mail[target.number].put(((Phase.FORWARD, stage.index, microbatch), values))
-        if stage.index == len(self.executable.replicas) - 1:
-            values = self._finish(values, microbatch, device)
-        if self.state.grad:
-            self._kept[stage.index, microbatch] = (own, received, values)
+            values = self._compute(part, microbatch, own, received)
+        for consumer in self.executable.consumers[here]:
+            self._send(_Address(Phase.FORWARD, here, consumer, microbatch), values)
+        kept = _Kept(own, received, None if again else values)
+        if here == self.executable.n_stages - 1:
+            if self._loss_function is not None:
+                kept.loss = self._loss(values, microbatch, device)
+                kept.loss_inputs = values if again else ()
+            else:
+                self.results.add(self._flat(values), microbatch)
+        if self._state.grad:
+            self._kept[here, microbatch] = kept
 
-    def _finish(self, values: tuple[Any, ...], microbatch: int, device: torch.device) -> tuple[Any, ...]:
-        """In the last stage: the loss of the micro-batch, or its share of the whole batch's outputs."""
-        flat = [p.value if isinstance(p, Constant) else values[p] for p in self.executable.lowered.results]
-        if self.loss_function is not None:
-            program = self.executable.program
-            output = _torch.tree_unflatten(flat[: program.n_outputs], program.out_spec)
-            target = self.targets[microbatch]
-            if device.type != "cpu":  # nobody outside knows on which device the plan lets the model end
-                target = _torch.tree_map(lambda x: _moved(x, device), target)
-            loss = self.loss_function(output, target)
-            self.losses[microbatch] = loss.detach()
-            return (loss,)
-        start = sum(self.sizes[:microbatch])
-        for index, (value, how) in enumerate(zip(flat, self.outputs, strict=True)):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                self.differentiable[index] = True
-            self._combine(index, value, how, microbatch, start)
-        return tuple(flat)
+    def _compute(self, part: Part, microbatch: int, own: list[Any], received: list[Any]) -> tuple[Any, ...]:
+        if part.stage.random and self._seed is not None:
+            with seeded(mix_seed(self._seed, microbatch, part.stage.index)):
+                return part.compute(*own, *received)
+        return part.compute(*own, *received)
 
-    def _combine(self, index: int, value: Any, how: Output, microbatch: int, start: int) -> None:
-        if how.combine in ("first", "constant") or len(self.sizes) == 1:
-            if microbatch == 0:
-                self.results[index] = value.detach() if isinstance(value, torch.Tensor) else value
-            return
-        piece, rows = value.detach() if isinstance(value, torch.Tensor) else value, self.sizes[microbatch]
-        if how.combine == "cat":
-            assert how.batch_dim is not None
-            factor = piece.shape[how.batch_dim] // rows  # a dimension may hold several entries a sample
-            with self._results_lock:
-                if self.results[index] is None:
-                    shape = list(piece.shape)
-                    shape[how.batch_dim] = factor * self.total
-                    self.results[index] = piece.new_empty(shape)
-            self.results[index].narrow(how.batch_dim, factor * start, factor * rows).copy_(piece)
-            return
-        with self._results_lock:
-            self._pieces.setdefault(index, {})[microbatch] = piece
+    def _flat(self, values: tuple[Any, ...]) -> list[Any]:
+        """The model's flat outputs, from those of the last stage."""
+        return [p.value if isinstance(p, Constant) else values[p] for p in self.executable.lowered.results]
 
-    def _output_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
-        """What the caller's gradients of the whole outputs mean for one micro-batch."""
-        start, rows = sum(self.sizes[:microbatch]), self.sizes[microbatch]
-        result: list[torch.Tensor | None] = []
-        for index, (gradient, how) in enumerate(zip(self.result_gradients, self.outputs, strict=True)):
-            if gradient is None or len(self.sizes) == 1:
-                result.append(gradient)
-            elif how.combine == "cat":
-                assert how.batch_dim is not None
-                factor = gradient.shape[how.batch_dim] // self.total
-                result.append(gradient.narrow(how.batch_dim, factor * start, factor * rows))
-            elif how.combine == "sum":
-                result.append(gradient)
-            elif index in self._shares:
-                share = self._shares[index][microbatch]
-                result.append(gradient * share if share else None)  # a mean over nothing has no gradient but NaN
-            else:  # the same for all micro-batches: the mean of equal values
-                result.append(gradient * (rows / self.total))
-        return result
+    def _loss(self, values: tuple[Any, ...], microbatch: int, device: torch.device) -> torch.Tensor:
+        assert self._loss_function is not None
+        program = self.executable.program
+        output = _torch.tree_unflatten(self._flat(values)[: program.n_outputs], program.out_spec)
+        target = self._targets[microbatch]
+        if device.type != "cpu":  # nobody outside knows on which device the plan lets the model end
+            target = _torch.tree_map(lambda x: as_data(x, device), target)
+        loss = self._loss_function(output, target)
+        self._losses[microbatch] = loss.detach()
+        return loss
 
-    def _backward(self, slot: Slot, microbatch: int, aside: dict[tuple[Phase, int, int], Any]) -> None:
-        stage = slot.stage
-        last = stage.index == len(self.executable.replicas) - 1
-        key = (stage.index, microbatch)
-        own, received, values = self._kept[key] if self._keep_graph else self._kept.pop(key)
-        gradients: list[torch.Tensor | None] = [None] * len(values)
-        if last:
-            gradients = [None] if self.loss_function is not None else self._output_gradients(microbatch)
-        for consumer in self.executable.consumers[stage.index]:
-            message = self._receive(slot, (Phase.BACKWARD, consumer, microbatch), aside)
+    def _backward(self, part: Part, microbatch: int, aside: dict[_Address, Any]) -> None:
+        kept = self._taken(part, microbatch)
+        roots = self._roots(part, microbatch, kept, aside)
+        if roots:
+            torch.autograd.backward([v for v, _ in roots], [g for _, g in roots], retain_graph=self._keep_graph)
+        del roots
+        inputs = [*kept.own, *kept.received]
+        self._send_back(part, microbatch, [_take_gradient(leaf) for leaf in inputs])
+
+    def _backward_inputs(self, part: Part, microbatch: int, aside: dict[_Address, Any]) -> None:
+        kept = self._kept[part.stage.index, microbatch]
+        roots = self._roots(part, microbatch, kept, aside)
+        inputs = [*kept.own, *kept.received]
+        wanted = [i for i, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        found, kept.weights = input_part(roots, [inputs[i] for i in wanted])
+        gradients: list[torch.Tensor | None] = [None] * len(inputs)
+        for i, gradient in zip(wanted, found, strict=True):
+            gradients[i] = gradient
+        self._send_back(part, microbatch, gradients)
+
+    def _backward_weights(self, part: Part, microbatch: int, aside: dict[_Address, Any]) -> None:
+        kept = self._taken(part, microbatch)
+        weights, kept.weights = kept.weights, None
+        assert weights is not None, "the input part comes first"
+        weights.run(self._keep_graph)
+
+    def _taken(self, part: Part, microbatch: int) -> _Kept:
+        key = (part.stage.index, microbatch)
+        return self._kept[key] if self._keep_graph else self._kept.pop(key)
+
+    def _roots(self, part: Part, microbatch: int, kept: _Kept, aside: dict[_Address, Any]) -> list[Root]:
+        """Where the backward of a stage starts: its outputs that need a gradient, with what arrived for them."""
+        if kept.loss is not None:
+            share = torch.full_like(kept.loss, self.sizes[microbatch] / self.total)
+            if kept.values is not None:
+                return [(kept.loss, share)]
+            kept.loss.backward(share, retain_graph=self._keep_graph)
+            gradients = [_take_gradient(leaf) for leaf in kept.loss_inputs]
+        elif part.stage.index == self.executable.n_stages - 1:
+            gradients = self.results.gradients_of(microbatch)
+        else:
+            gradients = self._arrived_gradients(part, microbatch, aside)
+        values = self._recomputed(part, microbatch, kept) if kept.values is None else kept.values
+        tensors = values
+        if kept.loss is None and part.stage.index == self.executable.n_stages - 1:
+            tensors = tuple(self._flat(values))
+        return [
+            (v, g.to(v.device))
+            for v, g in zip(tensors, gradients, strict=True)
+            if g is not None and isinstance(v, torch.Tensor) and v.requires_grad
+        ]
+
+    def _arrived_gradients(self, part: Part, microbatch: int, aside: dict[_Address, Any]) -> list[torch.Tensor | None]:
+        """Of every output of the stage, the sum of what later stages sent."""
+        here = part.stage.index
+        gradients: list[torch.Tensor | None] = [None] * len(part.stage.outputs)
+        for consumer in self.executable.consumers[here]:
+            message = self._receive(part.slot, _Address(Phase.BACKWARD, consumer, here, microbatch), aside)
             for position, gradient in message.items():
-                gradient = gradient.to(slot.device)
+                gradient = gradient.to(part.device)
                 before = gradients[position]
                 gradients[position] = gradient if before is None else before + gradient
-        if last and self.loss_function is not None:
-            share = torch.full_like(values[0], self.sizes[microbatch] / self.total)
-            values[0].backward(share, retain_graph=self._keep_graph)
-        else:
-            pairs = [
-                (v, g.to(v.device))
-                for v, g in zip(values, gradients, strict=True)
-                if g is not None and isinstance(v, torch.Tensor) and v.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs], retain_graph=self._keep_graph)
-        del values, gradients
-        for leaf, index in zip(own, stage.model_inputs, strict=True):
-            if isinstance(leaf, torch.Tensor) and leaf.grad is not None:
-                self._input_gradients[index, microbatch, stage.index], leaf.grad = leaf.grad, None
+        return gradients
+
+    def _recomputed(self, part: Part, microbatch: int, kept: _Kept) -> tuple[Any, ...]:
+        """The outputs once more, with their graph; running statistics do not move a second time."""
+        buffers = [part.buffers[name] for name in part.stage.written_buffers if name in part.buffers]
+        before = [buffer.clone() for buffer in buffers]
+        with torch.enable_grad():
+            values = self._compute(part, microbatch, kept.own, kept.received)
+        for buffer, old in zip(buffers, before, strict=True):
+            buffer.data.copy_(old)  # behind autograd's back, which has saved the buffer with its version
+        return values
+
+    def _send_back(self, part: Part, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients of the stage's inputs, first of the model's own, to where the inputs came from."""
+        stage, n_own = part.stage, len(part.stage.model_inputs)
+        for index, gradient in zip(stage.model_inputs, gradients[:n_own], strict=True):
+            if gradient is not None:
+                self._input_gradients[index, microbatch, stage.index] = gradient
         back: dict[int, dict[int, torch.Tensor]] = {source: {} for source in stage.sources}
-        for leaf, (source, position) in zip(received, stage.received, strict=True):
-            if isinstance(leaf, torch.Tensor) and leaf.grad is not None:
-                back[source][position], leaf.grad = leaf.grad, None
+        for (source, position), gradient in zip(stage.received, gradients[n_own:], strict=True):
+            if gradient is not None:
+                back[source][position] = gradient
         for source, message in back.items():
-            target = self.executable.slot(source, microbatch)
-            self._mail[target.number].put(((Phase.BACKWARD, stage.index, microbatch), message))
+            self._send(_Address(Phase.BACKWARD, stage.index, source, microbatch), message)
 
 
-def _leaf(value: Any, device: torch.device) -> Any:
-    """A received tensor as the start of this stage's own autograd graph."""
-    moved = _moved(value, device)
-    return moved.requires_grad_() if isinstance(value, torch.Tensor) and value.requires_grad else moved
+def _take_gradient(leaf: Any) -> torch.Tensor | None:
+    """The gradient of a leaf, which then has none."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach() if value.device == device else value.detach().to(device)
+def _forget(tensor: torch.Tensor) -> None:
+    return None
 
 
-def split_sizes(batch: int, n_microbatches: int, least: int = 1) -> list[int]:
-    """Samples in each micro-batch, as even as they go, larger ones first; none with fewer than `least`."""
-    parts = max(1, min(n_microbatches, batch // least))
-    small, more = divmod(batch, parts)
-    return [small + 1] * more + [small] * (parts - more)
+def _forgotten(nothing: None) -> torch.Tensor:
+    raise AssertionError("a forward that is to be run again was differentiated")
 
 
-def split_tree(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    """`tree` for each micro-batch: tensors with the batch's number of samples are split on dimension 0."""
-    leaves, spec = _torch.tree_flatten(tree)
-    pieces = [
-        list(x.split(list(sizes)))
-        if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == sum(sizes)
-        else [x] * len(sizes)
-        for x in leaves
-    ]
-    return [_torch.tree_unflatten([p[i] for p in pieces], spec) for i in range(len(sizes))]
-
-
-def _explain(error: Exception, slot: Slot, action: Action) -> None:
+def _explain(error: Exception, part: Part, phase: Phase, microbatch: int) -> None:
     """Say which stage, micro-batch and line of the user's model an error came from."""
-    way = "forward" if action.phase is Phase.FORWARD else "backward"
-    note = f"in the {way} of stage {slot.stage.index} ({slot.worker.device.name}), micro-batch {action.microbatch}"
-    names = {node.name: node for node in slot.stage.module.graph.nodes}
+    note = f"in the {_WAYS[phase]} of stage {part.stage.index} ({part.worker.device.name}), micro-batch {microbatch}"
+    names = {node.name: node for node in part.stage.module.graph.nodes}
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
         node = names.get(line.partition(" ")[0])
-        if node is not None and trace.tb_frame.f_locals.get("self") is slot.module:
+        if node is not None and trace.tb_frame.f_locals.get("self") is part.module:
             note += f", at {describe(node)}"
             written = users_frames(node)
             if written:

@@ -1,7 +1,7 @@
 """Exact search for a stage partition: `solve(problem)` over plain costs in seconds and bytes."""
 
-from autopar.search.partition import explain_infeasible, solve
-from autopar.search.problem import Infeasibility, Kind, Problem, Shared, Solution, StageChoice, Value
+from autopar.search.partition import explain_infeasible, relaxed_bound, solve
+from autopar.search.problem import Infeasibility, Kind, Problem, Shared, Solution, Space, StageChoice, Value
 
 __all__ = [
     "Infeasibility",
@@ -9,8 +9,10 @@ __all__ = [
     "Problem",
     "Shared",
     "Solution",
+    "Space",
     "StageChoice",
     "Value",
     "explain_infeasible",
+    "relaxed_bound",
     "solve",
 ]

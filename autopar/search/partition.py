@@ -1,133 +1,206 @@
-"""Exact partition of a line of atoms into pipeline stages.
+"""Exact partition of a graph of atoms into pipeline stages.
 
 Objective, for m micro-batches and stages s with r_s replicas: the "sum of stages + (m - 1) x the slowest" of Alpa
-(Zheng et al. 2022, eq. 2), generalised to replicas, each of which runs at most ceil(m / r_s) of the micro-batches:
+(Zheng et al. 2022, eq. 2), generalised to replicas, each of which runs at most ceil(m / r_s) of the micro-batches, and
+to split backwards, whose weight parts w_s are delayed into the bubble (Qi et al. 2024; w_s = 0 for other schedules):
 
-    T = sum_s t_s + max_s p_s
-    p_s = (ceil(m / r_s) - 1) t_s + (r_s - 1) gradient_bytes_s reduce_seconds_per_byte
-    t_s = forward and backward of its atoms
+    T = sum_s f_s + max_s p_s
+    f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       the way of the first micro-batch
+    p_s = (ceil(m / r_s) - 1) t_s + d_s + (r_s - 1) gradient_bytes_s reduce_seconds_per_byte
+    t_s = forward and backward of its atoms, forward twice if it recomputes
           + latency + bytes x seconds_per_byte of its kind, for each direction of its incoming values that carries bytes
 
-where, on each device of each stage,
+With equal stages that is (m + p - 1) t for GPipe and 1F1B, and m t + (p - 1)(F + I - W) for ZB-H1. With v stages on a
+device (interleaved 1F1B) every device counts as v of them, f_s = t_s / v and p_s = (m v - 1) t_s: (m v + p - 1) t with
+equal stages. That balances the stages one by one, which bounds the load of every device. On each device of each stage
 
-    resident_s + in_flight_s (saved_s + received_s) + transient_s <= memory
+    resident_s + transient_s + in_flight_s (saved_s + received_s) <= memory
 
-and in_flight_s depends on how many devices serve stage s and all later ones (`autopar.schedule.in_flight_limit`).
+(a stage that recomputes holds `received` in flight and `saved` once), and in_flight_s depends on how many devices serve
+the later stages (`autopar.schedule.in_flight_limit`).
 
-Method. Under a bound U on the max term, the least sum g_U is a dynamic program over suffixes
-(`autopar.search.suffixes`): the devices that a suffix uses are all that its stages depend on. The same program with
-max in place of + gives the least max term of any plan. `_best` lowers U from plan to plan until no smaller max term
-can pay for its larger sum; the argument is beside the loop. The programs of least max term also say where a plan that
-meets U may cut, so that each g_U is a narrow one.
+Method. Under a bound U on the max term the least sum g(U) is a dynamic program over chains of cuts (`sweep`). g never
+rises with U, so that of the plans whose max term lies between L and U none is better than L + g(U). `_best` keeps such
+intervals, splits the one that promises most, and stops when none promises more than the best plan found:
 
-Complexity. One program takes O(states x moves x b^2) operations for b blocks between allowed cuts: states = prod_k
-(count_k + 1), times max_stages where that binds; moves = sum_k min(count_k, max_replicas). Two run over all cuts for
-the least max terms, then one over few cuts for each plan met on the Pareto front of sum and max term, between bound
-and best.
+    T  |  x                        x  plan of least sum under a bound
+       |     x                     |  plans in an interval are above L + g(U)
+       |         x   x   x
+       +--[------)[--)[--)[---->   max term
+
+Stopping early leaves the least promise as a proven lower bound.
+
+Complexity. One sweep takes O(cuts^2 x prod_k (count_k + 1)) operations, for each kind and each number of replicas that
+memory makes different; about ten to thirty sweeps.
 """
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.search.costs import Costs
-from autopar.search.problem import Infeasibility, Problem, Solution
-from autopar.search.suffixes import Cells, Edges, State, Suffixes, Used
+from autopar.search.costs import Costs, Mode
+from autopar.search.problem import Infeasibility, Problem, Solution, StageChoice
+from autopar.search.sweep import Path, Step, sweep
+
+# Below this share of the best time, intervals are no longer halved but walked down from plan to plan.
+_NARROW = 1e-3
+_MOST_SWEEPS = 400
 
 
-def solve(problem: Problem) -> dict[Used, Solution]:
-    """Return the optimal partition for every vector of device counts that has one, using exactly so many of each kind.
+def solve(
+    problem: Problem,
+    counts: Sequence[int] | None = None,
+    *,
+    cutoff: float = math.inf,
+    tolerance: float = 0.0,
+    exactly: bool = False,
+) -> Solution | None:
+    """The best partition on at most `counts` devices of each kind (default: all there are); None if there is none.
 
-    Stages may take devices of the kinds in any order. Among plans of equal cost, fewer stages and earlier cuts are
-    preferred. See the module for objective, method and complexity.
+    Args:
+        exactly: use so many devices, no fewer.
+        cutoff: seconds; only plans faster than that are of interest, None is returned as soon as there are none.
+        tolerance: share of the objective that may be left unproven; with 0 the solution is optimal and says so.
+
+    Of plans that cost the same the one with fewest devices is preferred as far as it is met. See the module for
+    objective, method and complexity.
     """
-    costs = Costs(problem)
-    slowest = _suffixes(costs, costs.max_terms, np.maximum)
-    heads = _heads(costs)
-    return {
-        used: _best(costs, used, slowest, heads) for used in _device_counts(problem) if slowest.optimum(used) < math.inf
-    }
+    counts = tuple(kind.count for kind in problem.kinds) if counts is None else tuple(counts)
+    if not any(counts):
+        raise ValueError("counts are all 0: a plan needs at least one device")
+    if relaxed_bound(problem, counts) >= cutoff:
+        return None
+    return _Search(Costs(problem, counts), exactly).best(cutoff, tolerance)
+
+
+def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
+    """Seconds that no plan on at most `counts` devices takes less than, whatever the cuts.
+
+    Without transfers and memory: a stage on r devices has p_s >= (m / r - 1) (t_s - d_s) and t_s is at least its share
+    of the work w, so that with at most R devices a stage and D in all
+
+        T >= sum_s f_s + (m - R) w / D,   sum_s f_s >= w - (delayed work)
+
+    where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m.
+    """
+    used = [k for k, count in enumerate(counts) if count]
+    work = (problem.forward + problem.backward)[used]
+    weight = np.zeros_like(work) if problem.weight is None else problem.weight[used]
+    fills = (work - 2 * weight).min(axis=0).sum() / problem.chunks if problem.sum_counts else 0.0
+    # For any weights a_k of the kinds with sum_k a_k count_k = 1, the slowest device takes sum_i min_k a_k w_ki at
+    # least (duality); weights by speed make that tight where kinds differ by a factor alone.
+    totals = work.sum(axis=1)
+    speed = np.array([1 / t if t > 0 else 1.0 for t in totals])
+    multiplier = speed / sum(s * counts[k] for s, k in zip(speed, used, strict=True))
+    least = float((multiplier[:, None] * work).min(axis=0).sum())
+    rounds = problem.n_microbatches * problem.chunks
+    most_replicas = min(problem.max_replicas, problem.n_microbatches, max(counts))
+    return max(float(fills), 0.0) + max(rounds - most_replicas, 0) * least
 
 
 def explain_infeasible(problem: Problem) -> Infeasibility | None:
-    """Return why no plan fits: the stage that lacks most memory, in the plan where that is least; None if one fits.
+    """Why no plan fits: the stage that lacks most memory, in the plan where that is least; None if one fits.
 
-    The plan is the best over all device counts. One program, so cheaper than `solve`.
+    Bisects all numbers of bytes that could be lacking; one sweep each.
     """
-    costs = Costs(problem)
-    lacking = _suffixes(costs, costs.lacking, np.maximum)
-    used = min(_device_counts(problem), key=lambda used: (lacking.optimum(used), sum(used), used))
-    if lacking.optimum(used) <= 0:
+    counts = tuple(kind.count for kind in problem.kinds)
+    lacks = [0.0, *(float(x) for x in Costs(problem, counts).lacks() if x > 0)]
+    found: tuple[Path, Costs] | None = None
+    low, high = 0, len(lacks)
+    while low < high:
+        middle = (low + high) // 2
+        # The products that were compared with the memory come out the same only up to rounding.
+        costs = Costs(problem, counts, extra_memory=lacks[middle] * (1 + 1e-12))
+        path = _Search(costs).least_sum(math.inf)
+        if path is None:
+            low = middle + 1
+        else:
+            found, high = (path, costs), middle
+    if found is None:
+        raise ValueError("the hints leave no partition, whatever the memory")
+    if low == 0:
         return None
-    path = lacking.path(used)
-    index = int(np.argmax([step.of(costs.lacking) for step in path]))
-    step = path[index]
-    available = problem.kinds[step.kind].memory
-    return Infeasibility(index, costs.stages(path)[index], step.of(costs.needed), available)
+    path, costs = found
+    needed = [costs.needed(Mode(s.kind, s.recompute), s.replicas, s.after, s.start, s.stop) for s in path.steps]
+    memory = [problem.kinds[s.kind].memory / problem.chunks for s in path.steps]
+    index = max(range(len(needed)), key=lambda i: needed[i] - memory[i])
+    stage = _choice(costs, path.steps[index])
+    return Infeasibility(index, stage, needed[index], memory[index])
 
 
-def _best(costs: Costs, used: Used, slowest: Suffixes, heads: Suffixes) -> Solution:
-    """The optimum over the plans that use exactly `used`, of which there is at least one.
+class _Search:
+    """The questions that `solve` asks of one problem and one vector of device counts."""
 
-    `slowest` and `heads` have the least max terms of suffixes and of prefixes (`_heads`).
+    def __init__(self, costs: Costs, exactly: bool = False) -> None:
+        self._costs = costs
+        self._exactly = exactly
+        self._places = _places(costs.problem)
+        self._pinned = frozenset(place for _, place in costs.problem.space.pinned)
+
+    def best(self, cutoff: float, tolerance: float) -> Solution | None:
+        """Branch and bound over intervals of the max term; the picture is in the head of this file."""
+        first = self.least_sum(math.inf)
+        if first is None:
+            return None
+        top = self._max_term(first)
+        best, best_time = first, first.total + top
+        # (promise, no plan's max term is at or below, plans are below, least sum of those)
+        intervals = [(first.total, 0.0, top, first.total)]
+        if self._costs.n_devices == 1:  # one stage: what fills least takes least
+            intervals.clear()
+        for _ in range(_MOST_SWEEPS):
+            if not intervals or intervals[0][0] >= min(best_time, cutoff) * (1 - tolerance):
+                break
+            _, low, high, least = heapq.heappop(intervals)
+            below = math.nextafter(high, -math.inf)
+            narrow = high - low < _NARROW * best_time
+            bound = below if narrow and tolerance == 0 else min(low + (high - low) / 2, below)
+            path = self.least_sum(bound)
+            if path is not None:
+                top = self._max_term(path)
+                if path.total + top < best_time:
+                    best, best_time = path, path.total + top
+                if low < top:
+                    heapq.heappush(intervals, (path.total + low, low, top, path.total))
+            if bound < below:
+                heapq.heappush(intervals, (least + bound, bound, high, least))
+        bound = min(best_time, intervals[0][0]) if intervals else best_time
+        if best_time >= cutoff:
+            return None
+        return Solution(tuple(_choice(self._costs, s) for s in best.steps), best_time, bound, best.used)
+
+    def least_sum(self, bound: float) -> Path | None:
+        """The plan with the least sum of fills among those whose max term is at most `bound`."""
+        stages = self._costs.stages(bound)
+        places, pinned = self._places[stages.start, stages.stop], self._pinned
+        return sweep(stages, self._costs.n_cuts, self._costs.counts, places, pinned, self._exactly)
+
+    def _max_term(self, path: Path) -> float:
+        costs = self._costs
+        return max(float(costs.max_term(Mode(s.kind, s.recompute), s.replicas)[s.start, s.stop]) for s in path.steps)
+
+
+def _places(problem: Problem) -> np.ndarray:
+    """[n_cuts, n_cuts]: the place in the plan that the pins of a stage ask for, -1 if it has none, -2 if they differ.
+
+    A stage that has some of a place's pinned atoms and not all is at no place.
     """
-    least_max = slowest.optimum(used)
-    best = costs.solution(slowest.path(used), used)
-    bound = best.objective - costs.least_sum(used)
-    # Invariant: no plan whose max term exceeds `bound` beats `best`. At first because no sum is below least_sum.
-    while bound >= least_max:
-        starts = _starts_within(bound, used, slowest, heads)
-        within = _suffixes(costs, costs.times_within(bound), np.add, starts)
-        path, least_sum = within.path(used), within.optimum(used)
-        best = min(costs.solution(path, used), best, key=lambda solution: solution.objective)
-        # All plans up to `bound` have a sum of least_sum or more. So one whose max term is not below that of `path`
-        # does not beat `path`, and one whose max term is not below best - least_sum does not beat `best`.
-        bound = math.nextafter(min(costs.max_term(path), best.objective - least_sum), -math.inf)
-    return best
+    cuts, pinned = problem.space.cuts, problem.space.pinned
+    places = np.full((len(cuts), len(cuts)), -1)
+    for place in sorted({place for _, place in pinned}):
+        atoms = sorted({atom for atom, p in pinned if p == place})
+        before = cuts[:, atoms].sum(axis=1)
+        inside = before[None, :] - before[:, None]
+        whole = inside == len(atoms)
+        places[(inside > 0) & ((places != -1) | ~whole)] = -2
+        places[whole & (places == -1)] = place
+    return places
 
 
-def _heads(costs: Costs) -> Suffixes:
-    """Least max terms of prefixes, as the suffixes of the reversed line: [0, i) is its suffix from b - i.
-
-    A lower bound: the devices after a prefix are not known, so its stages hold as few micro-batches as with none.
-    """
-
-    def reversed_max_terms(kind: int, replicas: int, devices: int, cells: Cells) -> np.ndarray:
-        return costs.max_terms(kind, replicas, replicas, (slice(None), slice(None)))[::-1, ::-1].T[cells]
-
-    return _suffixes(costs, reversed_max_terms, np.maximum)
-
-
-def _starts_within(bound: float, used: Used, slowest: Suffixes, heads: Suffixes) -> Callable[[State], slice]:
-    """Where suffixes may start in plans on `used` whose max term is at most `bound`."""
-
-    def starts(state: State) -> slice:
-        before = tuple(total - after for total, after in zip(used, state[0], strict=True))
-        met = (slowest.best(state).costs <= bound) & (heads.best(heads.whole(before)).costs[::-1] <= bound)
-        cuts = np.flatnonzero(met)
-        return slice(int(cuts[0]), int(cuts[-1]) + 1) if cuts.size else slice(0, 0)
-
-    return starts
-
-
-def _suffixes(
-    costs: Costs, edges: Edges, combine: np.ufunc, starts: Callable[[State], slice] | None = None
-) -> Suffixes:
-    problem = costs.problem
-    return Suffixes(
-        costs.n_blocks,
-        edges,
-        combine,
-        max_replicas=min(problem.max_replicas, problem.n_microbatches),
-        max_stages=problem.max_stages,
-        starts=starts,
-    )
-
-
-def _device_counts(problem: Problem) -> Iterator[Used]:
-    counts = itertools.product(*(range(kind.count + 1) for kind in problem.kinds))
-    return (used for used in counts if any(used))
+def _choice(costs: Costs, step: Step) -> StageChoice:
+    time = float(costs.terms[Mode(step.kind, step.recompute)].time[step.start, step.stop])
+    return StageChoice(step.start, step.stop, step.kind, step.replicas, step.recompute, time)

@@ -1,15 +1,16 @@
 """What a plan costs, before it runs: stage times, transfers and memory from the cost graph, laid out by the simulator.
 
-One account for every plan, whether the search found it or a user wrote it: the operators stand in a line of atoms, and
-every stage is a span of it. A plan made by hand may put operators anywhere; its stages are then the atoms.
+One account for every plan, whether the search found it or a user wrote it: a stage is some of the atoms. A plan made
+by hand may put operators anywhere; its stages are then the atoms.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +19,8 @@ from autopar.plan import Link as StageLink
 from autopar.plan import Plan, Stage
 from autopar.schedule import make_schedule
 from autopar.search.atoms import Atoms, gather
-from autopar.search.problem import Shared
 from autopar.simulate import StageMemory, StageTimes, Timeline, Transfer, simulate
-from cost_models import optimizer_state_bytes
+from cost_models import Device, optimizer_state_bytes
 
 # Seconds that the runtime itself needs for one micro-batch in one stage, forward and backward: taking messages, making
 # leaves, starting autograd (`python -m benchmarks overhead` measures it).
@@ -29,21 +29,39 @@ ACTION_OVERHEAD = 6e-5
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where and how the atoms run: a span of them a stage, each on its devices."""
+    """Where and how the atoms run: some of them in each stage, each stage on its devices."""
 
-    spans: tuple[slice, ...]
-    devices: tuple[tuple[str, ...], ...]  # names, of each stage
+    stages: tuple[tuple[int, ...], ...]  # atoms
+    devices: tuple[
+        tuple[str, ...], ...
+    ]  # names, of each stage; with chunks those of stage s and s + ranks are the same
     n_microbatches: int
     schedule: str
+    recompute: tuple[bool, ...]  # of each stage
+
+    @property
+    def ranks(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each place in the pipeline."""
+        return tuple(dict.fromkeys(self.devices))
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each device."""
+        return len(self.stages) // len(self.ranks)
 
     @property
     def n_devices(self) -> int:
-        return sum(map(len, self.devices))
+        return sum(map(len, self.ranks))
 
     @property
     def busy(self) -> int:
         """Devices that compute at the same time: one micro-batch is on one device after the other."""
         return self.n_devices if self.n_microbatches > 1 else 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether the runtime calls the model itself."""
+        return self.n_devices == 1 and self.n_microbatches == 1 and not any(self.recompute)
 
 
 @dataclass(frozen=True)
@@ -54,8 +72,16 @@ class Conditions:
     loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
 
 
+class Times(NamedTuple):
+    """Seconds of every atom."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    weight: np.ndarray  # of `backward`, for gradients of parameters
+
+
 def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], conditions: Conditions) -> Plan:
-    """`plan` with its costs filled in, as if the search had made it; notes and `split` stay.
+    """`plan` with its costs filled in, as if the search had made it; what is not a cost stays.
 
     `stage_of`: node of the cost graph -> stage, as `plan.assign` says. Values must flow to later stages only.
     """
@@ -65,44 +91,71 @@ def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], condition
             line[stage_of[name]].append(name)
     atoms = gather(costs, tuple(map(tuple, line)))
     arrangement = Arrangement(
-        tuple(slice(s, s + 1) for s in range(len(line))),
+        tuple((s,) for s in range(len(line))),
         tuple(stage.devices for stage in plan.stages),
         min(plan.n_microbatches, max(costs.batch_size, 1)),
         plan.schedule,
+        tuple(stage.recompute for stage in plan.stages),
     )
     found = as_plan(costs, atoms, arrangement, simulated(costs, atoms, arrangement, conditions), conditions)
-    return dataclasses.replace(found, split=plan.split, notes=plan.notes)
+    return dataclasses.replace(found, split=plan.split, notes=plan.notes, model=plan.model)
 
 
-def simulated(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, conditions: Conditions) -> Timeline:
-    """One step of the arrangement in time and memory."""
+def simulated(
+    costs: CostGraph,
+    atoms: Atoms,
+    arrangement: Arrangement,
+    conditions: Conditions,
+    *,
+    link_speed: float = 1.0,
+) -> Timeline:
+    """One step of the arrangement in time and memory.
+
+    `link_speed`: as if every transfer took one so many-th of the time.
+    """
     m = arrangement.n_microbatches
     rows = _rows(costs.batch_size, m)
-    plain = arrangement.n_devices == 1 and m == 1  # the runtime calls the model itself
-    overhead = 0.0 if plain else ACTION_OVERHEAD
+    overhead = 0.0 if arrangement.plain else ACTION_OVERHEAD
+    split = arrangement.schedule == "zb-h1"
     kinds = _kinds(costs, arrangement)
     by_rows = {
         (k, r): atom_times(costs, atoms, k, arrangement.busy, r) for k in dict.fromkeys(kinds) for r in set(rows)
     }
+    contents = _contents(atoms, arrangement)
     stages, memory = [], []
-    for span, kind, names in zip(arrangement.spans, kinds, arrangement.devices, strict=True):
-        times = [by_rows[kind, r] for r in rows]
+    for index, (inside, content) in enumerate(zip(arrangement.stages, contents, strict=True)):
+        mine, again = list(inside), arrangement.recompute[index]
+        times = [by_rows[kinds[index], r] for r in rows]
+        forward = [float(t.forward[mine].sum()) for t in times]
+        backward = [float(t.backward[mine].sum()) + (f if again else 0.0) for t, f in zip(times, forward, strict=True)]
+        weight = [float(t.weight[mine].sum()) for t in times] if content.received_gradient else backward
         stages.append(
             StageTimes(
-                tuple(float(f[span].sum()) + overhead for f, _ in times),
-                tuple(float(b[span].sum()) + overhead for _, b in times),
-                _sync_time(costs, atoms, span, len(names)),
+                tuple(f + overhead for f in forward),
+                tuple(b + overhead * (2 if split else 1) for b in backward),
+                tuple(w + overhead for w in weight) if split else (),
+                _sync_time(costs, content, arrangement.devices[index]),
             )
         )
-        memory.append(_stage_memory(costs, atoms, conditions, span, rows))
-    barrier = 0.0 if costs.training and not conditions.loss_inside else None
+        memory.append(_stage_memory(costs, atoms, conditions, inside, content, again, rows))
     schedule = make_schedule(
-        arrangement.schedule if barrier is None else "gpipe",  # the barrier makes every schedule this one
+        arrangement.schedule,
         m,
-        [len(names) for names in arrangement.devices],
+        [len(names) for names in arrangement.ranks],
+        chunks=arrangement.chunks,
         training=costs.training,
     )
-    return simulate(schedule, stages, _transfers(costs, atoms, arrangement), memory=memory, barrier=barrier)
+    transfers = [
+        Transfer(
+            t.source,
+            t.target,
+            tuple(s / link_speed for s in t.forward),
+            tuple(s / link_speed for s in t.backward),
+        )
+        for t in _transfers(costs, atoms, arrangement)
+    ]
+    barrier = 0.0 if costs.training and not conditions.loss_inside else None
+    return simulate(schedule, stages, transfers, memory=memory, barrier=barrier)
 
 
 def as_plan(
@@ -112,30 +165,38 @@ def as_plan(
     m = arrangement.n_microbatches
     order = {name: data["position"] for name, data in costs.graph.nodes(data=True)}
     peaks = timeline.peak_memory or ()
+    contents = _contents(atoms, arrangement)
     stages = []
-    for index, (span, kind, names) in enumerate(
-        zip(arrangement.spans, _kinds(costs, arrangement), arrangement.devices, strict=True)
+    for index, (inside, kind, names) in enumerate(
+        zip(arrangement.stages, _kinds(costs, arrangement), arrangement.devices, strict=True)
     ):
-        f, b = atom_times(costs, atoms, kind, arrangement.busy, costs.batch_size / m)
-        memory = _stage_memory(costs, atoms, conditions, span, _rows(costs.batch_size, m))
-        inside = sorted((n for atom in atoms.nodes[span] for n in atom), key=order.__getitem__)
-        slots = timeline.schedule.slots_of(index)
+        mine = list(inside)
+        times = atom_times(costs, atoms, kind, arrangement.busy, costs.batch_size / m)
+        content, again, rows = contents[index], arrangement.recompute[index], _rows(costs.batch_size, m)
+        memory = _stage_memory(costs, atoms, conditions, inside, content, again, rows)
+        nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=order.__getitem__)
         stages.append(
             Stage(
                 devices=names,
-                operators=tuple(costs.graph.nodes[n]["key"] for n in inside),
-                forward_time=float(f[span].sum()),
-                backward_time=float(b[span].sum()),
-                parameter_bytes=int(_touched([s for s, _ in atoms.parameters], span)),
+                operators=tuple(costs.graph.nodes[n]["key"] for n in nodes),
+                recompute=again,
+                forward_time=float(times.forward[mine].sum()),
+                backward_time=float(times.backward[mine].sum()),
+                weight_time=float(times.weight[mine].sum()),
+                parameter_bytes=int(content.parameters),
                 activation_bytes=memory.activation[0],
-                peak_memory=max(peaks[slots.start : slots.stop], default=0),
-                sync_time=_sync_time(costs, atoms, span, len(names)),
+                peak_memory=max((peaks[slot] for slot in timeline.schedule.slots_of(index)), default=0),
+                sync_time=_sync_time(costs, content, names),
             )
         )
     links = []
     for (source, target), (forward, backward) in _stage_links(atoms, arrangement).items():
-        pair = costs.links[arrangement.devices[source][0], arrangement.devices[target][0]]
-        seconds = pair.seconds(forward / m) + (pair.seconds(backward / m) if backward else 0.0)
+        ends = (arrangement.devices[source][0], arrangement.devices[target][0])
+        seconds = 0.0  # within a device
+        if ends[0] != ends[1]:
+            seconds = costs.links[ends].seconds(forward / m) + (
+                costs.links[ends].seconds(backward / m) if backward else 0
+            )
         links.append(StageLink(source, target, int(forward / m), int(backward / m), seconds))
     return Plan(
         stages=tuple(stages),
@@ -143,6 +204,7 @@ def as_plan(
         schedule=arrangement.schedule,
         batch_size=costs.batch_size,
         devices=tuple(d.name for d in costs.devices),
+        device_kinds=tuple(d.kind for d in costs.devices),
         training=costs.training,
         predicted_step_time=timeline.step_time,
         single_device_time=_single_device_time(costs, atoms),
@@ -151,38 +213,53 @@ def as_plan(
     )
 
 
-def plan_timeline(plan: Plan) -> Timeline | None:
-    """One step drawn from a plan's own numbers; None where it has none (made by hand)."""
+def plan_timeline(plan: Plan, *, link_speed: float = 1.0, batch_factor: int = 1) -> Timeline | None:
+    """One step drawn from a plan's own numbers; None where it has none (made by hand).
+
+    `link_speed`: as if every transfer took one so many-th of the time. `batch_factor`: as if the batch were so many
+    times as large, in so many times as many micro-batches.
+    """
     if any(stage.forward_time is None or stage.backward_time is None for stage in plan.stages):
         return None
     m = plan.n_microbatches
     rows = _rows(plan.batch_size or m, m)
-    share = [r * m / sum(rows) for r in rows]  # of the mean micro-batch
-    overhead = 0.0 if len(plan.used_devices) == 1 and m == 1 else ACTION_OVERHEAD
-    stages = [
-        StageTimes(
-            tuple((stage.forward_time or 0.0) * s + overhead for s in share),
-            tuple((stage.backward_time or 0.0) * s + overhead for s in share),
-            stage.sync_time or 0.0,
+    share = [r * m / sum(rows) for r in rows] * batch_factor  # of the mean micro-batch
+    m *= batch_factor
+    split = plan.schedule == "zb-h1"
+    again = [stage.recompute for stage in plan.stages]
+    overhead = 0.0 if len(plan.used_devices) == 1 and plan.n_microbatches == 1 and not any(again) else ACTION_OVERHEAD
+    stages = []
+    for stage in plan.stages:
+        forward = stage.forward_time or 0.0
+        backward = (stage.backward_time or 0.0) + (forward if stage.recompute else 0.0)
+        weight = stage.weight_time or 0.0
+        stages.append(
+            StageTimes(
+                tuple(forward * s + overhead for s in share),
+                tuple(backward * s + overhead * (2 if split else 1) for s in share),
+                tuple(weight * s + overhead for s in share) if split else (),
+                stage.sync_time or 0.0,
+            )
         )
-        for stage in plan.stages
-    ]
     transfers = []
     for link in plan.transfers:
-        back = link.seconds / 2 if link.backward_bytes else 0.0  # a gradient is as large as its value
-        transfers.append(Transfer(link.source, link.target, (link.seconds - back,) * m, (back,) * m))
-    schedule = make_schedule(plan.schedule, m, [len(s.devices) for s in plan.stages], training=plan.training)
+        seconds = link.seconds / link_speed
+        back = seconds / 2 if link.backward_bytes else 0.0  # a gradient is as large as its value
+        transfers.append(Transfer(link.source, link.target, (seconds - back,) * m, (back,) * m))
+    ranks = [len(stage.devices) for stage in plan.stages[: plan.ranks]]
+    schedule = make_schedule(plan.schedule, m, ranks, chunks=plan.chunks, training=plan.training)
     return simulate(schedule, stages, transfers)
 
 
-def atom_times(costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: float) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of every atom, forward and backward, at `rows` samples; the loss counts to the last."""
+def atom_times(costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: float) -> Times:
+    """Seconds of every atom at `rows` samples; the loss counts to the last."""
     table = costs.table(kind, workers)
     forward, backward, loss = table.at(rows)
-    f, b = atoms.sums(table.nodes, forward), atoms.sums(table.nodes, backward)
+    share = atoms.weight_shares(costs, table.nodes)
+    f, b, w = (atoms.sums(table.nodes, times) for times in (forward, backward, backward * share))
     f[-1] += loss[0]
     b[-1] += loss[1]
-    return f, b
+    return Times(f, b, w)
 
 
 def resident_bytes(nbytes: float, trained: bool, costs: CostGraph, optimizer: str) -> float:
@@ -190,6 +267,21 @@ def resident_bytes(nbytes: float, trained: bool, costs: CostGraph, optimizer: st
     if not (trained and costs.training):
         return nbytes
     return 2 * nbytes + optimizer_state_bytes(optimizer, int(nbytes))
+
+
+def sync_seconds_per_byte(costs: CostGraph, devices: Sequence[Device]) -> float:
+    """Once a step, for every gradient byte of a stage and every replica beyond the first.
+
+    The gradient is added up, and where devices do not share their memory it is sent there and the parameter back.
+    """
+    if all(device.shares_process_memory for device in devices):
+        return costs.accumulate
+    if costs.one_link is not None:
+        return float(costs.accumulate + 2 / costs.one_link.bandwidth)
+    names = {device.name for device in devices}
+    links = [link for (a, b), link in costs.links.items() if a in names and b in names]
+    slowest = min((link.bandwidth for link in links), default=np.inf)
+    return float(costs.accumulate + 2 / slowest)
 
 
 def _kinds(costs: CostGraph, arrangement: Arrangement) -> list[str]:
@@ -206,51 +298,86 @@ def _rows(batch: int, m: int) -> list[int]:
 
 def _stage_links(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int], tuple[float, float]]:
     """Bytes (forward, backward) of the whole batch between each pair of stages that talk to each other."""
-    stage_of = {a: i for i, span in enumerate(arrangement.spans) for a in range(span.start, span.stop)}
+    stage_of = {atom: i for i, inside in enumerate(arrangement.stages) for atom in inside}
     found: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for value in atoms.values:
         source = stage_of[value.producer]
         for target in sorted({stage_of[c] for c in value.consumers} - {source}):
             forward, backward = found[source, target]
             found[source, target] = (forward + value.nbytes, backward + value.grad_nbytes)
-    return found
+    return dict(sorted(found.items()))
 
 
 def _transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list[Transfer]:
     m, devices = arrangement.n_microbatches, arrangement.devices
     transfers = []
     for (source, target), (forward, backward) in _stage_links(atoms, arrangement).items():
-        pairs = [(a, b) for a in devices[source] for b in devices[target]]
-        slowest = [max((costs.links[p].seconds(n / m) for p in pairs), default=0.0) for n in (forward, backward)]
+        links = {costs.links[a, b] for a in devices[source] for b in devices[target] if a != b}
+        slowest = [max((link.seconds(n / m) for link in links), default=0.0) for n in (forward, backward)]
         transfers.append(Transfer(source, target, (slowest[0],) * m, (slowest[1],) * m))
     return transfers
 
 
-def _sync_time(costs: CostGraph, atoms: Atoms, span: slice, replicas: int) -> float:
+@dataclass
+class _Content:
+    """Bytes of one stage; activations and messages of the whole batch."""
+
+    parameters: float = 0.0
+    trained: float = 0.0  # of them
+    saved: float = 0.0
+    received: float = 0.0
+    received_gradient: float = 0.0  # that it sends back for what it received
+
+
+def _contents(atoms: Atoms, arrangement: Arrangement) -> list[_Content]:
+    """What every stage holds and receives."""
+    stage_of = {atom: i for i, inside in enumerate(arrangement.stages) for atom in inside}
+    contents = [_Content() for _ in arrangement.stages]
+    for shared, trained in atoms.parameters:
+        for stage in {stage_of[atom] for atom in shared.atoms}:
+            contents[stage].parameters += shared.nbytes
+            contents[stage].trained += shared.nbytes if trained else 0.0
+    for shared in atoms.saved:
+        for stage in {stage_of[atom] for atom in shared.atoms}:
+            contents[stage].saved += shared.nbytes
+    for value in atoms.values:
+        for stage in {stage_of[atom] for atom in value.consumers} - {stage_of[value.producer]}:
+            contents[stage].received += value.nbytes
+            contents[stage].received_gradient += value.grad_nbytes
+    return contents
+
+
+def _sync_time(costs: CostGraph, content: _Content, names: Sequence[str]) -> float:
     """Seconds once a step: the gradients of the replicas are added up."""
-    trained = _touched([s for s, trained in atoms.parameters if trained], span) if costs.training else 0.0
-    return (replicas - 1) * trained * costs.accumulate
+    if not costs.training or len(names) == 1:
+        return 0.0
+    chosen = set(names)
+    devices = [device for device in costs.devices if device.name in chosen]
+    return (len(names) - 1) * content.trained * sync_seconds_per_byte(costs, devices)
 
 
 def _stage_memory(
-    costs: CostGraph, atoms: Atoms, conditions: Conditions, span: slice, rows: Sequence[int]
+    costs: CostGraph,
+    atoms: Atoms,
+    conditions: Conditions,
+    inside: Collection[int],
+    content: _Content,
+    recompute: bool,
+    rows: Sequence[int],
 ) -> StageMemory:
-    held = [Shared(resident_bytes(s.nbytes, t, costs, conditions.optimizer), s.atoms) for s, t in atoms.parameters]
-    received = sum(
-        v.nbytes
-        for v in atoms.values
-        if v.producer < span.start and any(span.start <= c < span.stop for c in v.consumers)
-    )
-    activation = _touched(atoms.saved, span) + received
+    trained = content.trained if costs.training else 0.0
     share = [r / costs.batch_size for r in rows]
-    transient = float(atoms.transient[span].max()) * max(share)
-    return StageMemory(int(_touched(held, span)), tuple(int(activation * s) for s in share), int(transient))
-
-
-def _touched(items: Sequence[Shared], span: slice) -> float:
-    return sum(s.nbytes for s in items if any(span.start <= a < span.stop for a in s.atoms))
+    kept = content.received if recompute else content.saved + content.received
+    transient = float(atoms.transient[list(inside)].max()) + (content.saved if recompute else 0.0)
+    return StageMemory(
+        parameters=int(content.parameters),
+        gradients=int(trained),
+        optimizer=optimizer_state_bytes(conditions.optimizer, int(trained)),
+        activation=tuple(int(kept * s) for s in share),
+        transient=int(transient * max(share)),
+    )
 
 
 def _single_device_time(costs: CostGraph, atoms: Atoms) -> float:
-    f, b = atom_times(costs, atoms, costs.devices[0].kind, 1, costs.batch_size)
-    return float(f.sum() + b.sum())
+    times = atom_times(costs, atoms, costs.devices[0].kind, 1, costs.batch_size)
+    return float(times.forward.sum() + times.backward.sum())

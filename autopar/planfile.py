@@ -1,0 +1,133 @@
+"""A plan as a JSON file to be read and edited by hand.
+
+    {
+     "autopar_plan": 2,
+     "stages": [
+      {"devices": ["cuda:0"], "operators": ["embed: embedding#0", "layers.0.fc: linear#0"], "recompute": false, ...},
+      ...
+
+Keys are the names of the fields of `Plan`, `Stage`, `Link` and `RunnerUp`; what is None or empty is left out. Of an
+operator `module.path/operator#k` the module path comes once for all that follow each other in it: moving a line to
+another stage moves them. Version 2 has more fields than version 1 (recomputation, kinds of devices, how far the plan
+is proven best); both are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import types
+import typing
+from typing import Any
+
+VERSION = 2
+_READ = (1, 2)
+_LINE = re.compile(r"([^:]*): (\S+#\d+(?: \S+#\d+)*)")
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list"}
+
+
+def write(plan: Any) -> str:
+    """The JSON of a Plan; fields that its equality leaves out are not saved."""
+    return json.dumps({"autopar_plan": VERSION, **_plain(plan)}, indent=1, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare)
+        kept = ((name, item) for name, item in fields if item not in (None, "", ()))
+        return {name: _SPECIAL[name][0](item) if name in _SPECIAL else _plain(item) for name, item in kept}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def read(text: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
+    """(fields by name, everything wrong with them) of the dataclass `kind` that `write` wrote.
+
+    A field that cannot be read is None, and so is one in a dataclass inside. Raises ValueError for what is no JSON of
+    a version that is known.
+    """
+    problems: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        problems.extend(f"'{name}' is given twice" for name in dict.fromkeys(names) if names.count(name) > 1)
+        return dict(pairs)
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("lists in lists too deep to read") from None
+    version = data.pop("autopar_plan", None) if isinstance(data, dict) else None
+    if type(version) is not int or version not in _READ:
+        raise ValueError(f"'autopar_plan' must be its version, {VERSION} (or 1), got {version!r}")
+    return _fields(kind, data, "", problems), problems
+
+
+def _fields(kind: Any, data: dict[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
+    """The fields of dataclass `kind`; what is missing, unknown or of another type is noted."""
+    hints = typing.get_type_hints(kind)
+    saved = {f.name: f for f in dataclasses.fields(kind) if f.compare}
+    problems += [f"{where}{name} is unknown" for name in data if name not in saved]
+    found: dict[str, Any] = {}
+    for name, field in saved.items():
+        if name in data:
+            reader = _SPECIAL[name][1] if name in _SPECIAL else _value
+            found[name] = reader(hints[name], data[name], f"{where}{name}", problems)
+        else:
+            if field.default is dataclasses.MISSING:
+                problems.append(f"{where}{name} is missing")
+            found[name] = None if field.default is dataclasses.MISSING else field.default
+    return found
+
+
+def _value(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
+    """`data` as a value of type `kind`; None if it is none."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # X | None
+        return None if data is None else _value(typing.get_args(kind)[0], data, where, problems)
+    if typing.get_origin(kind) is tuple and isinstance(data, list):
+        item = typing.get_args(kind)[0]
+        items = tuple(_value(item, part, f"{where}[{index}]", problems) for index, part in enumerate(data))
+        return None if any(part is None for part in items) else items
+    if dataclasses.is_dataclass(kind):
+        if isinstance(data, dict):
+            return kind(**_fields(kind, data, f"{where}.", problems))  # type: ignore[operator]
+        problems.append(f"{where} must be an object, got {data!r}")
+        return kind(**{field.name: None for field in dataclasses.fields(kind)})  # type: ignore[operator]
+    if type(data) is kind or (kind is float and type(data) is int):
+        return data
+    problems.append(f"{where} must be {_WORDS[typing.get_origin(kind) or kind]}, got {data!r}")
+    return None
+
+
+def _operator_lines(operators: tuple[str, ...]) -> list[str]:
+    """`layer.0: conv2d#0 relu#0`, one line a run of operators of one module."""
+    parts = (key.rpartition("/") for key in operators)
+    runs = itertools.groupby(parts, key=lambda part: part[0])
+    return [f"{path}: {' '.join(name for _, _, name in run)}" for path, run in runs]
+
+
+def _operators(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
+    lines = _value(kind, data, where, problems)
+    if lines is None:
+        return None
+    keys: list[str] = []
+    for index, line in enumerate(lines):
+        match = _LINE.fullmatch(line)
+        if match:
+            keys += (f"{match[1]}/{name}" for name in match[2].split(" "))
+        else:
+            problems.append(f"{where}[{index}] must be like 'module.path: linear#0 relu#1', got {line!r}")
+    return tuple(keys) or (None if lines else ())
+
+
+def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
+    if not isinstance(data, dict):
+        problems.append(f"{where} must be an object from module paths to stages, got {data!r}")
+        return None
+    wrong = {path: stage for path, stage in data.items() if type(stage) is not int}
+    problems += [f"{where}: '{path}' must have a stage number, got {stage!r}" for path, stage in wrong.items()]
+    return tuple(data.items()) if not wrong else None
+
+
+_SPECIAL = {"operators": (_operator_lines, _operators), "split": (dict, _split)}  # field -> (as JSON, from JSON)

@@ -1,0 +1,51 @@
+"""An explanation of a plan, as text."""
+
+from __future__ import annotations
+
+from autopar.plan import Plan
+from autopar.report.tables import bullet, milliseconds, table
+from autopar.search.explain import Change, Explanation
+
+_BOUNDS = {
+    "compute": "its own work: a faster device or a finer split of the model would help most",
+    "link": "waiting for what other stages send",
+    "memory": "memory: with more of it the plan would be another",
+    "bubble": "waiting for the pipeline to fill and drain",
+}
+
+
+def explanation_text(explained: Explanation) -> str:
+    """What `print(plan.explain())` shows."""
+    plan = explained.plan
+    parts = [_headline(explained)]
+    if plan.optimality:
+        parts.append(f"How good: {plan.optimality}.")
+    if explained.runners_up:
+        parts.append(_changes("runner-up", explained.runners_up, plan, "loses"))
+    if explained.limits:
+        parts.append(_changes("limit or hint", explained.limits, plan, "cost"))
+    if explained.helps:
+        parts.append(_changes("what would help", explained.helps, plan, "saves"))
+    if explained.idle:
+        parts.append("\n".join(bullet(f"{name} has nothing to do: {why}") for name, why in explained.idle))
+    if explained.partial and plan.predicted_step_time is not None:
+        parts.append("From the plan's own numbers: what limits and more memory are worth only a new search can tell.")
+    return "\n\n".join(parts)
+
+
+def _headline(explained: Explanation) -> str:
+    bottleneck = explained.bottleneck
+    if bottleneck is None:
+        return "The plan has no predictions: it was made by hand and not priced (compare does that)."
+    shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
+    where = "+".join(bottleneck.devices)
+    return (
+        f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}.\n"
+        f"Its step of {milliseconds(explained.plan.predicted_step_time)} ms is {shares}."
+    )
+
+
+def _changes(title: str, changes: tuple[Change, ...], plan: Plan, verb: str) -> str:
+    sign = -1 if verb == "loses" else 1
+    rows = [[c.what, milliseconds(c.step_time), f"{sign * c.gain(plan):.1%}"] for c in changes]
+    return table([title, "step ms", verb], rows, words=1)

@@ -1,0 +1,66 @@
+"""Pipeline schedules as data: for every device, the list of forwards and backwards it runs, in order.
+
+Stages are numbered 0, 1, 2, ... in the order of data flow. A device is a *slot* of the schedule, a row of its table.
+A stage is served by one or more slots, of which each runs its share of the micro-batches:
+
+    replicas (2, 1)      rank 0               rank 1                 micro-batch i of a stage runs on the slot
+                         slot 0: i even       slot 2: every i        placement[stage][i mod replicas[stage]]
+                         slot 1: i odd
+
+    replicas (1, 1),     rank 0               rank 1                 rank g of p serves the stages
+    chunks 2             slot 0: stages 0, 2  slot 1: stages 1, 3    g, g + p, g + 2p, ...
+
+The schedules, as `print(schedule)` draws them: a row a slot, named `stage.replica`, on a clock where every action takes
+one unit. F1 is the forward of micro-batch 1, B1 its backward, whole or split: I1 makes the gradients of the stage's
+inputs, for which the stage before waits, W1 those of its parameters. Where slots serve several stages, F2.1 is the
+forward of stage 2, micro-batch 1.
+
+gpipe (Huang et al. 2019): all forwards, then all backwards; holds all micro-batches.
+
+    0.0 | F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3
+    1.0 | .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..
+    2.0 | .. .. F0 F1 F2 F3 B0 B1 B2 B3 .. ..
+
+1f1b (Narayanan et al. 2021): backwards as soon as they can be; on equal stages as long as gpipe, but stage s of p holds
+p - s micro-batches at most.
+
+    0.0 | F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+    1.0 | .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
+    2.0 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+
+interleaved-1f1b (same paper): v smaller stages a device, so that the pipeline fills v times as fast; more transfers,
+and more micro-batches in flight.
+
+    0+2.0 | F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 .... B2.2 .... B2.3 B0.2 B0.3
+    1+3.0 | .... F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3 ....
+
+zb-h1 (Qi et al. 2024): 1f1b whose later stages put off their W, up to p micro-batches in flight, so that the last I
+reaches the first stage sooner; 3m + p - 1 units, against 3 (m + p - 1) of 1f1b, whose B takes two.
+
+    0.0 | F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
+    1.0 | .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    2.0 | .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+"""
+
+from autopar.schedule.check import validate
+from autopar.schedule.clock import Action, Event, Execution, Phase, Send, Transfer, execute
+from autopar.schedule.orders import SCHEDULES, in_flight_limit, interleaved_in_flight_limit, make_schedule
+from autopar.schedule.table import Schedule, held, phased
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Event",
+    "Execution",
+    "Phase",
+    "Schedule",
+    "Send",
+    "Transfer",
+    "execute",
+    "held",
+    "in_flight_limit",
+    "interleaved_in_flight_limit",
+    "make_schedule",
+    "phased",
+    "validate",
+]

@@ -1,0 +1,148 @@
+"""The tables of every schedule, and how much each may hold."""
+
+from collections.abc import Iterator, Sequence
+
+from autopar.schedule.clock import Action, Phase
+from autopar.schedule.table import Schedule
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
+
+
+def in_flight_limit(name: str, n_microbatches: int, replicas_here: int, devices_from_here_on: int, devices: int) -> int:
+    """How many micro-batches a slot of a stage may hold at a time; `make_schedule` never uses more.
+
+    With m micro-batches, r replicas here, R devices in this stage and all later ones, and D devices in all stages:
+
+        gpipe  ceil(m / r)                      all that the slot has
+        1f1b   min(ceil(m / r), ceil(R / r))    enough to keep every device from here on busy; p - s where all r are 1
+        zb-h1  min(ceil(m / r), ceil(D / r))    as many everywhere as 1f1b on the first stage; p where all r are 1
+
+    ValueError: an unknown name, interleaved-1f1b (see `interleaved_in_flight_limit`), or numbers that no pipeline has.
+    """
+    _check_name(name, n_microbatches)
+    if name == "interleaved-1f1b":
+        raise ValueError("the limit of interleaved-1f1b is one of slots: see interleaved_in_flight_limit")
+    if not 1 <= replicas_here <= devices_from_here_on <= devices:
+        raise ValueError(
+            f"{replicas_here} replicas of {devices_from_here_on} devices from here on of {devices}: "
+            "a stage has at least one replica, and those are among the devices"
+        )
+    served = {"gpipe": n_microbatches, "1f1b": devices_from_here_on, "zb-h1": devices}[name]
+    return -(-min(n_microbatches, served) // replicas_here)
+
+
+def interleaved_in_flight_limit(n_microbatches: int, ranks: int, chunks: int, rank: int) -> int:
+    """How many pairs of a stage and a micro-batch a slot of `rank` may hold at a time under interleaved-1f1b.
+
+    `n_microbatches` are those of the slot: ceil(m / r) with r replicas. min(m v, 2 (p - g - 1) + (v - 1) p + 1) for
+    rank g of p with v chunks: the warm-up of Narayanan et al. 2021 and one more (https://arxiv.org/abs/2104.04473,
+    as Megatron-LM counts it).
+
+    ValueError: numbers that no pipeline has.
+    """
+    if n_microbatches < 1 or chunks < 1 or not 0 <= rank < ranks:
+        raise ValueError(
+            f"rank {rank} of {ranks} with {chunks} chunks and {n_microbatches} micro-batches: there is no such slot"
+        )
+    return min(n_microbatches * chunks, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
+
+
+def make_schedule(
+    name: str, n_microbatches: int, replicas: Sequence[int], *, chunks: int = 1, training: bool = True
+) -> Schedule:
+    """The table of `name` (one of SCHEDULES) for ranks of `replicas[g]` devices; without training, forwards only.
+
+    Slots are numbered rank by rank. With `chunks` = v there are len(replicas) v stages, and rank g serves the stages
+    g, g + p, g + 2p, ...
+
+    Under every schedule a stage's backwards (their WEIGHT parts, where they are split) run on a slot in the order of
+    micro-batches: gradients are summed in one order, and the choice of schedule does not change a single bit of them.
+
+    ValueError: an unknown name, n_microbatches < 1, no ranks, a rank without devices; chunks < 1, or > 1 for another
+    schedule than interleaved-1f1b; interleaved-1f1b on ranks of different sizes.
+    """
+    _check_name(name, n_microbatches)
+    if not replicas:
+        raise ValueError("replicas is empty: a pipeline has at least one stage")
+    if min(replicas) < 1:
+        raise ValueError(f"{min(replicas)} replicas: every stage has at least one device")
+    if chunks < 1:
+        raise ValueError(f"chunks is {chunks}: a device serves at least one stage")
+    if name != "interleaved-1f1b" and chunks > 1:
+        raise ValueError(f"{chunks} chunks: only interleaved-1f1b puts several stages on a device, not {name}")
+    if name == "interleaved-1f1b" and len(set(replicas)) > 1:
+        raise ValueError(f"replicas {tuple(replicas)}: interleaved-1f1b needs as many devices on every rank")
+
+    groups, tables, first = [], [], 0
+    for rank, here in enumerate(replicas):
+        groups.append(tuple(range(first, first + here)))
+        first += here
+        for replica in range(here):
+            microbatches = range(replica, n_microbatches, here)
+            if name == "interleaved-1f1b":
+                table = _interleaved(microbatches, rank, len(replicas), chunks)
+            else:
+                table = _one_stage(name, microbatches, rank, replicas)
+            tables.append(tuple(action for action in table if training or action.phase is Phase.FORWARD))
+    return Schedule(name, n_microbatches, tuple(groups * chunks), tuple(tables))
+
+
+def _one_stage(name: str, microbatches: range, stage: int, replicas: Sequence[int]) -> Iterator[Action]:
+    """A slot's actions: in its k-th turn the forward of its k-th micro-batch, after what is due of earlier ones.
+
+    Backwards are due as many turns after their forward as keeps every device from this stage on busy, for gpipe as the
+    slot has micro-batches. The WEIGHT parts of zb-h1 come as late as on the first stage (Qi et al. 2024, Zero Bubble
+    Pipeline Parallelism, https://arxiv.org/abs/2401.10241): what later stages so put off fills the time in which they
+    would wait for the last backwards.
+
+    No stage deadlocks. B(s+1, i) waits for at most F(s, i + a), where a = (w[s+1] - 1) r[s+1] with w the turns; the
+    slot of stage s runs that forward once B(s, i + a - w[s] r[s]) is done; and a < R[s+1] < w[s] r[s], so that every
+    backward waits only for backwards of earlier micro-batches. INPUT parts take the place of the backwards, and no
+    other slot waits for WEIGHT parts.
+    """
+    n, here = len(microbatches), replicas[stage]
+    turns = -(-sum(replicas[stage:]) // here)
+    due = {
+        "gpipe": [(Phase.BACKWARD, n)],
+        "1f1b": [(Phase.BACKWARD, turns)],
+        "zb-h1": [(Phase.INPUT, turns), (Phase.WEIGHT, -(-sum(replicas) // here))],
+    }[name]
+    for turn in range(n + due[-1][1]):
+        for phase, delay in [*due, (Phase.FORWARD, 0)]:
+            if 0 <= turn - delay < n:
+                yield Action(phase, stage, microbatches[turn - delay])
+
+
+def _interleaved(microbatches: range, rank: int, ranks: int, chunks: int) -> Iterator[Action]:
+    """A slot's actions, ordered as in Megatron-LM (Narayanan et al. 2021): of p micro-batches at a time all forwards of
+    its first stage, all of its second, and so on, and the backwards likewise from its last stage to its first; after a
+    warm-up of w[g] = 2 (p - g - 1) + (v - 1) p forwards one forward and one backward in turn.
+
+    No number of micro-batches deadlocks. If p divides it, give the n-th forward of rank g the tick 2 (n + g) and its
+    n-th backward 2 (n + w[g] + g) + 1. On each rank the ticks rise along the table, and whatever an action waits for
+    has a smaller one: F the same on rank g - 1, or on rank 0 the (n - p)-th on rank p - 1; B the same on rank g + 1, or
+    on rank p - 1 the (n - p)-th on rank 0, and a forward whose number is at most n + (v - 1) p. If p does not divide
+    it, the tables are those for the next multiple without the micro-batches that do not exist, which no other waits
+    for. (With a shorter last group in the tables themselves, 5 micro-batches on 4 ranks of 3 chunks do deadlock.)
+    """
+    group = ranks * chunks  # forwards of p micro-batches
+    n = -(-len(microbatches) // ranks) * group
+    warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+    for turn in range(n + warm_up):
+        for phase, number in ((Phase.FORWARD, turn), (Phase.BACKWARD, turn - warm_up)):
+            if not 0 <= number < n:
+                continue
+            groups_before, place = divmod(number, group)
+            chunk, member = divmod(place, ranks)
+            if phase is Phase.BACKWARD:
+                chunk = chunks - 1 - chunk
+            position = groups_before * ranks + member
+            if position < len(microbatches):
+                yield Action(phase, chunk * ranks + rank, microbatches[position])
+
+
+def _check_name(name: str, n_microbatches: int) -> None:
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
+    if n_microbatches < 1:
+        raise ValueError(f"n_microbatches is {n_microbatches}: a step has at least one micro-batch")

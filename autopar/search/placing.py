@@ -1,0 +1,89 @@
+"""Which device of a kind serves which stage, where links differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.costgraph import CostGraph
+from autopar.search.atoms import Atoms
+from autopar.search.problem import Solution
+from cost_models import Device
+
+_STARTS = 8  # devices tried for the first stage
+
+
+def place(
+    costs: CostGraph,
+    groups: Sequence[Sequence[Device]],
+    atoms: Atoms,
+    stages: Sequence[tuple[int, ...]],
+    solution: Solution,
+    chunks: int,
+) -> tuple[tuple[str, ...], ...]:
+    """Names of each stage's devices; with `chunks`, the stages of one round are repeated on the same devices.
+
+    Where all links are alike, devices are taken in the order in which they were given. Else, stage by stage, those to
+    which what it receives travels fastest from the stages already placed, tried from several devices for the first
+    stage; the seconds of all transfers of a micro-batch decide.
+    """
+    ranks = len(stages) // chunks
+    kind_of = [stage.kind for stage in solution.stages[:ranks]]
+    replicas = [stage.replicas for stage in solution.stages[:ranks]]
+    if costs.one_link is not None or not costs.links:
+        free = [[d.name for d in group] for group in groups]
+        alike: list[tuple[str, ...]] = []
+        for kind, number in zip(kind_of, replicas, strict=True):
+            alike.append(tuple(free[kind][:number]))
+            del free[kind][:number]
+        return tuple(alike) * chunks
+    flows = _flows(atoms, stages, ranks)
+    first = groups[kind_of[0]]
+    starts = range(0, len(first), max(1, len(first) // _STARTS))
+    tried = [_from(costs, groups, kind_of, replicas, flows, start) for start in starts]
+    return min(tried, key=lambda found: found[0])[1] * chunks
+
+
+def _from(
+    costs: CostGraph,
+    groups: Sequence[Sequence[Device]],
+    kind_of: Sequence[int],
+    replicas: Sequence[int],
+    flows: Sequence[dict[int, float]],
+    start: int,
+) -> tuple[float, tuple[tuple[str, ...], ...]]:
+    """Seconds of all transfers, and devices, if the first stage takes the device `start` of its kind first."""
+    free = [[d.name for d in group] for group in groups]
+    first = free[kind_of[0]]
+    free[kind_of[0]] = first[start:] + first[:start]
+    total, chosen = 0.0, list[tuple[str, ...]]()
+    for rank, flow in enumerate(flows):
+        mine = free[kind_of[rank]]
+        # Replicas reduce their gradients among themselves: each costs as much as a message to those chosen before it.
+        seconds = {
+            name: float(
+                sum(costs.links[other, name].seconds(n) for early, n in flow.items() for other in chosen[early])
+            )
+            for name in mine
+        }
+        names: list[str] = []
+        for _ in range(replicas[rank]):
+            name = min(mine, key=seconds.__getitem__)
+            total += seconds[name]
+            names.append(name)
+            mine.remove(name)
+            for other in mine:
+                seconds[other] += costs.links[name, other].seconds(0.0)
+        chosen.append(tuple(names))
+    return total, tuple(chosen)
+
+
+def _flows(atoms: Atoms, stages: Sequence[tuple[int, ...]], ranks: int) -> list[dict[int, float]]:
+    """For every rank the bytes, both ways, between it and each earlier one."""
+    rank_of = {atom: index % ranks for index, inside in enumerate(stages) for atom in inside}
+    flows: list[dict[int, float]] = [{} for _ in range(ranks)]
+    for value in atoms.values:
+        source = rank_of[value.producer]
+        for target in {rank_of[c] for c in value.consumers} - {source}:
+            early, late = sorted((source, target))
+            flows[late][early] = flows[late].get(early, 0.0) + value.nbytes + value.grad_nbytes
+    return flows

@@ -1,0 +1,138 @@
+"""The public graphs of "Efficient Algorithms for Device Placement of DNN Graph Operators" (NeurIPS 2020).
+
+Their objective is the largest load: every device works on one thing after the other, transfers included, and the
+slowest sets the pace. To the partition search that is a problem whose sum of stages does not count, where a transfer
+costs its sender as well as its receiver, and one kind of device (the CPU) pays for no transfer.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.search.cuts import AtomGraph, merged_graph
+from autopar.search.explore import Found, cuts_worth_looking_at, most_cuts, refine
+from autopar.search.partition import solve
+from autopar.search.problem import Kind, Problem, Shared, Space, Value
+from benchmarks.output import Report, Table
+
+_CUTS = 800
+_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One graph, nodes of a colour as one atom."""
+
+    graph: AtomGraph
+    times: np.ndarray  # [2, n] on an accelerator and on a CPU
+    sizes: np.ndarray  # [n] bytes
+    kinds: tuple[Kind, ...]
+
+    def problem(self, cuts: np.ndarray) -> Problem:
+        resident = tuple(Shared(float(size), (atom,)) for atom, size in enumerate(self.sizes) if size)
+        n = self.graph.n
+        space = Space(cuts, self.graph.values, resident, (), (), np.zeros(n))
+        # Two micro-batches: the one after the first takes as long as the slowest stage.
+        times = self.times[: len(self.kinds)]
+        return Problem(
+            space, times, np.zeros_like(times), 2, "gpipe", self.kinds, max_replicas=1, sum_counts=False, share=1.0
+        )
+
+
+def run_partition_instances(folder: Path | None) -> Report | None:
+    """Solve every instance of `folder`; None where there are none."""
+    paths = sorted(folder.glob("*/*.json")) if folder is not None else []
+    if not paths:
+        return None
+    assert folder is not None
+    published = _published(folder / "optima.csv")
+    data: dict[str, Any] = {}
+    rows = []
+    for path in paths:
+        name = f"{path.parent.name}/{path.stem}"
+        start = time.perf_counter()
+        found = solve_instance(json.loads(path.read_text()))
+        seconds = time.perf_counter() - start
+        data[name] = {"objective": found.solution.objective, "seconds": seconds}
+        best = published.get(name, {})
+        rows.append(
+            (
+                name,
+                *(best.get(column, "-") for column in ("nodes", "one_device", "linear", "opt_contig")),
+                f"{found.solution.objective:.4f}",
+                "all" if found.complete else "near the best",
+                f"{seconds:.2f}",
+            )
+        )
+    columns = ("instance", "nodes", "one device", "linear", "opt_contig", "autopar", "cuts", "seconds")
+    note = (
+        "Largest load of a device. opt_contig: the authors' exact program for convex stages; linear: along one order."
+    )
+    title = "Public pipeline-partitioning instances"
+    return Report(title, (Table("Largest load", columns, tuple(rows), note),), data, plain=True)
+
+
+def solve_instance(instance: dict[str, Any]) -> Found:
+    """The best convex stages found."""
+    parsed = parse_instance(instance)
+    counts = [kind.count for kind in parsed.kinds]
+    limit = most_cuts(counts, _CUTS)
+    cuts, complete = cuts_worth_looking_at(parsed.graph, limit)
+    problem = parsed.problem(cuts)
+    solution = solve(problem)
+    if solution is None:
+        raise ValueError("no split fits the memory of the accelerators")
+    found = Found(problem, solution, complete)
+    return refine(parsed.graph, found, parsed.problem, counts=counts, limit=limit, rounds=_ROUNDS)
+
+
+def parse_instance(instance: dict[str, Any]) -> Instance:
+    """Nodes of one colour become one atom; the forward nodes say what runs before what."""
+    nodes = {node["id"]: node for node in instance["nodes"]}
+    colour = {
+        i: ("colour", node["colorClass"]) if node.get("colorClass") is not None else i for i, node in nodes.items()
+    }
+    number: dict[Any, int] = {}
+    for i in nodes:
+        number.setdefault(colour[i], len(number))
+    atom = {i: number[colour[i]] for i in nodes}
+    readers: dict[Any, set[int]] = defaultdict(set)
+    cost: dict[Any, float] = {}
+    edges = []
+    for edge in instance["edges"]:
+        source, target = edge["sourceId"], edge["destId"]
+        readers[source].add(atom[target])
+        cost[source] = edge["cost"]
+        # Stages follow the forwards; backward nodes come along with those of their colour.
+        if not (nodes[source]["isBackwardNode"] or nodes[target]["isBackwardNode"]):
+            edges.append((atom[source], atom[target]))
+    impossible = 10 * sum(node["fpgaLatency"] + node["cpuLatency"] for node in nodes.values())
+    times, sizes = np.zeros((2, len(number))), np.zeros(len(number))
+    for i, node in nodes.items():
+        times[0, atom[i]] += node["fpgaLatency"] if node["supportedOnFpga"] else impossible
+        times[1, atom[i]] += node["cpuLatency"]
+        sizes[atom[i]] += node["size"]
+    values = tuple(Value(atom[i], tuple(sorted(readers[i])), cost[i], 0.0) for i in nodes if i in readers)
+    graph, atom_of = merged_graph(len(number), edges, times[0], values)
+    n = graph.n
+    merged_times, merged_sizes = np.zeros((2, n)), np.zeros(n)
+    for merged, each in zip([*merged_times, merged_sizes], [*times, sizes], strict=True):
+        np.add.at(merged, atom_of, each)
+    accelerators = Kind("accelerator", instance["maxFPGAs"], instance["maxSizePerFPGA"], 0.0, 1.0, 0.0, 1.0)
+    cpus = Kind("cpu", instance["maxCPUs"], np.inf, 0.0, 0.0, 0.0) if instance["maxCPUs"] else None
+    return Instance(graph, merged_times, merged_sizes, (accelerators, *([cpus] if cpus else [])))
+
+
+def _published(path: Path) -> dict[str, dict[str, str]]:
+    if not path.exists():
+        return {}
+    with path.open() as file:
+        return {row["instance"]: row for row in csv.DictReader(file)}

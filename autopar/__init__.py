@@ -1,5 +1,6 @@
 """Pipelines ordinary PyTorch models over the devices at hand, with the plan chosen by measurement and search."""
 
+from autopar.annotations import clear_hints, keep_together, pipeline_stage, recompute
 from autopar.api import compare, parallelize, plan, profile
 from autopar.errors import (
     AutoparError,
@@ -12,6 +13,7 @@ from autopar.errors import (
 )
 from autopar.plan import Plan
 from autopar.report.comparison import Comparison
+from autopar.report.diff import PlanDiff
 from autopar.report.profile import Profile
 from autopar.runtime.module import PipelinedModule
 
@@ -27,10 +29,15 @@ __all__ = [
     "InputError",
     "PipelinedModule",
     "Plan",
+    "PlanDiff",
     "PlanError",
     "Profile",
+    "clear_hints",
     "compare",
+    "keep_together",
     "parallelize",
+    "pipeline_stage",
     "plan",
     "profile",
+    "recompute",
 ]

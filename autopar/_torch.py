@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._export.passes import _node_metadata_hook
 from torch.utils import _pytree
 
 from autopar.errors import CaptureError
@@ -25,6 +26,9 @@ tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
+
+# What export's passes give nodes as their module where they know of none.
+NO_MODULE: str = _node_metadata_hook._EMPTY_NN_MODULE_STACK_KEY
 
 
 def tree_paths(tree: Any) -> list[str]:

@@ -5,26 +5,33 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.annotations import read_hints, resolve
 from autopar.comparing import Call, run_comparison
+from autopar.comparing import tune as run_tuning
 from autopar.errors import InputError
+from autopar.fingerprint import fingerprint
 from autopar.plan import Plan
 from autopar.profiling import capture_example, measure_costs, summarize
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
 from autopar.runtime.module import Example, PipelinedModule
 from autopar.schedule import SCHEDULES
-from autopar.search.planner import Options, make_plan
+from autopar.search.atoms import Constraints
+from autopar.search.planner import Options, find_plans, make_plan
 from cost_models import OPTIMIZER_STATE, Device, parse_devices
 
 log = logging.getLogger(__name__)
 
 Devices = Sequence[str | torch.device] | str | torch.device | None
 LossFunction = Callable[[Any, Any], torch.Tensor]
+
+TUNING_STEPS = 5  # of every plan that is tuned, after one that warms up
 
 BATCH_NORM = ("per-microbatch", "exact")
 
@@ -45,6 +52,8 @@ def parallelize(
     optimizer: str = "adamw",
     batch_norm: str = "per-microbatch",
     batch_dim: int | dict[str, int | None] | None = None,
+    tune: int = 0,
+    candidates: Mapping[str, Plan] | None = None,
     cache: bool = True,
 ) -> PipelinedModule:
     """`model` as a pipelined module over `devices`; whatever is not given is chosen by measurement and search.
@@ -58,14 +67,18 @@ def parallelize(
         target, loss_fn: with the example, what `train_step` will be called with, so that the plan makes room for
             the loss in the last stage. (Without, the first `train_step` plans again, mostly from the cache.)
         plan: a plan to follow instead of searching.
-        n_microbatches: micro-batches a batch. schedule: "gpipe" or "1f1b".
+        n_microbatches: micro-batches a batch. schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1".
         max_replicas: most devices one stage may hold; 1 for a pure pipeline.
         memory_limit: bytes usable on each device (default: what it has free).
         optimizer: whose state the memory must hold: "none", "sgd", "momentum", "adam" or "adamw".
         batch_norm: "per-microbatch": statistics of each micro-batch, as DataParallel and DDP do; "exact": the
             batch stays whole if the model has batch norm in training.
         batch_dim: the batch dimension of the inputs (default 0), or a dict from input names to theirs (None: shared).
+        tune: run that many of the best plans for a few steps and follow the fastest; 0 trusts the prediction.
+        candidates: plans of your own, by name, that are run beside them: the plan followed was at least as fast.
         cache: keep measurements on disk.
+
+    Hints on modules (`pipeline_stage`, `recompute`, `keep_together`) constrain the search.
 
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: when planning.
@@ -73,11 +86,13 @@ def parallelize(
     parsed, options = _checked(
         model, devices, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm
     )
+    tuning = _Tuning(tune, dict(candidates or {}), batch_dim, batch_norm)
     if plan is not None:
-        plan = _with_overrides(plan, n_microbatches, schedule).on([d.name for d in parsed])
+        plan = _with_overrides(plan, n_microbatches, schedule).on([d.name for d in parsed], [d.kind for d in parsed])
+        plan.check_model(model)
 
     def decide(example: Example) -> Plan:
-        return _decide(example, parsed, options, batch_norm, cache)
+        return _decide(example, parsed, options, tuning, cache)
 
     module = PipelinedModule(model, parsed, decide, plan=plan, batch_dim=batch_dim, batch_norm=batch_norm)
     if example_args is not None or example_kwargs is not None:
@@ -167,21 +182,56 @@ def compare(
     parsed, options = _checked(model, devices, n_microbatches, schedule, max_replicas, memory_limit, "none", batch_norm)
     args, kwargs = _call(example_args, example_kwargs)
     example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
-    example, options = _as_the_batch_allows(example, options, batch_norm)
+    example, options = _as_the_model_allows(example, options, parsed, batch_norm)
     # A plan made by hand may split the batch otherwise than the options do: then all sizes are measured.
     only = options.n_microbatches if all(plan is None for plan in plans.values()) else None
     costs = measure_costs(example, parsed, n_microbatches=only, cache=cache)
-    return run_comparison(Call(args, kwargs, example, batch_dim, batch_norm), plans, costs, options, repeats)
+    return run_comparison(Call(example, batch_dim, batch_norm), plans, costs, options, repeats)
 
 
-def _decide(example: Example, devices: tuple[Device, ...], options: Options, batch_norm: str, cache: bool) -> Plan:
-    example, options = _as_the_batch_allows(example, options, batch_norm)
-    return make_plan(measure_costs(example, devices, n_microbatches=options.n_microbatches, cache=cache), options)
+@dataclass(frozen=True)
+class _Tuning:
+    """What a plan is measured against before it is followed."""
+
+    finalists: int
+    candidates: Mapping[str, Plan]
+    batch_dim: int | dict[str, int | None] | None
+    batch_norm: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.finalists, int) or isinstance(self.finalists, bool) or self.finalists < 0:
+            raise InputError(f"tune must be a whole number of at least 0, got {self.finalists!r}")
+        if self.candidates and not self.finalists:
+            raise InputError("candidates are compared by running them; give tune=1 or more")
+        for name, plan in self.candidates.items():
+            if not isinstance(plan, Plan):
+                raise InputError(f"candidates[{name!r}] must be a Plan, got {type(plan).__name__}")
 
 
-def _as_the_batch_allows(example: Example, options: Options, batch_norm: str) -> tuple[Example, Options]:
-    """The same with all that keeps the batch whole taken into account."""
+def _decide(example: Example, devices: tuple[Device, ...], options: Options, tuning: _Tuning, cache: bool) -> Plan:
+    example, options = _as_the_model_allows(example, options, devices, tuning.batch_norm)
+    only = None if tuning.candidates else options.n_microbatches
+    costs = measure_costs(example, devices, n_microbatches=only, cache=cache)
+    if not tuning.finalists:
+        return dataclasses.replace(make_plan(costs, options), model=fingerprint(example.model))
+    found = find_plans(costs, options, tuning.finalists)
+    plans = {f"automatic {rank}": plan for rank, plan in enumerate(found, 1)} | dict(tuning.candidates)
+    call = Call(example, tuning.batch_dim, tuning.batch_norm)
+    name, best, table = run_tuning(call, plans, costs, options, TUNING_STEPS)
+    told = [
+        f"{'*' if other == name else ''}{other} {predicted * 1e3:.4g} / {measured * 1e3:.4g} ms"
+        for other, (predicted, measured) in table.items()
+    ]
+    note = f"tuned over {TUNING_STEPS} steps each, predicted / measured: {', '.join(told)} (* is followed)"
+    return dataclasses.replace(best, notes=(*best.notes, note), model=fingerprint(example.model))
+
+
+def _as_the_model_allows(
+    example: Example, options: Options, devices: Sequence[Device], batch_norm: str
+) -> tuple[Example, Options]:
+    """The same with all that keeps the batch whole and all hints taken into account."""
     batching = example.batching
+    hints = resolve(read_hints(example.model), example.program, len(devices), batching.storages)
     why = batching.obstacle
     if not why and batch_norm == "exact" and batching.batch_norms:
         why = f"batch_norm='exact' and '{batching.batch_norms[0]}' normalises by the whole batch's statistics"
@@ -193,6 +243,7 @@ def _as_the_batch_allows(example: Example, options: Options, batch_norm: str) ->
         one_microbatch_because=why,
         least_rows=batching.least_rows,
         loss_inside=example.loss is not None,
+        constraints=Constraints(hints.stage_of, hints.recompute, hints.together),
     )
     return dataclasses.replace(example, batching=dataclasses.replace(batching, obstacle=why)), options
 

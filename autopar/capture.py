@@ -90,6 +90,8 @@ def module_path(node: fx.Node) -> str:
     """Path of the innermost module that `node` came from, "" for the root."""
     stack = node.meta.get("nn_module_stack")
     path = str(list(stack.values())[-1][0]) if stack else ""
+    if path == _torch.NO_MODULE:
+        return ""
     return re.sub(r"@\d+$", "", path)  # export numbers the second call of the same module
 
 

@@ -1,4 +1,4 @@
-"""The command line: `autopar demo`, `profile`, `plan` and `compare`.
+"""The command line: `autopar demo`, `profile`, `plan`, `compare` and `diff`.
 
 Results go to stdout, as text or with --json as JSON; progress, warnings and errors to stderr. Exit status: 0, 1 where
 autopar cannot do it (the message says why), 2 for a command that is not understood.
@@ -167,6 +167,17 @@ def compare(
         cache=cache,
         **_load(factory),
     )
+    typer.echo(found.to_json() if json else found)
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A saved plan.", metavar="BEFORE.json")],
+    after: Annotated[Path, typer.Argument(help="Another.", metavar="AFTER.json")],
+    json: AsJson = False,
+) -> None:
+    """What one saved plan does otherwise than another. Exit status: 0, the same or not; 1 if a file holds no plan."""
+    found = Plan.load(before).diff(Plan.load(after))
     typer.echo(found.to_json() if json else found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +31,7 @@ from cost_models import Device
 class Call:
     """What every step is called with."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    example: Example  # of the same call, captured
+    example: Example
     batch_dim: int | dict[str, int | None] | None
     batch_norm: str
 
@@ -70,13 +69,9 @@ def run_comparison(
             for name, plan in priced.items():
                 progress(f"preparing {name}", 0.0)
                 contestants.append(_pipelined(name, plan, call, devices))
-            steps: list[list[float]] = [[] for _ in contestants]
-            for turn in range(repeats + 1):
-                for contestant, seconds in zip(contestants, steps, strict=True):
-                    progress(f"measuring {contestant.name}", turn / (repeats + 1))
-                    seconds.append(_timed(contestant, devices))
+            steps = _steps_in_turn(contestants, devices, repeats, progress)
             rows = [
-                Row(c.name, c.plan, tuple(seconds[1:]), _predicted_memory(c.plan, devices), _memory(c, devices))
+                Row(c.name, c.plan, seconds, _predicted_memory(c.plan, devices), _memory(c, devices))
                 for c, seconds in zip(contestants, steps, strict=True)
             ]
         finally:
@@ -86,11 +81,50 @@ def run_comparison(
     return Comparison(rows[0], tuple(rows[1:]), names, costs.batch_size, example.training)
 
 
+def tune(
+    call: Call, plans: Mapping[str, Plan], costs: CostGraph, options: Options, repeats: int
+) -> tuple[str, Plan, dict[str, tuple[float, float]]]:
+    """The plan whose steps are fastest when all are run in turn, by name, with its measured time; and of each plan the
+    predicted and the measured seconds (medians). Copies of the model are run, as in `run_comparison`."""
+    devices, example = costs.devices, call.example
+    priced = {name: _priced(plan, example, costs, options) for name, plan in plans.items()}
+    contestants: list[_Contestant] = []
+    with untouched(example.model), _threads(devices[0].threads), progress_bar() as progress:
+        try:
+            for name, plan in priced.items():
+                progress(f"preparing {name}", 0.0)
+                contestants.append(_pipelined(name, plan, call, devices))
+            steps = _steps_in_turn(contestants, devices, repeats, progress)
+        finally:
+            for contestant in contestants:
+                contestant.close()
+    measured = {c.name: statistics.median(seconds) for c, seconds in zip(contestants, steps, strict=True)}
+    fastest = min(measured, key=lambda name: measured[name])
+    table = {name: (plan.predicted_step_time or 0.0, measured[name]) for name, plan in priced.items()}
+    # Pricing drops what only the search knows of its own plans.
+    best = replace(plans[fastest], predicted_step_time=priced[fastest].predicted_step_time)
+    if best.split:
+        best = priced[fastest]
+    return fastest, replace(best, measured_step_time=measured[fastest]), table
+
+
+def _steps_in_turn(
+    contestants: Sequence[_Contestant], devices: Sequence[Device], repeats: int, progress: Callable[[str, float], None]
+) -> list[tuple[float, ...]]:
+    """Seconds of `repeats` steps of each, after one that warms up."""
+    steps: list[list[float]] = [[] for _ in contestants]
+    for turn in range(repeats + 1):
+        for contestant, seconds in zip(contestants, steps, strict=True):
+            progress(f"measuring {contestant.name}", turn / (repeats + 1))
+            seconds.append(_timed(contestant, devices))
+    return [tuple(seconds[1:]) for seconds in steps]
+
+
 def _priced(plan: Plan | None, example: Example, costs: CostGraph, options: Options) -> Plan:
     """The plan with its predictions, all from the same costs."""
     if plan is None:
         return make_plan(costs, options)
-    plan = plan.on([device.name for device in costs.devices])
+    plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
     if example.batching.obstacle:
         plan = replace(plan, n_microbatches=1)
     stage_of = {node.name: stage for node, stage in plan.assign(example.program).items()}
@@ -99,13 +133,14 @@ def _priced(plan: Plan | None, example: Example, costs: CostGraph, options: Opti
 
 def _plain(name: str, plan: Plan, call: Call, device: Device) -> _Contestant:
     model = copy.deepcopy(call.example.model).to(device.torch_device)
+    example = call.example
     args, kwargs, target = _torch.tree_map(
         lambda x: x.to(device.torch_device) if isinstance(x, torch.Tensor) else x,
-        (call.args, call.kwargs, call.example.target),
+        (example.args, example.kwargs, example.target),
     )
 
     def step() -> None:
-        _whole_step(model, args, kwargs, replace(call.example, target=target))
+        _whole_step(model, args, kwargs, replace(example, target=target))
 
     return _Contestant(name, plan, model, step, lambda watch: watch(device.name), lambda: None)
 
@@ -118,13 +153,13 @@ def _pipelined(name: str, plan: Plan, call: Call, devices: Sequence[Device]) -> 
 
     model = copy.deepcopy(example.model)
     module = PipelinedModule(model, devices, decide, plan=plan, batch_dim=call.batch_dim, batch_norm=call.batch_norm)
-    module.prepare(call.args, call.kwargs, loss_fn=example.loss, target=example.target)
+    module.prepare(example.args, example.kwargs, loss_fn=example.loss, target=example.target)
 
     def step() -> None:
         if example.loss is not None:
-            module.train_step(*call.args, target=example.target, loss_fn=example.loss, **call.kwargs)
+            module.train_step(*example.args, target=example.target, loss_fn=example.loss, **example.kwargs)
         else:
-            _whole_step(module, call.args, call.kwargs, example)
+            _whole_step(module, example.args, example.kwargs, example)
 
     def watched(watch: MemoryWatch) -> AbstractContextManager[object]:
         in_this_thread = len(plan.used_devices) == 1 and plan.n_microbatches == 1
@@ -176,10 +211,12 @@ def _memory(contestant: _Contestant, devices: Sequence[Device]) -> dict[str, int
 
 def _predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
     places = {d.name: d.name if d.shares_process_memory else str(d.torch_device) for d in devices}
-    total: Counter[str] = Counter()
+    peaks: dict[str, int] = {}  # a device's peak is the same in all its stages
     for stage in plan.stages:
-        for name in stage.devices:
-            total[places[name]] += stage.peak_memory or 0
+        peaks |= dict.fromkeys(stage.devices, stage.peak_memory or 0)
+    total: Counter[str] = Counter()
+    for name, peak in peaks.items():
+        total[places[name]] += peak
     return dict(total)
 
 

@@ -123,7 +123,8 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
     key, operator, module, source; position in program order; replicable, grad; weight_share (the fraction of its
     backward's time that only gradients of parameters need, see `weight_shares`); repeatable (it may run again for its
     backward); bytes for the whole batch: output (of its result), gradient (of what flows back), fresh (newly
-    allocated), saved = {storage: bytes}; parameters = {name: (bytes, trained)}; batched: the bytes grow with the batch. Edges carry the bytes that flow.
+    allocated), saved = {storage: bytes}; parameters = {name: (bytes, trained)};
+    batched: the bytes grow with the batch. Edges carry the bytes that flow.
     Graph attributes: fused (groups of nodes that stay together), order (pairs of nodes of which the first must not run
     in a later stage although the second does not read it), outputs (nodes that the caller reads).
     """

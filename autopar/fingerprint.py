@@ -13,8 +13,10 @@ from collections import defaultdict
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from autopar.paths import few
+
 _NONE = "no parameters"
-_MOST = 3  # names in a message
+_MOST = 3  # parameters in a message
 _DIGITS = 8
 
 
@@ -42,12 +44,6 @@ def differences(recorded: str, model: nn.Module) -> list[str]:
     return told
 
 
-def few(names: list[str]) -> str:
-    """`'a', 'b', 'c' and 5 more`."""
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(f"'{name}'" for name in names[:_MOST]) + more
-
-
 def _digests(model: nn.Module) -> dict[str, str | None]:
     """A hash for every child with parameters; None where shapes are not known yet."""
     lines: dict[str, list[str]] = defaultdict(list)
@@ -67,9 +63,3 @@ def _digests(model: nn.Module) -> dict[str, str | None]:
 def _child(name: str) -> str:
     """The child of the root that a parameter is in, "" for the root itself."""
     return re.sub(r"\s", "_", name.partition(".")[0]) if "." in name else ""
-
-
-def ancestors(path: str) -> list[str]:
-    """From the root, "", down to the module `path` itself."""
-    names = path.split(".") if path else []
-    return [".".join(names[:depth]) for depth in range(len(names) + 1)]

@@ -15,8 +15,9 @@ from torch import fx, nn
 from autopar import planfile
 from autopar.capture import Program, describe
 from autopar.errors import PlanError
-from autopar.fingerprint import ancestors, differences, few
+from autopar.fingerprint import differences
 from autopar.operators import compute_nodes, operator_keys, replicable_nodes
+from autopar.paths import ancestors, few, nearest
 from autopar.plancheck import INTERLEAVED, rounds, violations
 
 if TYPE_CHECKING:
@@ -160,33 +161,34 @@ class Plan:
         Raises PlanError if there are too few devices, names that the plan uses are not among them, or their kinds are
         others; lists all of it.
         """
-        used = self.used_devices
-        turns = self.schedule == INTERLEAVED and all(name.startswith("#") for name in used)
+        used, n_stages = self.used_devices, len(self.stages)
+        free = all(stage.devices == (f"#{s}",) for s, stage in enumerate(self.stages))
+        turns = self.schedule == INTERLEAVED and free and len(offered) < n_stages
+        short = len(used) > len(offered)
         problems = []
-        if turns and len(self.stages) % min(len(offered), len(self.stages)):
-            problems.append(f"{len(self.stages)} stages cannot go round {len(offered)} devices evenly")
-        elif not turns and len(used) > len(offered):
+        if turns and (not offered or n_stages % len(offered)):
+            problems.append(f"{n_stages} stages cannot go round {len(offered)} devices evenly: {', '.join(offered)}")
+        elif short and not turns:
             problems.append(f"the plan uses {len(used)} devices, but {len(offered)} are given: {', '.join(offered)}")
-        unknown = [name for name in used if name not in offered and not name.startswith("#")]
+        named = {f"#{s}": offered[s % len(offered)] for s in range(n_stages if turns else len(offered)) if offered}
+        unknown = [n for n in used if n not in offered and n not in named and not (short and n.startswith("#"))]
         if unknown:
             problems.append(f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}")
         made_for = dict(zip(self.devices, self.device_kinds, strict=False))
         given = made_for if kinds is None else dict(zip(offered, kinds, strict=True))
-        if any(name in made_for and name in given and made_for[name] != given[name] for name in used):
+        if any(made_for[n] != given[n] for n in used if n in made_for and n in given):
             problems.append(
-                f"the plan was made for {_counted(made_for[name] for name in used if name in made_for)}, offered are "
+                f"the plan was made for {_counted(made_for[n] for n in used if n in made_for)}, offered are "
                 f"{_counted(given.values())}; plan again for these, or take device_kinds out of the plan"
             )
         if problems:
             raise PlanError("; ".join(problems))
-        named = {f"#{s}": offered[s % len(offered)] for s in range(max(len(offered), len(self.stages)))}
         stages = tuple(replace(s, devices=tuple(named.get(d, d) for d in s.devices)) for s in self.stages)
-        known = all(name in given for name in offered)
-        device_kinds = tuple(given[name] for name in offered) if known else ()
+        device_kinds = tuple(given[n] for n in offered) if all(n in given for n in offered) else ()
         return replace(self, stages=stages, devices=tuple(offered), device_kinds=device_kinds)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise PlanError if the plan was made for a model with other parameters, or names modules that `model` has not.
+        """Raise PlanError if the plan was made for a model with other parameters, or names modules that it has not.
 
         The message names some of what differs. Lazy modules must have run before.
         """
@@ -199,10 +201,11 @@ class Plan:
             problems.append(f"it has no modules {few(lost)}")
         if not problems:
             return
-        covered = {ancestor for path in named for ancestor in ancestors(path)[1:]}
-        own = [path for path, module in modules.items() if path and list(module.parameters(recurse=False))]
-        bare = [path for path in own if covered and covered.isdisjoint(ancestors(path)[1:])]
-        if bare:
+        known = set(named) - {""}
+        above = {ancestor for path in known for ancestor in ancestors(path)}
+        own = [path for path, module in modules.items() if list(module.parameters(recurse=False))]
+        bare = [path for path in own if path not in above and nearest(path, known) is None]
+        if known and bare:
             problems.append(f"the plan says nothing about its modules {few(bare)}")
         raise PlanError(f"the plan was made for another model than this {type(model).__name__}: {'; '.join(problems)}")
 
@@ -219,8 +222,8 @@ class Plan:
         keys = operator_keys(program)
         if len(self.stages) > 1 and not any(key in known for key in keys.values()):
             raise PlanError(
-                f"the plan names no operator of this model: it was made for another one, with {few(list(known))}; here are "
-                f"{few(list(keys.values()))}"
+                f"the plan names no operator of this model: it was made for another one, with {few(list(known))}; "
+                f"here are {few(list(keys.values()))}"
             )
         # Replicable nodes (positions, masks) are computed where they are needed: they hold no reader back.
         free = replicable_nodes(program)
@@ -275,12 +278,12 @@ class Plan:
             fields, problems = planfile.read(text, cls)
         except ValueError as error:
             raise PlanError(f"not a plan: {error}") from error
-        unchecked = object.__new__(cls)
-        unchecked.__dict__.update(fields, explainer=None)
+        unchecked = object.__new__(cls)  # some of its fields may be None that must not
+        unchecked.__dict__.update(fields)
         problems += violations(unchecked)
         if problems:
             raise PlanError("not a valid plan:\n  " + "\n  ".join(problems))
-        return unchecked
+        return cls(**fields)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")

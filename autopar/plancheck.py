@@ -94,8 +94,6 @@ def _operators(plan: Any) -> Iterator[str]:
         for s, stage in enumerate(stages):
             if stage.operators == ():
                 yield f"stage {s} has no operators; leave it out or move some into it"
-        if plan.split:
-            yield "a plan has a split or operators in its stages, not both"
 
 
 def _split(plan: Any) -> Iterator[str]:
@@ -118,7 +116,7 @@ def _transfers(plan: Any) -> Iterator[str]:
         if source is None or target is None or not plan.stages:
             continue
         if not 0 <= source < target < len(plan.stages):
-            yield f"transfers[{index}] goes from stage {source} to {target}; of {len(plan.stages)} stages, to a later one"
+            yield f"transfers[{index}] goes from stage {source} to {target}, not to a later one of {len(plan.stages)}"
 
 
 def _twice(names: Iterable[str]) -> list[str]:

@@ -20,6 +20,7 @@ import json
 import re
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 VERSION = 2
@@ -35,8 +36,8 @@ def write(plan: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare)
-        kept = ((name, item) for name, item in fields if item not in (None, "", ()))
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare)
+        kept = ((f.name, item) for f, item in fields if item != f.default or item not in (None, "", ()))
         return {name: _SPECIAL[name][0](item) if name in _SPECIAL else _plain(item) for name, item in kept}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
@@ -130,4 +131,8 @@ def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
     return tuple(data.items()) if not wrong else None
 
 
-_SPECIAL = {"operators": (_operator_lines, _operators), "split": (dict, _split)}  # field -> (as JSON, from JSON)
+_SPECIAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, str, list[str]], Any]]] = {
+    # field: (to JSON, from JSON)
+    "operators": (_operator_lines, _operators),
+    "split": (dict, _split),
+}

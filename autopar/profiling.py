@@ -39,7 +39,7 @@ def capture_example(
         assert bound is not None, "a captured program takes the call that it was captured from"
         batching = study(program, bound[0])
     training = has_backward(model, program, loss_fn)
-    return Example(model, program, batching, bound[0], training, loss_fn, target)
+    return Example(model, program, batching, args, kwargs, bound[0], training, loss_fn, target)
 
 
 def measure_costs(

@@ -66,7 +66,8 @@ def test_long_names_notes_and_many_stages_fit_the_width() -> None:
         dataclasses.replace(plan_of().stages[0], devices=(f"cuda:{s}#1",), operators=(f"{deep}.{s}/op#0",))
         for s in range(8)
     )
-    plan = plan_of(stages=stages, transfers=(), notes=("why " * 100,))
+    names = tuple(stage.devices[0] for stage in stages)
+    plan = plan_of(stages=stages, devices=names, transfers=(), notes=("why " * 100,))
     assert_printable(plan_text(plan))
     assert deep.count("name") == 8
     assert_printable(module_text(plan, []))

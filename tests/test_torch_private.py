@@ -14,6 +14,8 @@ from models import bert, gpt2, t5, tokens
 from torch import nn
 
 from autopar import CaptureError, _torch
+from autopar.capture import capture, module_path
+from autopar.operators import compute_nodes
 
 
 class Pair(NamedTuple):
@@ -164,3 +166,18 @@ def test_model_outputs_without_a_cache_need_no_registration() -> None:
     inputs = {"input_ids": tokens(2)}
     output = torch.export.export(model, (), inputs, strict=False).module()(**inputs)
     assert type(output) is type(model(**inputs))
+
+
+def test_operators_that_exports_passes_add_belong_to_no_module_of_that_name() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(4, 4, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x)[0]
+
+    program = capture(Model(), (torch.randn(3, 2, 4),), {})
+    paths = {module_path(node) for node in compute_nodes(program.graph)}
+    assert paths <= {"", "rnn"}
+    assert _torch.NO_MODULE not in paths

@@ -31,8 +31,9 @@ def plan_text(plan: Plan) -> str:
             for link in plan.transfers
         ]
         parts.append(table(["transfer", "forward MB", "backward MB", "both ms"], rows))
-    if plan.notes:
-        parts.append("\n".join(bullet(note) for note in plan.notes))
+    told = [*([plan.optimality] if plan.optimality else []), *plan.notes]
+    if told:
+        parts.append("\n".join(bullet(note) for note in told))
     if plan.predicted_step_time is not None:
         parts.append("Times, activations and transfers are predictions for one micro-batch, peak MB for each device.")
     return "\n\n".join(parts)
@@ -57,8 +58,9 @@ def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
 
 
 def places(plan: Plan) -> str:
-    """`cpu:0 | cpu:1+cpu:2`: stages apart, replicas together."""
-    return " | ".join("+".join(stage.devices) for stage in plan.stages)
+    """`cpu:0 | cpu:1+cpu:2`: stages apart, replicas together; `(cpu:0 | cpu:1) x 2` for two stages on each."""
+    once = " | ".join("+".join(stage.devices) for stage in plan.stages[: plan.ranks])
+    return once if plan.chunks == 1 else f"({once}) x {plan.chunks}"
 
 
 def module_ranges(plan: Plan) -> list[str]:
@@ -105,11 +107,16 @@ def _headline(plan: Plan) -> str:
         _count(m, "micro-batch", "micro-batches") + _microbatch_size(plan),
         plan.schedule,
     ]
+    again = [str(index) for index, stage in enumerate(plan.stages) if stage.recompute]
+    if again:
+        words.append(f"recomputing stage{'s' if len(again) > 1 else ''} {', '.join(again)}")
     if not plan.training:
         words.append("inference")
     lines = [textwrap.fill(", ".join(words), WIDTH, subsequent_indent="  ")]
     if plan.predicted_step_time is not None:
         numbers = [f"predicted step {milliseconds(plan.predicted_step_time)} ms"]
+        if plan.measured_step_time is not None:
+            numbers.append(f"measured {milliseconds(plan.measured_step_time)} ms")
         if plan.single_device_time is not None:
             numbers.append(f"one device {milliseconds(plan.single_device_time)} ms")
             if plan.predicted_step_time:

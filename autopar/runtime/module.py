@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopar import _torch
+from autopar.annotations import read_hints, resolve, violations
 from autopar.batching import Batching, study
 from autopar.capture import Program, capture
 from autopar.errors import AutoparWarning, InputError, PlanError
@@ -34,7 +35,9 @@ class Example:
     model: nn.Module
     program: Program
     batching: Batching
-    leaves: list[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]  # the flat inputs among them
     training: bool
     loss: LossFunction | None
     target: Any
@@ -269,12 +272,20 @@ class PipelinedModule(nn.Module):
         assert bound is not None
         if bound[1] == 0 and entry.program.batch_size:
             raise InputError("the batch has no samples; give at least one")
-        self._plan_for(entry, bound[0], loss_fn, target)
+        self._plan_for(entry, args, kwargs, bound[0], loss_fn, target)
         if entry.plan is not self._plan:
             self._build(entry)
         return entry, *bound
 
-    def _plan_for(self, entry: _Entry, leaves: list[Any], loss_fn: LossFunction | None, target: Any) -> None:
+    def _plan_for(
+        self,
+        entry: _Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        loss_fn: LossFunction | None,
+        target: Any,
+    ) -> None:
         """Make a plan if there is none that fits: none at all, one for inference when training starts, or one made
         before the loss was known, for which the last stage must make room."""
         program, batching = entry.program, entry.batching
@@ -292,7 +303,7 @@ class PipelinedModule(nn.Module):
                 and (old.batch_size != 1 or program.batch_size <= 1)  # one sample taught nothing about micro-batches
             )
             if not fits:
-                example = Example(self.unwrap(), program, batching, leaves, training, loss_fn, target)
+                example = Example(self.unwrap(), program, batching, args, kwargs, leaves, training, loss_fn, target)
                 self._plan, self._plan_knows_loss = self._decide(example), loss_fn is not None
         assert self._plan is not None
         self._warn_unsafe(self._plan, batching)
@@ -304,7 +315,9 @@ class PipelinedModule(nn.Module):
         """Lower the plan for the entry's program and place it."""
         plan = self._plan
         assert plan is not None
-        lowered = lower(entry.program, plan.assign(entry.program), entry.batching.storages)
+        stage_of = plan.assign(entry.program)
+        self._check_hints(plan, entry, stage_of)
+        lowered = lower(entry.program, stage_of, entry.batching.storages)
         if len(lowered.stages) != len(plan.stages):
             raise PlanError(
                 f"the plan has {len(plan.stages)} stages, but operators of this model fill only "
@@ -334,6 +347,17 @@ class PipelinedModule(nn.Module):
                 recompute=[stage.recompute for stage in plan.stages],
             )
         entry.plan, entry.n_microbatches, entry.lowered, entry.executable = plan, n_microbatches, lowered, executable
+
+    def _check_hints(self, plan: Plan, entry: _Entry, stage_of: Mapping[fx.Node, int]) -> None:
+        """A plan that was given must do what the hints on the model ask; the search does so by itself."""
+        hints = read_hints(self.unwrap()) if self._given is not None else None
+        if not hints:
+            return
+        resolved = resolve(hints, entry.program, len(self._devices), entry.batching.storages)
+        recompute = [stage.recompute for stage in plan.stages]
+        problems = violations({node.name: stage for node, stage in stage_of.items()}, recompute, resolved)
+        if problems:
+            raise PlanError("the plan does not follow the hints on the model:\n  " + "\n  ".join(problems))
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:

@@ -115,8 +115,6 @@ def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
     link = min(link, 1 - busy) if busy < 1 else 0.0
     shares = (("compute", busy), ("link", link), ("bubble", max(0.0, 1 - busy - link)))
     bound = max(shares, key=lambda share: share[1])[0]
-    if plan.stages[stage].recompute:
-        bound = "memory"
     return Bottleneck(stage, plan.stages[stage].devices, busy, bound, shares)
 
 

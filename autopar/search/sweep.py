@@ -62,7 +62,7 @@ def sweep(
     pinned: frozenset[int],
     exactly: bool = False,
 ) -> Path | None:
-    """The plan with the least sum of fills on at most (or exactly) `counts` devices of each kind; None if none is there.
+    """The plan with the least sum of fills on at most (or exactly) `counts` devices of each kind; None without any.
 
     `places`: for every stage the place in a plan that its pins ask for (from 0), -1 if it has none and -2 if they
     contradict each other; `pinned`: all places with pins. Of equal plans the one with fewest devices and then the

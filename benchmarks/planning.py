@@ -104,7 +104,7 @@ def synthetic_costs(case: Case, seed: int = 0) -> CostGraph:
     names = tuple(graph)
     tables = []
     for kind in range(len(case.devices)):
-        rows = (1, case.batch)
+        rows = tuple(sorted({1, case.batch}))
         forward = np.array([[seconds[n] * (r + 0.2) / (1 + kind) for n in names] for r in rows])
         tables.append(CostTable(f"kind {'ab'[kind]}", 1, names, rows, forward, 2 * forward, np.zeros((len(rows), 2))))
     return CostGraph(graph, case.batch, True, tuple(tables), devices, links, accumulate=1e-12)

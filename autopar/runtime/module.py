@@ -354,7 +354,8 @@ class PipelinedModule(nn.Module):
         if not hints:
             return
         resolved = resolve(hints, entry.program, len(self._devices), entry.batching.storages)
-        recompute = [stage.recompute for stage in plan.stages]
+        # Without a backward there is nothing to recompute for.
+        recompute = [stage.recompute or not entry.program.training for stage in plan.stages]
         problems = violations({node.name: stage for node, stage in stage_of.items()}, recompute, resolved)
         if problems:
             raise PlanError("the plan does not follow the hints on the model:\n  " + "\n  ".join(problems))

@@ -101,9 +101,9 @@ class AtomGraph:
 
     def crossing(self, cuts: np.ndarray) -> np.ndarray:
         """[n_cuts] bytes, forward and backward, of the values made before each cut [n_cuts, n] and read after it."""
-        if not self.values:
-            return np.zeros(len(cuts))
         producers, readers, starts, nbytes = self._flat_values
+        if not len(readers):
+            return np.zeros(len(cuts))
         made = cuts[:, producers]
         all_read = np.logical_and.reduceat(cuts[:, readers], starts, axis=1)
         return np.asarray((made & ~all_read) @ nbytes)

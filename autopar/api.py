@@ -20,7 +20,8 @@ from autopar.plan import Plan
 from autopar.profiling import capture_example, measure_costs, summarize
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
-from autopar.runtime.module import Example, PipelinedModule
+from autopar.runtime.example import Example
+from autopar.runtime.module import PipelinedModule
 from autopar.schedule import SCHEDULES
 from autopar.search.atoms import Constraints
 from autopar.search.planner import Options, find_plans, make_plan

@@ -20,8 +20,9 @@ from autopar.errors import InputError
 from autopar.plan import Plan, Stage
 from autopar.report.comparison import Comparison, Row
 from autopar.report.progress import progress_bar
+from autopar.runtime.example import Example, untouched
 from autopar.runtime.memory import MemoryWatch
-from autopar.runtime.module import Example, PipelinedModule, untouched
+from autopar.runtime.module import PipelinedModule
 from autopar.search.planner import Options, make_plan
 from autopar.search.predict import predict
 from cost_models import Device

@@ -4,8 +4,7 @@ schedule, and what that was predicted to cost. Prints, saves and loads; knows ne
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,11 +175,10 @@ class Plan:
             problems.append(f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}")
         made_for = dict(zip(self.devices, self.device_kinds, strict=False))
         given = made_for if kinds is None else dict(zip(offered, kinds, strict=True))
-        if any(made_for[n] != given[n] for n in used if n in made_for and n in given):
-            problems.append(
-                f"the plan was made for {_counted(made_for[n] for n in used if n in made_for)}, offered are "
-                f"{_counted(given.values())}; plan again for these, or take device_kinds out of the plan"
-            )
+        other = [n for n in used if n in made_for and n in given and made_for[n] != given[n]]
+        if other:
+            told = ", ".join(f"{n} = '{made_for[n]}', which here is '{given[n]}'" for n in other)
+            problems.append(f"the plan was made for {told}; plan again, or take device_kinds out of the plan")
         if problems:
             raise PlanError("; ".join(problems))
         stages = tuple(replace(s, devices=tuple(named.get(d, d) for d in s.devices)) for s in self.stages)
@@ -281,6 +279,9 @@ class Plan:
         unchecked = object.__new__(cls)  # some of its fields may be None that must not
         unchecked.__dict__.update(fields)
         problems += violations(unchecked)
+        stages = fields["stages"] or ()
+        if len(stages) > 1 and fields["split"] == () and all(stage.operators == () for stage in stages):
+            problems.append("no stage has operators; list them, or give a split of the modules")
         if problems:
             raise PlanError("not a valid plan:\n  " + "\n  ".join(problems))
         return cls(**fields)
@@ -306,8 +307,3 @@ class Plan:
         from autopar.report.text import plan_text  # showing is the report room's work; print(plan) is the user's word
 
         return plan_text(self)
-
-
-def _counted(kinds: Iterable[str]) -> str:
-    """`2 x NVIDIA H200, 1 x AMD EPYC`"""
-    return ", ".join(f"{count} x {kind}" for kind, count in Counter(kinds).items())

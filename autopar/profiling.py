@@ -16,7 +16,7 @@ from autopar.capture import capture
 from autopar.costgraph import CostGraph
 from autopar.report.profile import Cost, Pass, Profile
 from autopar.report.progress import progress_bar
-from autopar.runtime.module import Example, has_backward, untouched
+from autopar.runtime.example import Example, has_backward, untouched
 from autopar.runtime.run import LossFunction
 from autopar.runtime.threads import neutral_state
 from cost_models import Device, MeasurementCache

@@ -20,7 +20,7 @@ from autopar import PipelinedModule, Plan, costgraph
 from autopar.batching import study
 from autopar.capture import capture
 from autopar.costgraph import CostGraph
-from autopar.runtime.module import untouched
+from autopar.runtime.example import untouched
 from autopar.search.planner import Options, make_plan
 from benchmarks.figures import split_size_curve
 from benchmarks.models import Workload

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -68,8 +67,36 @@ class Remembering(nn.Module):
         return x - self.average
 
 
+class WithIdle(nn.Module):
+    """A chain and a module that never runs."""
+
+    def __init__(self, *chain: nn.Module) -> None:
+        super().__init__()
+        self.chain, self.idle = nn.Sequential(*chain), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.chain(x)
+        return y
+
+
 def nested() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+
+
+def hinted(
+    model: nn.Module,
+    pins: Mapping[str, int] | None = None,
+    recompute: Sequence[str] = (),
+    together: Sequence[Sequence[str]] = (),
+) -> nn.Module:
+    """`model` with hints on its modules, by path."""
+    for path, stage in (pins or {}).items():
+        autopar.pipeline_stage(model.get_submodule(path), stage)
+    for path in recompute:
+        autopar.recompute(model.get_submodule(path))
+    for paths in together:
+        autopar.keep_together(*map(model.get_submodule, paths))
+    return model
 
 
 def captured(model: nn.Module) -> Program:
@@ -101,7 +128,7 @@ def test_hints_leave_the_model_as_it_is() -> None:
     plain.load_state_dict(model.state_dict())
     assert autopar.pipeline_stage(model.left, 1) is model.left
     assert autopar.recompute(model.right) is model.right
-    assert autopar.keep_together(model.stem, model.out) is None
+    autopar.keep_together(model.stem, model.out)
     x = torch.randn(3, 4)
     assert torch.equal(model(x), plain(x))
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -111,23 +138,17 @@ def test_hints_leave_the_model_as_it_is() -> None:
     assert str(captured(model).graph) == str(captured(plain).graph)
 
 
-def pickled(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
-
-
 def saved_and_loaded(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_and_loaded])
-def test_hints_survive_copies_of_the_model_which_do_not_share_them(copied: Any) -> None:
-    model = Tied()
-    autopar.pipeline_stage(model.first, 0)
-    autopar.recompute(model.block)
-    autopar.keep_together(model.first, model.last)
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_hints_survive_copies_of_the_model_which_do_not_share_them(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = hinted(Tied(), {"first": 0}, ["block"], [["first", "last"]])
     expected = read_hints(model)
     other = copied(model)
     assert read_hints(other) == expected
@@ -137,31 +158,14 @@ def test_hints_survive_copies_of_the_model_which_do_not_share_them(copied: Any) 
 
 
 def test_copies_of_a_block_are_kept_together_each_by_itself() -> None:
-    block = nested()
-    autopar.keep_together(block[0], block[1])
+    block = hinted(nested(), together=[["0", "1"]])
     model = nn.Sequential(block, copy.deepcopy(block))
     assert read_hints(model).together == (("0.0", "0.1"), ("1.0", "1.1"))
 
 
-def test_hints_are_the_same_after_captures() -> None:
-    model = nested()
-    autopar.pipeline_stage(model[0], 0)
-    autopar.keep_together(model[1], model[2])
-    before = read_hints(model)
-    captured(model)  # export puts copies of lists and dicts in the place of modules' attributes
-    captured(model.eval())
-    assert read_hints(model) == before
-
-
-def test_hints_are_read_by_path_and_a_later_one_replaces_an_earlier_one() -> None:
-    model = nested()
-    autopar.pipeline_stage(model[1], 0)
-    autopar.pipeline_stage(model[1], 2)
-    autopar.pipeline_stage(model, 1)
-    autopar.recompute(model[2][0])
-    autopar.keep_together(model[3], model[0])
-    autopar.keep_together(model[0], model[1])
-    hints = read_hints(model)
+def test_hints_are_read_by_path_and_a_later_pin_replaces_an_earlier_one() -> None:
+    model = hinted(nested(), {"1": 0}, ["2.0"], [["3", "0"], ["0", "1"]])
+    hints = read_hints(hinted(model, {"": 1, "1": 2}))
     assert hints
     assert hints.stages == (("", 1), ("1", 2))
     assert hints.recompute == ("2.0",)
@@ -169,21 +173,13 @@ def test_hints_are_read_by_path_and_a_later_one_replaces_an_earlier_one() -> Non
 
 
 def test_clearing_takes_the_hints_off_a_module_and_what_is_inside_only() -> None:
-    model = nested()
-    autopar.pipeline_stage(model[0], 0)
-    autopar.pipeline_stage(model[1], 1)
-    autopar.recompute(model[1][0])
-    autopar.clear_hints(model[1])
+    model = hinted(nested(), {"0": 0, "1": 1}, ["1.0"])
+    autopar.clear_hints(model.get_submodule("1"))
     assert read_hints(model) == Hints(stages=(("0", 0),))
-    autopar.clear_hints(model)
-    assert not read_hints(model)
 
 
 def test_a_module_with_two_names_is_read_under_both() -> None:
-    model = Tied()
-    autopar.pipeline_stage(model.again, 1)
-    autopar.keep_together(model.block, model.last)
-    hints = read_hints(model)
+    hints = read_hints(hinted(Tied(), {"again": 1}, together=[["block", "last"]]))
     assert hints.stages == (("block", 1), ("again", 1))
     assert set(hints.together[0]) == {"block", "again", "last"}
 
@@ -220,48 +216,31 @@ def test_nothing_cannot_be_kept_together() -> None:
 
 
 def test_the_most_specific_pin_counts() -> None:
-    model = nested()
-    autopar.pipeline_stage(model, 1)
-    autopar.pipeline_stage(model[0], 0)
-    autopar.pipeline_stage(model[3], 2)
-    autopar.pipeline_stage(model[3][1], 3)
-    found = resolved(model)
+    found = resolved(hinted(nested(), {"": 1, "0": 0, "3": 2, "3.1": 3}))
     stages = {found.modules[name]: stage for name, stage in found.stage_of.items()}
     assert stages == {"0.0": 0, "0.1": 0, "1.0": 1, "1.1": 1, "2.0": 1, "2.1": 1, "3.0": 2, "3.1": 3}
 
 
 def test_hints_reach_all_operators_of_a_module_and_no_others() -> None:
-    model = Residual()
-    autopar.recompute(model.left)
-    autopar.keep_together(model.left, model.right)
-    found = resolved(model)
+    found = resolved(hinted(Residual(), recompute=["left"], together=[["left", "right"]]))
     assert {found.modules[name] for name in found.recompute} == {"left"}
-    (group,) = found.together
-    assert {found.modules[name] for name in group} == {"left", "right"}
+    assert [{found.modules[name] for name in group} for group in found.together] == [{"left", "right"}]
     assert found.stage_of == {}
 
 
 def test_groups_that_share_a_module_are_one_group_of_operators() -> None:
-    model = nested()
-    autopar.keep_together(model[0], model[1])
-    autopar.keep_together(model[1], model[2])
-    (group,) = resolved(model).together
-    assert {path.split(".")[0] for name, path in running(captured(model)).items() if name in group} == {"0", "1", "2"}
+    found = resolved(hinted(nested(), together=[["0", "1"], ["1", "2"]]))
+    assert [{found.modules[name][0] for name in group} for group in found.together] == [{"0", "1", "2"}]
 
 
 def test_both_calls_of_a_module_with_two_names_follow_its_hint() -> None:
-    model = Tied()
-    autopar.pipeline_stage(model.block, 1)
-    found = resolved(model)
+    found = resolved(hinted(Tied(), {"block": 1}))
     assert len(found.stage_of) == 4  # two operators, called twice
-    assert {found.modules[name] for name in found.stage_of} <= {"block.0", "block.1", "again.0", "again.1"}
 
 
 def test_modules_that_share_a_parameter_may_be_pinned_apart() -> None:
-    model = Tied()
-    autopar.pipeline_stage(model.first, 0)
-    autopar.pipeline_stage(model.last, 1)
-    assert sorted(resolved(model).stage_of.values()) == [0, 1]
+    found = resolved(hinted(Tied(), {"first": 0, "last": 1}))
+    assert sorted(found.stage_of.values()) == [0, 1]
 
 
 class Masked(nn.Module):
@@ -276,10 +255,7 @@ class Masked(nn.Module):
 
 
 def test_what_every_stage_computes_for_itself_is_not_hinted() -> None:
-    model = nn.Sequential(Masked(), nn.Linear(4, 4))
-    autopar.pipeline_stage(model[0], 1)
-    autopar.recompute(model[0])
-    autopar.keep_together(model[0], model[1])
+    model = hinted(nn.Sequential(Masked(), nn.Linear(4, 4)), {"0": 1}, ["0"], [["0", "1"]])
     program, found = captured(model), resolved(model)
     free = {node.name for node in replicable_nodes(program)} & {node.name for node in compute_nodes(program.graph)}
     assert free
@@ -295,103 +271,72 @@ def test_a_model_without_hints_is_asked_for_nothing() -> None:
 # -- contradictions ---------------------------------------------------------------------------------------------------
 
 
-class WithIdle(nn.Module):
-    """A chain and a module that never runs."""
+def early(who: str, stage: int, source: str, later: int) -> str:
+    return f"{who} is pinned to stage {stage}, but runs after {source}, which is pinned to stage {later}; values only"
 
-    def __init__(self, *chain: nn.Module) -> None:
-        super().__init__()
-        self.chain, self.idle = nn.Sequential(*chain), nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.chain(x)
-        return y
+def torn(first: str, second: str, group: str) -> str:
+    return f"{first} is pinned to stage 0 and {second} is pinned to stage 1, but keep_together of {group} makes one"
+
+
+@pytest.mark.parametrize(
+    ("pins", "together", "told"),
+    [
+        ({"0": 1, "1": 0}, [], [early("'1'", 0, "'0'", 1)]),
+        ({"0": 2, "2": 1}, [], [early("'2'", 1, "'0'", 2)]),
+        (
+            {"0": 3, "1": 1, "3": 0},
+            [],
+            [early("'1'", 1, "'0'", 3), early("'3'", 0, "'1'", 1), early("'3'", 0, "'0'", 3)],
+        ),
+        ({"0": 1, "2": 0}, [["1", "2"]], [early("'2' (in keep_together of '1', '2')", 0, "'0'", 1)]),
+        ({"0": 0, "1": 1}, [["0", "1"]], [torn("'0'", "'1'", "'0', '1'")]),
+        ({"0": 0, "2": 1}, [["0", "3"]], [torn("'0'", "'2'", "'0', '3'")]),
+        ({"3": 4}, [], ["'3' is pinned to stage 4, but 4 devices make stages 0..3 at most"]),
+    ],
+    ids=["direct", "through another", "three", "a group's pin", "kept together", "in between", "too few devices"],
+)
+def test_pins_that_cannot_be_followed_are_refused(
+    pins: dict[str, int], together: list[list[str]], told: list[str]
+) -> None:
+    problems = problems_of(hinted(nested(), pins, together=together))
+    assert len(problems) == len(told)
+    assert all(problem.startswith(start) for problem, start in zip(problems, told, strict=True))
 
 
 def test_a_hint_on_a_module_that_does_not_run_is_refused() -> None:
-    model = WithIdle(nn.Linear(4, 4))
-    autopar.recompute(model.idle)
+    model = hinted(WithIdle(nn.Linear(4, 4)), recompute=["idle"])
     assert problems_of(model) == ["'idle' has a hint but runs no operator in this call"]
-
-
-def test_a_stage_beyond_the_devices_is_refused() -> None:
-    model = nested()
-    autopar.pipeline_stage(model[3], 2)
-    assert resolved(model, 3)
-    (problem,) = problems_of(model, 2)
-    assert problem.startswith("'3' is pinned to stage 2, but 2 devices")
-
-
-def test_pins_against_the_flow_are_refused_directly_and_through_others() -> None:
-    model = nested()
-    autopar.pipeline_stage(model[0], 3)
-    autopar.pipeline_stage(model[1], 1)
-    autopar.pipeline_stage(model[3], 0)
-    lines = problems_of(model)
-    pairs = {tuple(part.split("'")[1] for part in line.split("runs after")) for line in lines}
-    assert pairs == {("1", "0"), ("3", "0"), ("3", "1")}
-    assert all(line.endswith("values only flow to later stages") for line in lines)
-
-
-def test_keeping_modules_of_different_stages_together_is_refused() -> None:
-    model = nested()
-    autopar.pipeline_stage(model[0], 0)
-    autopar.pipeline_stage(model[1], 1)
-    autopar.keep_together(model[0], model[1])
-    (problem,) = problems_of(model)
-    assert problem.startswith("'0' is pinned to stage 0 and '1' is pinned to stage 1, but keep_together of '0', '1'")
-
-
-def test_keeping_together_what_a_pinned_module_runs_between_is_refused() -> None:
-    model = nested()
-    autopar.pipeline_stage(model[0], 0)
-    autopar.pipeline_stage(model[2], 1)
-    autopar.keep_together(model[0], model[3])
-    (problem,) = problems_of(model)
-    assert problem.startswith("'0' is pinned to stage 0 and '2' is pinned to stage 1, but keep_together of '0', '3'")
-
-
-def test_a_pin_that_keep_together_carries_ahead_of_its_inputs_names_the_group() -> None:
-    model = Residual()
-    autopar.pipeline_stage(model.stem, 1)
-    autopar.keep_together(model.left, model.right)
-    autopar.pipeline_stage(model.left, 0)
-    (problem,) = problems_of(model)
-    assert "(in keep_together of 'left', 'right')" in problem
-    assert "runs after 'stem', which is pinned to stage 1" in problem
 
 
 def test_recomputing_what_reads_a_buffer_that_it_writes_is_refused_and_batch_norm_is_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Remembering()).train()
-    autopar.recompute(model[1])
-    assert resolved(model).recompute
-    autopar.recompute(model[2])
-    lines = problems_of(model)
-    assert lines
-    assert all(line.startswith("'2' cannot be recomputed: aten.") for line in lines)
+    assert resolved(hinted(model, recompute=["1"])).recompute
+    problems = problems_of(hinted(model, recompute=["2"]))
+    assert problems
+    assert all(problem.startswith("'2' cannot be recomputed: aten.") for problem in problems)
 
 
-def test_a_pin_that_brings_a_written_buffer_into_a_recomputing_stage_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Remembering())
-    autopar.recompute(model[0])
+@pytest.mark.parametrize("hints", [{"together": [["0", "1"]]}, {"pins": {"0": 0, "1": 0}}])
+def test_a_hint_that_brings_a_written_buffer_into_a_recomputing_stage_is_refused(hints: dict[str, Any]) -> None:
+    model = hinted(nn.Sequential(nn.Linear(4, 4), Remembering()), recompute=["0"])
     assert resolved(model).recompute
-    autopar.keep_together(model[0], model[1])
-    assert all(line.startswith("'0' cannot be recomputed: aten.") for line in problems_of(model))
+    assert all(p.startswith("'0' cannot be recomputed: aten.") for p in problems_of(hinted(model, **hints)))
 
 
 def test_all_contradictions_are_told_at_once() -> None:
-    model = WithIdle(*nested(), Remembering())
-    autopar.recompute(model.idle)
-    autopar.pipeline_stage(model.chain[0], 7)
-    autopar.pipeline_stage(model.chain[1], 0)
-    autopar.pipeline_stage(model.chain[2], 1)
-    autopar.keep_together(model.chain[1], model.chain[3])
-    autopar.recompute(model.chain[4])
+    model = hinted(
+        WithIdle(*nested(), Remembering()),
+        {"chain.0": 7, "chain.1": 0, "chain.2": 1},
+        ["idle", "chain.4"],
+        [["chain.1", "chain.3"]],
+    )
     text = "\n".join(problems_of(model, 3))
     for told in (
         "'idle' has a hint",
         "'chain.0' is pinned to stage 7, but 3 devices",
         "runs after 'chain.0', which is pinned to stage 7",
-        "'chain.1' is pinned to stage 0 and 'chain.2' is pinned to stage 1, but keep_together of 'chain.1', 'chain.3'",
+        "'chain.1' is pinned to stage 0 and 'chain.2' is pinned to stage 1, but keep_together",
         "'chain.4' cannot be recomputed",
     ):
         assert told in text
@@ -428,7 +373,7 @@ def cases() -> list[Case]:
 
 
 @st.composite
-def hinted(draw: st.DrawFn) -> tuple[Case, Hints]:
+def hinted_cases(draw: st.DrawFn) -> tuple[Case, Hints]:
     """A case with any pins to stages 0..2, recomputed modules and groups."""
     case = draw(st.sampled_from(cases()))
     paths = st.sampled_from(case.paths)
@@ -452,7 +397,7 @@ def follows(way: Mapping[str, int], modules: Mapping[str, str], hints: Hints) ->
     return all(len(group) <= 1 for group in groups)
 
 
-@given(hinted())
+@given(hinted_cases())
 def test_pins_and_groups_are_refused_exactly_where_no_assignment_follows_them(drawn: tuple[Case, Hints]) -> None:
     case, hints = drawn
     if any(follows(way, case.modules, hints) for way in case.assignments):
@@ -462,7 +407,7 @@ def test_pins_and_groups_are_refused_exactly_where_no_assignment_follows_them(dr
             resolve(hints, case.program, 3)
 
 
-@given(hinted(), st.data())
+@given(hinted_cases(), st.data())
 def test_a_plan_violates_hints_exactly_where_it_does_not_follow_them(
     drawn: tuple[Case, Hints], data: st.DataObject
 ) -> None:
@@ -480,12 +425,8 @@ def test_a_plan_violates_hints_exactly_where_it_does_not_follow_them(
 
 
 def test_violations_name_the_module_what_was_asked_and_what_the_plan_does() -> None:
-    model = nested()
-    autopar.pipeline_stage(model[0], 0)
-    autopar.keep_together(model[1], model[2])
-    autopar.recompute(model[3])
-    found = resolved(model)
-    plan = {name: {"0": 1, "1": 1}.get(path.split(".")[0], 2) for name, path in found.modules.items()}
+    found = resolved(hinted(nested(), {"0": 0}, ["3"], [["1", "2"]]))
+    plan = {name: {"0": 1, "1": 1}.get(path[0], 2) for name, path in found.modules.items()}
     assert violations(plan, [False, True, False], found) == [
         "'0' is pinned to stage 0, the plan runs it in stage 1",
         "'1', '2' are to be kept together, the plan runs them in stages 1, 2",

@@ -136,8 +136,15 @@ def test_devices_of_other_kinds_are_refused_with_both() -> None:
     assert made.device_kinds == ("H200", "H200", "L4")
     assert made.on(["cuda:0", "cuda:1"], ["H200", "H200"]).device_kinds == ("H200", "H200"), "L4 is not used"
     assert made.on(["cuda:1", "cuda:0"]).device_kinds == ("H200", "H200"), "not asked about kinds"
-    with pytest.raises(PlanError, match=r"made for 2 x H200, offered are 1 x H200, 1 x A100; plan again.*device_kinds"):
+    with pytest.raises(PlanError, match=r"made for cuda:1 = 'H200', which here is 'A100'; plan again.*device_kinds"):
         made.on(["cuda:0", "cuda:1"], ["H200", "A100"])
+
+
+def test_kinds_that_changed_places_are_refused_device_by_device() -> None:
+    made = by_stage(2).on(["a", "b"], ["H200", "L4"])
+    with pytest.raises(PlanError, match=r"a = 'H200', which here is 'L4', b = 'L4', which here is 'H200'"):
+        made.on(["a", "b"], ["L4", "H200"])
+    assert made.on(["b", "a"], ["L4", "H200"]).device_kinds == ("L4", "H200"), "the order does not matter"
 
 
 def test_all_that_is_wrong_with_the_devices_is_said_at_once() -> None:

@@ -223,6 +223,17 @@ def test_of_any_two_corruptions_both_are_reported() -> None:
             assert also in text, (said, also)
 
 
+def test_a_file_with_stages_needs_operators_or_a_split() -> None:
+    data = full()
+    for stage in data["stages"]:
+        del stage["operators"]
+    assert "no stage has operators; list them, or give a split of the modules" in complaint(data)
+    split = {"a": 0, "b": 1, "c": 2}
+    assert dict(Plan.from_json(json.dumps(data | {"split": split})).split) == split
+    alone = {"autopar_plan": 2, "stages": data["stages"][:1], "n_microbatches": 2}
+    assert Plan.from_json(json.dumps(alone)).stages[0].operators == (), "the whole model"
+
+
 @pytest.mark.parametrize(
     ("places", "said"),
     [

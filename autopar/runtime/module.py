@@ -21,27 +21,12 @@ from autopar.lower import Lowered, lower
 from autopar.plan import Plan
 from autopar.runtime.autograd import Call, Step
 from autopar.runtime.batches import split_sizes
+from autopar.runtime.example import Example, has_backward, untouched
 from autopar.runtime.executable import Executable
 from autopar.runtime.memory import Watch
 from autopar.runtime.run import LossFunction, Run
 from autopar.runtime.threads import CallerState, Worker, neutral_state
 from cost_models.device import Device
-
-
-@dataclass(frozen=True)
-class Example:
-    """What a plan is made for: a captured program and a call of it."""
-
-    model: nn.Module
-    program: Program
-    batching: Batching
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: list[Any]  # the flat inputs among them
-    training: bool
-    loss: LossFunction | None
-    target: Any
-
 
 Decide = Callable[[Example], Plan]
 
@@ -409,22 +394,3 @@ def _callers_level() -> int:
 def _check_target(target: Any) -> None:
     if target is None:
         raise InputError("train_step needs target=: what loss_fn(output, target) compares the output with")
-
-
-def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | None) -> bool:
-    """Whether a backward is to be expected after a call that is made now."""
-    trains = any(p.requires_grad for p in model.parameters())
-    return trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Gradients and the random state are afterwards what they were."""
-    state = torch.get_rng_state()
-    gradients = [(p, p.grad) for p in model.parameters()]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,9 +17,9 @@ from autopar.search.atoms import make_atoms
 from autopar.search.cuts import AtomGraph
 from autopar.search.explore import Found, cuts_worth_looking_at, most_cuts, refine
 from autopar.search.partition import relaxed_bound, solve
-from autopar.search.placing import place
-from autopar.search.predict import ACTION_OVERHEAD, Arrangement, Times, atom_times, simulated, sync_seconds_per_byte
-from autopar.search.problem import Kind, Problem, Shared, Solution, Space
+from autopar.search.placing import group_devices, kind_of, place
+from autopar.search.predict import Arrangement, Times, atom_times, simulated
+from autopar.search.problem import Problem, Shared, Solution, Space
 from autopar.simulate import Timeline
 from cost_models import Device, optimizer_state_bytes
 
@@ -36,8 +35,6 @@ _FEWEST_SIMULATED = 1
 _ACTIONS_SIMULATED = 300_000  # in all; more would take longer than the search itself
 _FEW_DEVICES = 8  # up to so many every number of devices is looked at
 _FIRST_TOLERANCE = 5e-3  # share of the objective that the first look at everything leaves unproven
-# Devices of one kind whose memory differs by less than this factor are taken for equal, with the smaller memory.
-_SAME_MEMORY = 1.1
 
 Used = tuple[int, ...]
 
@@ -92,8 +89,8 @@ class Searching:
         self.costs = costs
         self.options = options
         self.atoms = make_atoms(costs, options.constraints)
-        self.groups = _groups(costs.devices)
-        self.kinds = tuple(self._kind(group) for group in self.groups)
+        self.groups = group_devices(costs.devices)
+        self.kinds = tuple(kind_of(costs, group, min(map(self._memory, group))) for group in self.groups)
         self.full: Used = tuple(len(group) for group in self.groups)
         self.effort = _EXACT if math.prod(c + 1 for c in self.full) <= _EXACT_STATES else _COARSE
         table = costs.tables[0]
@@ -305,19 +302,6 @@ class Searching:
             unrepeatable=atoms.unrepeatable,
         )
 
-    def _kind(self, group: Sequence[Device]) -> Kind:
-        """Devices that cost the same; transfers over the fastest of their links (`place` picks the devices)."""
-        names = {device.name for device in group}
-        links = [link for (a, b), link in self.costs.links.items() if a != b and b in names]
-        return Kind(
-            name=group[0].kind,
-            count=len(group),
-            memory=float(min(self._memory(device) for device in group)),
-            latency=min((link.latency for link in links), default=0.0) + ACTION_OVERHEAD,
-            seconds_per_byte=1 / max((link.bandwidth for link in links), default=math.inf),
-            reduce_seconds_per_byte=sync_seconds_per_byte(self.costs, group),
-        )
-
     def _memory(self, device: Device) -> float:
         return min(device.memory, self.options.memory_limit or math.inf)
 
@@ -376,12 +360,13 @@ class Searching:
             space += ", chunks balanced one by one"
         if self.complete and config.chunks == 1 and bound >= objective * (1 - 1e-12):
             return objective, f"proven optimal under {config.schedule} for the search's objective: {space}"
-        if not self.complete:
-            counts = tuple(c * config.chunks for c in config.counts)
-            problem = self.problem(config.n_microbatches, schedule, config.counts, config.chunks)
-            bound = min(bound, relaxed_bound(problem, counts))
-        gap = objective / bound - 1 if bound > 0 else math.inf
-        return bound, f"within {gap:.2%} of a bound that no plan under {config.schedule} is below: {space}"
+        near = f"within {_gap(objective, bound)} of a bound that no plan under {config.schedule} is below: {space}"
+        if self.complete:
+            return bound, near
+        counts = tuple(c * config.chunks for c in config.counts)
+        problem = self.problem(config.n_microbatches, schedule, config.counts, config.chunks)
+        anywhere = min(bound, relaxed_bound(problem, counts))
+        return anywhere, f"{near}; within {_gap(objective, anywhere)} of one for any cuts"
 
     def _searched_as(self, schedule: str) -> str:
         """The schedule whose partitions are tried under `schedule`."""
@@ -405,19 +390,5 @@ class Searching:
         return text
 
 
-def _groups(devices: Sequence[Device]) -> list[list[Device]]:
-    """Devices of one kind, and about as much memory, together; in the order in which they were given."""
-    by_kind: dict[str, list[Device]] = defaultdict(list)
-    for device in devices:
-        by_kind[device.kind].append(device)
-    groups: list[list[Device]] = []
-    for same in by_kind.values():
-        mine: list[list[Device]] = []
-        for device in sorted(same, key=lambda d: -d.memory):
-            if mine and mine[-1][0].memory <= device.memory * _SAME_MEMORY:
-                mine[-1].append(device)
-            else:
-                mine.append([device])
-        order = {device.name: place for place, device in enumerate(devices)}
-        groups += [sorted(group, key=lambda d: order[d.name]) for group in mine]
-    return groups
+def _gap(objective: float, bound: float) -> str:
+    return f"{objective / bound - 1 if bound > 0 else math.inf:.2%}"

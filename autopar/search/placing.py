@@ -1,15 +1,53 @@
-"""Which device of a kind serves which stage, where links differ."""
+"""Devices as the search sees them, by kind; and which device of a kind serves which stage, where links differ."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.costgraph import CostGraph
 from autopar.search.atoms import Atoms
-from autopar.search.problem import Solution
+from autopar.search.predict import ACTION_OVERHEAD, sync_seconds_per_byte
+from autopar.search.problem import Kind, Solution
 from cost_models import Device
 
 _STARTS = 8  # devices tried for the first stage
+# Devices of one kind whose memory differs by less than this factor are taken for equal, with the smaller memory.
+_SAME_MEMORY = 1.1
+
+
+def group_devices(devices: Sequence[Device]) -> list[list[Device]]:
+    """Devices of one kind, and about as much memory, together; in the order in which they were given."""
+    by_kind: dict[str, list[Device]] = defaultdict(list)
+    for device in devices:
+        by_kind[device.kind].append(device)
+    groups: list[list[Device]] = []
+    for same in by_kind.values():
+        mine: list[list[Device]] = []
+        for device in sorted(same, key=lambda d: -d.memory):
+            if mine and mine[-1][0].memory <= device.memory * _SAME_MEMORY:
+                mine[-1].append(device)
+            else:
+                mine.append([device])
+        order = {device.name: place for place, device in enumerate(devices)}
+        groups += [sorted(group, key=lambda d: order[d.name]) for group in mine]
+    return groups
+
+
+def kind_of(costs: CostGraph, group: Sequence[Device], memory: float) -> Kind:
+    """Devices that cost the same, with `memory` bytes each; transfers over the fastest of their links (`place` picks
+    the devices)."""
+    names = {device.name for device in group}
+    links = [link for (a, b), link in costs.links.items() if a != b and b in names]
+    return Kind(
+        name=group[0].kind,
+        count=len(group),
+        memory=float(memory),
+        latency=min((link.latency for link in links), default=0.0) + ACTION_OVERHEAD,
+        seconds_per_byte=1 / max((link.bandwidth for link in links), default=math.inf),
+        reduce_seconds_per_byte=sync_seconds_per_byte(costs, group),
+    )
 
 
 def place(

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 import autopar
 from autopar import AutoparError, DeviceError, InputError, Plan
 from autopar.demo import DEMOS, run_demo
+from autopar.schedule import SCHEDULES
 
 
 class _Group(TyperGroup):
@@ -56,7 +57,7 @@ Devices = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in seconds and bytes.")]
 Cache = Annotated[bool, typer.Option(help="Keep measurements on disk and take them from there.")]
 MicroBatches = Annotated[int | None, typer.Option("--n-microbatches", help="Micro-batches a batch.")]
-ScheduleName = Annotated[str | None, typer.Option("--schedule", help="gpipe or 1f1b.")]
+ScheduleName = Annotated[str | None, typer.Option("--schedule", help=f"One of {', '.join(SCHEDULES)}.")]
 Replicas = Annotated[
     int | None, typer.Option("--max-replicas", help="Most devices of one stage; 1 for a pure pipeline.")
 ]
@@ -119,6 +120,8 @@ def plan(
     schedule: ScheduleName = None,
     max_replicas: Replicas = None,
     memory_limit: MemoryLimit = None,
+    tune: Annotated[int, typer.Option(help="Run so many of the best plans and take the fastest.")] = 0,
+    explain: Annotated[bool, typer.Option(help="Say why this plan, what others lose and what would help.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     json: AsJson = False,
     cache: Cache = True,
@@ -130,12 +133,15 @@ def plan(
         schedule=schedule,
         max_replicas=max_replicas,
         memory_limit=memory_limit,
+        tune=tune,
         cache=cache,
         **_load(factory),
     )
     if save is not None:
         found.save(save)
     typer.echo(found.to_json() if json else found)
+    if explain:
+        typer.echo(f"\n{found.explain()}", err=json)  # JSON stays alone on stdout
 
 
 @app.command()

@@ -84,6 +84,19 @@ def test_stages_recompute_only_where_memory_is_short() -> None:
     assert "recomputing stage" in str(tight)
 
 
+def test_a_loss_outside_the_pipeline_makes_every_schedule_hold_what_gpipe_holds() -> None:
+    costs = costs_of(8, (2,), batch=16)
+    options = Options(n_microbatches=8, schedule="1f1b", max_replicas=1)
+    outside = make_plan(costs, options)
+    inside = make_plan(costs, dataclasses.replace(options, loss_inside=True))
+    peaks = [max(stage.peak_memory or 0 for stage in plan.stages) for plan in (inside, outside)]
+    assert peaks[1] > 1.3 * peaks[0]
+    between = with_memory(costs, (peaks[0] + peaks[1]) / 2)
+    tight = make_plan(between, options)
+    assert max(stage.peak_memory or 0 for stage in tight.stages) <= (peaks[0] + peaks[1]) / 2
+    assert any(stage.recompute for stage in tight.stages)
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_the_number_of_micro_batches_is_any_up_to_the_batch(batch: int, devices: int, inside: bool) -> None:
@@ -199,13 +212,26 @@ def test_a_memory_limit_below_any_operator_names_stage_and_lack() -> None:
         make_plan(costs_of(), dataclasses.replace(STEP, memory_limit=1e6))
 
 
+def test_atoms_stand_in_an_order_in_which_they_can_run() -> None:
+    """The last, small operator of each layer joins the first one, which it reads: the order of the program is lost."""
+    costs = costs_of(3)
+    graph = nx.DiGraph(costs.graph)
+    graph.graph.update(costs.graph.graph)
+    table = costs.tables[0]
+    quick = np.array([0.0 if name.endswith("_out") else 1.0 for name in table.nodes])
+    tables = (dataclasses.replace(table, forward=table.forward * quick, backward=table.backward * quick),)
+    atoms = make_atoms(dataclasses.replace(costs, graph=graph, tables=tables))
+    assert all(a < b for a, b in atoms.edges)
+    assert list(costs.graph)[-1] in atoms.nodes[-1]
+
+
 def test_small_operators_join_their_neighbours_and_no_circle_comes_of_it() -> None:
     costs = costs_of(100, (2,))
     atoms = make_atoms(costs)
     assert sorted(n for atom in atoms.nodes for n in atom) == sorted(costs.graph)
     assert len(atoms.nodes) < len(costs.graph)
-    graph = nx.DiGraph(list(atoms.edges))
-    assert nx.is_directed_acyclic_graph(graph)
+    assert all(a < b for a, b in atoms.edges)
+    assert list(costs.graph)[-1] in atoms.nodes[-1]
 
 
 # -- explanations and tuning ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ Parameters keep their names and are the model's own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,13 +141,8 @@ def _build(
     source_module = program.graph_module
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    written = {
-        pointer
-        for node in needed
-        if home(node) == stage
-        for argument in written_arguments(node)
-        for pointer in storages.get(argument.name, ())
-    }
+    targets = {argument for node in needed if home(node) == stage for argument in written_arguments(node)}
+    written = {pointer for argument in targets for pointer in storages.get(argument.name, ())}
 
     def receive(node: fx.Node) -> None:
         copy = graph.placeholder(node.name)
@@ -174,16 +169,16 @@ def _build(
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         if node.op == "get_attr" and isinstance(get_attribute(source_module, str(node.target)), torch.Tensor):
             parameters.append(str(node.target))
+            if node in targets or written & storages.get(node.name, frozenset()):  # whole, or through a view
+                overwritten.append(str(node.target))
         elif node.op == "call_module":
             child = source_module.get_submodule(str(node.target))
             tensors = [name for name, _ in [*child.named_parameters(), *child.named_buffers()]]
             parameters += [f"{node.target}.{name}" for name in tensors]
             if child.training:
                 overwritten += [f"{node.target}.{name}" for name, _ in child.named_buffers()]
-        if home(node) == stage:
-            overwritten += [str(a.target) for a in written_arguments(node) if a.op == "get_attr"]
     graph.output(tuple(copies[n] for n in sent[stage]))
-    unrepeatable = unrepeatable_nodes(program.graph)
+    unrepeatable = [*unrepeatable_nodes(program.graph), *_written_through_views(program.graph, storages)]
     random = lower_random(graph, source_module)
     module = fx.GraphModule(_attributes(source_module, graph), graph, class_name=f"Stage{stage}")
     return StageProgram(
@@ -197,6 +192,20 @@ def _build(
         random,
         next((describe(node) for node in unrepeatable if home(node) == stage), ""),
     )
+
+
+def _written_through_views(graph: fx.Graph, storages: Mapping[str, frozenset[int]]) -> Iterator[fx.Node]:
+    """Operators that write into a view of a buffer that others read: as unrepeatable as those that write it whole."""
+
+    def memory(nodes: Iterable[fx.Node]) -> frozenset[int]:
+        return frozenset(pointer for node in nodes for pointer in storages.get(node.name, ()))
+
+    buffers = memory(node for node in graph.nodes if node.op == "get_attr")
+    for node in compute_nodes(graph):
+        written = buffers & memory(a for a in written_arguments(node) if a.op != "get_attr")
+        family = [n for n in graph.nodes if written & storages.get(n.name, frozenset())]
+        if any(user not in family for n in family for user in n.users):
+            yield node
 
 
 def _attributes(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:

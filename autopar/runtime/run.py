@@ -317,6 +317,8 @@ class Run:
             gradients = self.results.gradients_of(microbatch)
         else:
             gradients = self._arrived_gradients(part, microbatch, aside)
+        if all(gradient is None for gradient in gradients):
+            return []  # nothing to run a forward again for
         values = self._recomputed(part, microbatch, kept) if kept.values is None else kept.values
         tensors = values
         if kept.loss is None and part.stage.index == self.executable.n_stages - 1:

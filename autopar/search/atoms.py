@@ -93,7 +93,9 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
     ends = [(name, line[-1]) for name in line[:-1] if not any(user in seconds for user in graph.successors(name))]
     order = [*graph.edges, *graph.graph.get("order", ()), *ends]
     merged = _coarser(costs, _merged(line, order, groups), order, seconds, constraints)
-    return gather(costs, merged, constraints, order)
+    # Joined operators may stand apart in the program: numbered as they can run, the last one is at the end.
+    runs = gather(costs, merged, constraints, order).graph(np.zeros(len(merged))).order
+    return gather(costs, [merged[atom] for atom in runs], constraints, order)
 
 
 def gather(

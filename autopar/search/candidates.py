@@ -261,14 +261,18 @@ class Searching:
         costs, rows = self.costs, self.costs.batch_size / m
         busy = sum(counts) if m > 1 else 1
         times = [self._times(kind.name, busy, rows) for kind in self.kinds]
-        split = schedule == "zb-h1"
+        # Before the caller's loss all forwards are done: then every schedule holds what gpipe holds, and nothing is
+        # delayed into a bubble that others would fill.
+        phased = costs.training and not self.options.loss_inside
+        split = schedule == "zb-h1" and not phased
+        held = "1f1b" if schedule == "interleaved-1f1b" else schedule
         return Problem(
             space=space or self._space,
             forward=np.maximum([t.forward for t in times], 0.0),
             backward=np.maximum([t.backward for t in times], 0.0),
             weight=np.maximum([t.weight for t in times], 0.0) if split else None,
             n_microbatches=m,
-            schedule="1f1b" if schedule == "interleaved-1f1b" else schedule,
+            schedule="gpipe" if phased else held,
             kinds=tuple(replace(kind, count=max(1, kind.count * chunks)) for kind in self.kinds),
             max_replicas=1 if chunks > 1 else self.most_replicas,
             may_recompute=costs.training,

@@ -115,7 +115,7 @@ class Costs:
     def in_flight(self, replicas: int, after: int) -> int:
         """Micro-batches that a device of a stage holds at most, with `after` devices in later stages."""
         p = self.problem
-        if p.chunks > 1:
+        if p.chunks > 1 and p.schedule != "gpipe":
             whole = schedules.interleaved_in_flight_limit(p.n_microbatches, self.n_devices // p.chunks, p.chunks, 0)
             return math.ceil(whole / p.chunks)
         return schedules.in_flight_limit(p.schedule, p.n_microbatches, replicas, replicas + after, self.n_devices)

@@ -169,7 +169,7 @@ def _infeasible(searching: Searching) -> InfeasibleError:
         try:
             found = explain_infeasible(problem)
         except ValueError as error:
-            return InfeasibleError(f"no plan: {error}; take one away")
+            return InfeasibleError(f"no plan: {error}; is there something to run in every stage before a pinned one?")
         if found is not None and (shortest is None or found.needed - found.available < shortest[0]):
             shortest = (found.needed - found.available, found, m, problem)
     if shortest is None:

@@ -247,6 +247,8 @@ def test_an_explanation_names_bottleneck_rivals_limits_and_helps() -> None:
     assert all(change.step_time <= (plan.predicted_step_time or 0) * (1 + 1e-9) for change in explained.limits)
     assert all(c.step_time >= (plan.predicted_step_time or 0) * 0.98 for c in explained.runners_up)
     helps = {change.what: change.gain(plan) for change in explained.helps}
+    faster = next(gain for what, gain in helps.items() if "10% faster" in what)
+    assert 0 < faster <= 1 - 1 / 1.1 + 1e-9
     assert helps["twice the memory"] == pytest.approx(0.0, abs=0.02)
     assert helps["links twice as fast"] >= 0
     text = str(explained)

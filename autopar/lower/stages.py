@@ -203,7 +203,7 @@ def _written_through_views(graph: fx.Graph, storages: Mapping[str, frozenset[int
     buffers = memory(node for node in graph.nodes if node.op == "get_attr")
     for node in compute_nodes(graph):
         written = buffers & memory(a for a in written_arguments(node) if a.op != "get_attr")
-        family = [n for n in graph.nodes if written & storages.get(n.name, frozenset())]
+        family = {n for n in graph.nodes if written & storages.get(n.name, frozenset())} if written else set()
         if any(user not in family for n in family for user in n.users):
             yield node
 

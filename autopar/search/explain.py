@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan import Plan
+from autopar.plan import Plan, Stage
 from autopar.search.predict import plan_timeline, simulated
 from autopar.simulate import Timeline
 
@@ -125,15 +125,8 @@ def _stage_seconds(plan: Plan, stage: int) -> float:
 
 
 def _helps(plan: Plan, bottleneck: Bottleneck, faster: Timeline, larger: Timeline) -> tuple[Change, ...]:
-    stage = bottleneck.stage
-    one = plan.stages[stage]
-    quick = replace(
-        one,
-        forward_time=(one.forward_time or 0.0) / _FASTER,
-        backward_time=(one.backward_time or 0.0) / _FASTER,
-        weight_time=None if one.weight_time is None else one.weight_time / _FASTER,
-    )
-    stages = tuple(quick if s == stage else other for s, other in enumerate(plan.stages))
+    one = plan.stages[bottleneck.stage]
+    stages = tuple(_quicker(other) if other.devices == one.devices else other for other in plan.stages)
     compute = plan_timeline(replace(plan, stages=stages))
     assert compute is not None
     changes = [Change(f"{'+'.join(one.devices)} {_FASTER - 1:.0%} faster", compute.step_time)]
@@ -142,6 +135,12 @@ def _helps(plan: Plan, bottleneck: Bottleneck, faster: Timeline, larger: Timelin
     if len(plan.used_devices) > 1:
         changes.append(Change("a batch twice as large, per half of it", larger.step_time / 2))
     return tuple(changes)
+
+
+def _quicker(stage: Stage) -> Stage:
+    weight = None if stage.weight_time is None else stage.weight_time / _FASTER
+    forward, backward = (stage.forward_time or 0.0) / _FASTER, (stage.backward_time or 0.0) / _FASTER
+    return replace(stage, forward_time=forward, backward_time=backward, weight_time=weight)
 
 
 def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, Options], Plan]) -> list[Change]:

@@ -86,6 +86,15 @@ def test_a_plan_is_printed_saved_and_steered() -> None:
     assert (plan.n_microbatches, plan.schedule, plan.devices) == (2, "1f1b", ("cpu:0", "cpu:1"))
 
 
+def test_a_plan_is_tuned_and_explained_on_request() -> None:
+    out, _ = run("plan", "factories:with_args", "--devices", "cpu,cpu", "--tune", "2", "--explain")
+    assert "tuned over 5 steps each, predicted / measured: " in " ".join(out.split())
+    assert "The bottleneck is stage" in out
+    out, told = run("plan", "factories:with_args", "--devices", "cpu,cpu", "--json", "--explain")
+    assert json.loads(out)["stages"]
+    assert "The bottleneck is stage" in told
+
+
 def test_a_profile_is_printed_as_text_or_json() -> None:
     text, _ = run("profile", "factories:with_args", "--devices", "cpu")
     assert "the whole model" in text

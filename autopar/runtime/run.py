@@ -17,7 +17,6 @@ Mailboxes belong to the call, so one that failed leaves nothing behind for the n
 
 from __future__ import annotations
 
-import linecache
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,11 +27,11 @@ import torch
 
 from autopar import _torch
 from autopar.batching import Output
-from autopar.capture import describe, users_frames
 from autopar.lower import Constant
 from autopar.lower.random import mix_seed, seeded
 from autopar.runtime.batches import as_data, as_leaf, split_leaf, split_tree
 from autopar.runtime.executable import Executable, Part
+from autopar.runtime.faults import explain
 from autopar.runtime.memory import Watch
 from autopar.runtime.results import Results
 from autopar.runtime.split_backward import Root, WeightPart, input_part
@@ -40,13 +39,6 @@ from autopar.runtime.threads import CallerState, Worker
 from autopar.schedule import Action, Phase
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-
-_WAYS = {
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.INPUT: "backward (inputs)",
-    Phase.WEIGHT: "backward (parameters)",
-}
 
 
 class _Aborted(Exception):
@@ -198,7 +190,7 @@ class Run:
                     except _Aborted:
                         raise
                     except Exception as error:
-                        _explain(error, part, phase, microbatch)
+                        explain(error, part, phase, microbatch)
                         raise
         except _Aborted:
             aside.clear()
@@ -379,21 +371,3 @@ def _forget(tensor: torch.Tensor) -> None:
 
 def _forgotten(nothing: None) -> torch.Tensor:
     raise AssertionError("a forward that is to be run again was differentiated")
-
-
-def _explain(error: Exception, part: Part, phase: Phase, microbatch: int) -> None:
-    """Say which stage, micro-batch and line of the user's model an error came from."""
-    note = f"in the {_WAYS[phase]} of stage {part.stage.index} ({part.worker.device.name}), micro-batch {microbatch}"
-    names = {node.name: node for node in part.stage.module.graph.nodes}
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
-        node = names.get(line.partition(" ")[0])
-        if node is not None and trace.tb_frame.f_locals.get("self") is part.module:
-            note += f", at {describe(node)}"
-            written = users_frames(node)
-            if written:
-                note += f"\nThe model's code:\n{written}"
-        trace = trace.tb_next
-    error.add_note(note)

@@ -1,18 +1,20 @@
-"""Every schedule trains and infers like the original model, and stages that recompute like those that do not."""
+"""Every schedule trains and infers like the original model, its backwards whole or in two parts."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from models import assert_same_gradients, assert_same_outputs, gradients, mlp
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar import PipelinedModule, Plan, PlanError
+from autopar import PipelinedModule, Plan
 from autopar.runtime.split_backward import input_part
 from autopar.schedule import SCHEDULES
 
@@ -120,55 +122,6 @@ def test_the_choice_of_schedule_does_not_change_a_bit_of_the_gradients() -> None
         assert all(torch.equal(first[name], other[name]) for name in first)  # type: ignore[arg-type]
 
 
-def test_recomputing_does_not_change_a_bit() -> None:
-    torch.manual_seed(0)
-    models = [nn.Sequential(*mlp(8, 3), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 8)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    plan = Plan.from_split({"0": 0, "6": 1}, n_microbatches=3)
-    x, y = torch.randn(8, 8), torch.randn(8, 8)
-    losses = []
-    for model, recompute in zip(models, (False, True), strict=True):
-        torch.manual_seed(1)
-        stages = tuple(dataclasses.replace(stage, recompute=recompute) for stage in plan.stages)
-        pm = autopar.parallelize(model, ["cpu", "cpu"], plan=dataclasses.replace(plan, stages=stages))
-        losses += [pm.train_step(x, target=y, loss_fn=square) for _ in range(2)]
-    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
-    plain, again = (gradients(model) for model in models)
-    assert all(torch.equal(plain[name], again[name]) for name in plain)  # type: ignore[arg-type]
-    for (name, one), (_, other) in zip(models[0].named_buffers(), models[1].named_buffers(), strict=True):
-        assert torch.equal(one, other), name
-
-
-def saved_bytes(nodes: list[torch.autograd.graph.Node]) -> dict[int, int]:
-    """Of every storage that the nodes and those behind them have saved."""
-    found: dict[int, int] = {}
-    while nodes:
-        node = nodes.pop()
-        for name in ("_saved_result", "_saved_self", "_saved_mat1"):
-            tensor = getattr(node, name, None)
-            if isinstance(tensor, torch.Tensor):
-                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        nodes += [following for following, _ in node.next_functions if following is not None]
-    return found
-
-
-def test_a_stage_that_recomputes_keeps_nothing_but_its_inputs() -> None:
-    def held(recompute: bool) -> int:
-        """Bytes that the graph of a call holds before its backward."""
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
-        plan = Plan.from_split({"0": 0, "6": 1}, n_microbatches=2)
-        stages = tuple(dataclasses.replace(stage, recompute=recompute) for stage in plan.stages)
-        pm = autopar.parallelize(model, ["cpu", "cpu"], plan=dataclasses.replace(plan, stages=stages))
-        x = torch.randn(512, 64)
-        output = pm(x)
-        kept = output.grad_fn.run._kept  # the state of a call hangs on its node of the caller's graph
-        nodes = [v.grad_fn for k in kept.values() for v in (k.values or ()) if v.grad_fn is not None]
-        return sum(saved_bytes(nodes).values())
-
-    assert held(False) > 10 * 512 * 64 * 4
-    assert held(True) == 0
-
-
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "interleaved-1f1b"])
 def test_replicated_stages_run_every_schedule(schedule: str) -> None:
     torch.manual_seed(0)
@@ -180,6 +133,73 @@ def test_replicated_stages_run_every_schedule(schedule: str) -> None:
     square(original(batch), target).backward()
     autopar.parallelize(model, ["cpu"] * 3, plan=plan).train_step(batch, target=target, loss_fn=square)
     assert_same_gradients(gradients(model), gradients(original))
+
+
+def test_replicated_ranks_run_an_interleaved_schedule() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    original = copy.deepcopy(model)
+    devices = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]] * 2
+    plan = Plan.from_split(residual_split(4), n_microbatches=5, schedule="interleaved-1f1b", devices=devices)
+    batch, target = ids(9), torch.randn(9, 6, 32)
+    square(original(batch), target).backward()
+    autopar.parallelize(model, ["cpu"] * 4, plan=plan).train_step(batch, target=target, loss_fn=square)
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+class Normed(nn.Module):
+    """Norms, dropout and a function with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
+        self.second = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Dropout(0.3), nn.PReLU(8))
+        self.scale = nn.Parameter(torch.randn(8))
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x)).transpose(1, 2)
+        for _ in range(3):
+            x = scaled_sigmoid(x, self.scale) + self.bias
+        return x
+
+
+@torch.library.custom_op("autopar_tests::scaled_sigmoid", mutates_args=())
+def scaled_sigmoid(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x) * scale
+
+
+@scaled_sigmoid.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _scaled_sigmoid_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, scale = ctx.saved_tensors
+    share = torch.sigmoid(x)
+    return gradient * scale * share * (1 - share), (gradient * share).sum((0, 1))
+
+
+scaled_sigmoid.register_autograd(
+    _scaled_sigmoid_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@pytest.mark.filterwarnings("ignore:batch norm uses")
+@pytest.mark.parametrize("way", ["call and backward", "train_step"])
+def test_norms_dropout_and_own_backwards_get_the_same_bits_under_every_schedule(way: str) -> None:
+    torch.manual_seed(0)
+    models = [Normed() for _ in SCHEDULES]
+    x, y = torch.randn(8, 4, 5), torch.randn(8, 5, 8)
+    seen = []
+    for model, name in zip(models, SCHEDULES, strict=True):
+        model.load_state_dict(models[0].state_dict())
+        mine = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        run(model, Plan.from_split({"first": 0, "second": 1}, n_microbatches=3, schedule=name), mine, y, way)
+        seen.append({"input": mine.grad, **gradients(model)})
+    for name, gradient in seen[0].items():
+        assert all(torch.equal(gradient, other[name]) for other in seen[1:]), name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -242,28 +262,6 @@ def test_an_error_in_a_part_of_the_backward_names_stage_and_micro_batch(
     assert_same_gradients(gradients(model), gradients(original))
 
 
-class Counting(nn.Module):
-    """Its output depends on a buffer that it writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.layer(x) * self.calls
-
-
-def test_a_stage_that_cannot_be_run_twice_is_not_recomputed() -> None:
-    model = nn.Sequential(Counting(), nn.Linear(4, 4))
-    plan = Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
-    stages = (dataclasses.replace(plan.stages[0], recompute=True), plan.stages[1])
-    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=dataclasses.replace(plan, stages=stages))
-    with pytest.raises(PlanError, match=r"stage 0 cannot be recomputed.*'0'"):
-        pm(torch.randn(4, 4))
-
-
 def layered(depth: int, width: int = 6) -> Callable[[torch.Tensor], torch.Tensor]:
     weights = [torch.randn(width, width, requires_grad=True) for _ in range(depth)]
     bias = torch.randn(width, requires_grad=True)
@@ -306,3 +304,35 @@ def test_a_stage_without_inputs_that_need_gradients_does_all_in_the_weight_part(
     weights.run(retain_graph=False)
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, torch.full((3, 3), 2.0))
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products of this thread."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_product_is_computed_in_both_parts() -> None:
+    depth = 4
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(depth)))
+    x = torch.randn(3, 6, requires_grad=True)
+    output = layers(x)
+    with Products() as early:
+        _, weights = input_part([(output, torch.ones_like(output))], [x])
+    with Products() as late:
+        weights.run(retain_graph=False)
+    assert (early.count, late.count) == (depth, depth)
+
+
+def test_a_loss_of_no_parameter_is_refused_by_a_split_backward_too() -> None:
+    pm = autopar.parallelize(
+        mlp(8, 3), ["cpu", "cpu"], plan=Plan.from_split({"0": 0, "3": 1}, n_microbatches=2, schedule="zb-h1")
+    )
+    x = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        pm.train_step(x, target=x, loss_fn=lambda output, target: target.mean())
+    pm.train_step(x, target=x, loss_fn=square)

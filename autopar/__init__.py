@@ -12,8 +12,8 @@ from autopar.errors import (
     PlanError,
 )
 from autopar.plan import Plan
+from autopar.plandiff import PlanDiff
 from autopar.report.comparison import Comparison
-from autopar.report.diff import PlanDiff
 from autopar.report.profile import Profile
 from autopar.runtime.module import PipelinedModule
 

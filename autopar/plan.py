@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
@@ -17,10 +17,9 @@ from autopar.errors import PlanError
 from autopar.fingerprint import differences
 from autopar.operators import compute_nodes, operator_keys, replicable_nodes
 from autopar.paths import ancestors, few, nearest
-from autopar.plancheck import INTERLEAVED, rounds, violations
-
-if TYPE_CHECKING:
-    from autopar.report.diff import PlanDiff
+from autopar.plancheck import INTERLEAVED, places, rounds, violations
+from autopar.plandiff import PlanDiff, diff_plans
+from autopar.showing import explained, shown
 
 
 @dataclass(frozen=True)
@@ -103,14 +102,17 @@ class Plan:
         """Stages of each device."""
         return len(self.stages) // self.ranks
 
+    @property
+    def places(self) -> str:
+        """`cpu:0 | cpu:1+cpu:2`: stages apart, replicas together; `(cpu:0 | cpu:1) x 2` for two stages on each."""
+        return places([stage.devices for stage in self.stages[: self.ranks]], self.chunks)
+
     def explain(self) -> Any:
         """Why this plan: what bounds it, its rivals, what limits cost and what would help (`search.explain`).
 
         A plan that was loaded tells what its own numbers tell; one that was just made searches again for the rest.
         """
-        from autopar.search.explain import explain_plan  # explaining takes simulations: the search's work
-
-        return explain_plan(self) if self.explainer is None else self.explainer(self)
+        return explained(self) if self.explainer is None else self.explainer(self)
 
     def explained_by(self, explainer: Callable[[Plan], Any]) -> Plan:
         """The same plan with what can explain it."""
@@ -238,11 +240,9 @@ class Plan:
         found: set[str] = set()
         result: dict[fx.Node, int] = {}
         for node in compute_nodes(program.graph):
-            path = keys[node].rpartition("/")[0]
-            while path and path not in named:
-                path = path.rpartition(".")[0]
+            path = nearest(keys[node].rpartition("/")[0], named)
             inputs = [n for n in node.all_input_nodes if n in result and n not in free]
-            if path in named:
+            if path is not None:
                 found.add(path)
                 result[node] = named[path]
                 late = [n for n in inputs if result[n] > named[path]]
@@ -299,11 +299,7 @@ class Plan:
 
     def diff(self, other: Plan) -> PlanDiff:
         """What `other` does otherwise, and how its predictions differ; `print(plan.diff(other))` shows it."""
-        from autopar.report.diff import diff_plans  # showing is the report room's work
-
         return diff_plans(self, other)
 
     def __str__(self) -> str:
-        from autopar.report.text import plan_text  # showing is the report room's work; print(plan) is the user's word
-
-        return plan_text(self)
+        return shown(self)

@@ -26,6 +26,12 @@ def rounds(groups: list[tuple[str, ...]]) -> int | None:
     return p if p and groups == groups[:p] * (len(groups) // p) else None
 
 
+def places(ranks: Iterable[Iterable[str]], chunks: int = 1) -> str:
+    """How a text names the devices of a pipeline's places, each with `chunks` stages."""
+    once = " | ".join("+".join(names) for names in ranks)
+    return once if chunks == 1 else f"({once}) x {chunks}"
+
+
 def _counts(plan: Any) -> Iterator[str]:
     m, batch = plan.n_microbatches, plan.batch_size
     if plan.stages is not None and not plan.stages:
@@ -71,8 +77,8 @@ def _devices(plan: Any) -> Iterator[str]:
     if plan.schedule == INTERLEAVED:
         turns = rounds(groups)
         if turns is None and groups:
-            places = " | ".join("+".join(names) for names in groups)
-            yield f"under {INTERLEAVED} the stages go round the devices in turn (a | b | a | b), here they are {places}"
+            told = places(groups)
+            yield f"under {INTERLEAVED} the stages go round the devices in turn (a | b | a | b), here they are {told}"
         if len({len(names) for names in groups}) > 1:
             yield f"under {INTERLEAVED} every stage has as many devices, here {', '.join(str(len(g)) for g in groups)}"
         groups = list(dict.fromkeys(groups))

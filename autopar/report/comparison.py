@@ -11,7 +11,6 @@ from typing import Any
 
 from autopar.plan import Plan
 from autopar.report.tables import WIDTH, megabytes, milliseconds, table
-from autopar.report.text import places
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Comparison:
         single = row is self.single
         return [
             row.name,
-            places(row.plan),
+            row.plan.places,
             "-" if single else str(row.plan.n_microbatches),
             "-" if single else row.plan.schedule,
             milliseconds(row.predicted),

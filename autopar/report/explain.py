@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.plan import Plan
 from autopar.report.tables import bullet, milliseconds, table
 from autopar.search.explain import Change, Explanation
+from autopar.showing import shown
 
 _BOUNDS = {
     "compute": "its own work: a faster device or a finer split of the model would help most",
@@ -14,6 +15,7 @@ _BOUNDS = {
 }
 
 
+@shown.register(Explanation)
 def explanation_text(explained: Explanation) -> str:
     """What `print(plan.explain())` shows."""
     plan = explained.plan

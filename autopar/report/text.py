@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.operators import compute_nodes
+from autopar.paths import ancestors
 from autopar.plan import Plan, Stage
 from autopar.report.tables import WIDTH, bullet, megabytes, milliseconds, table
 from autopar.schedule import make_schedule
 from autopar.search.predict import plan_timeline
+from autopar.showing import shown
 
 _MOST_PATHS = 3  # of a hand-made split, shown for a stage
 
 
+@shown.register(Plan)
 def plan_text(plan: Plan) -> str:
     """What `print(plan)` shows: the numbers of the step, a table of stages, their transfers, and why it is so."""
     parts = [_headline(plan), _stages(plan)]
@@ -57,12 +60,6 @@ def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
     return "\n\n".join(parts)
 
 
-def places(plan: Plan) -> str:
-    """`cpu:0 | cpu:1+cpu:2`: stages apart, replicas together; `(cpu:0 | cpu:1) x 2` for two stages on each."""
-    once = " | ".join("+".join(stage.devices) for stage in plan.stages[: plan.ranks])
-    return once if plan.chunks == 1 else f"({once}) x {plan.chunks}"
-
-
 def module_ranges(plan: Plan) -> list[str]:
     """What each stage holds, as `first module .. last module`: the largest modules that lie in the stage whole.
 
@@ -73,7 +70,7 @@ def module_ranges(plan: Plan) -> list[str]:
     homes: dict[str, set[int]] = defaultdict(set)  # module -> stages that hold operators of it
     for index, stage in enumerate(plan.stages):
         for path in {key.rpartition("/")[0] for key in stage.operators}:
-            for ancestor in _ancestors(path):
+            for ancestor in ancestors(path):
                 homes[ancestor].add(index)
     return [_range(stage, homes) for stage in plan.stages]
 
@@ -84,14 +81,8 @@ def _range(stage: Stage, homes: dict[str, set[int]]) -> str:
     paths = [path for path in (key.rpartition("/")[0] for key in stage.operators) if path]
     if not paths:
         return "operators of the model itself"
-    first, last = (next((a for a in _ancestors(p)[1:] if len(homes[a]) == 1), p) for p in (paths[0], paths[-1]))
+    first, last = (next((a for a in ancestors(p)[1:] if len(homes[a]) == 1), p) for p in (paths[0], paths[-1]))
     return first if first == last else f"{first} .. {last}"
-
-
-def _ancestors(path: str) -> list[str]:
-    """From the root, "", down to `path` itself."""
-    names = path.split(".") if path else []
-    return [".".join(names[:depth]) for depth in range(len(names) + 1)]
 
 
 def _split_paths(plan: Plan, stage: int) -> str:
@@ -103,7 +94,7 @@ def _split_paths(plan: Plan, stage: int) -> str:
 def _headline(plan: Plan) -> str:
     n_stages, n_devices, m = len(plan.stages), len(plan.used_devices), plan.n_microbatches
     words = [
-        f"{_count(n_stages, 'stage')} on {_count(n_devices, 'device')} ({places(plan)})",
+        f"{_count(n_stages, 'stage')} on {_count(n_devices, 'device')} ({plan.places})",
         _count(m, "micro-batch", "micro-batches") + _microbatch_size(plan),
         plan.schedule,
     ]

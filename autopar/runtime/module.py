@@ -19,6 +19,7 @@ from autopar.capture import Program, capture
 from autopar.errors import AutoparWarning, InputError, PlanError
 from autopar.lower import Lowered, lower
 from autopar.plan import Plan
+from autopar.report.text import module_text
 from autopar.runtime.autograd import Call, Step
 from autopar.runtime.batches import split_sizes
 from autopar.runtime.example import Example, has_backward, untouched
@@ -99,8 +100,6 @@ class PipelinedModule(nn.Module):
 
     def report(self) -> str:
         """The plan, its stages and predictions as text."""
-        from autopar.report.text import module_text
-
         return module_text(self._plan, self.stages)
 
     def prepare(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.costgraph import CostGraph
+from autopar.plancheck import places
 from autopar.schedule import SCHEDULES
 from autopar.search.atoms import make_atoms
 from autopar.search.cuts import AtomGraph
@@ -385,7 +386,7 @@ class Searching:
     def describe(self, candidate: Candidate) -> str:
         """A plan in a line."""
         arrangement = candidate.arrangement
-        where = " | ".join("+".join(names) for names in arrangement.devices[: len(arrangement.ranks)])
+        where = places(arrangement.ranks, arrangement.chunks)
         n_stages, m = len(arrangement.stages), arrangement.n_microbatches
         text = f"{n_stages} stage{'s' if n_stages > 1 else ''} on {where}, {m} micro-batch{'es' if m > 1 else ''}, "
         text += arrangement.schedule

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.plan import Plan, Stage
 from autopar.search.predict import plan_timeline, simulated
+from autopar.showing import explained, shown
 from autopar.simulate import Timeline
 
 if TYPE_CHECKING:
@@ -59,11 +60,10 @@ class Explanation:
     partial: bool = False  # the plan was loaded: what a new search would have to tell is not there
 
     def __str__(self) -> str:
-        from autopar.report.explain import explanation_text  # showing is the report room's work
-
-        return explanation_text(self)
+        return shown(self)
 
 
+@explained.register(Plan)
 def explain_plan(plan: Plan) -> Explanation:
     """What a plan's own numbers say, without a search."""
     timeline = plan_timeline(plan)

@@ -9,6 +9,7 @@ from autopar.errors import (
     DeviceError,
     InfeasibleError,
     InputError,
+    NotANumberError,
     PlanError,
 )
 from autopar.plan import Plan
@@ -27,6 +28,7 @@ __all__ = [
     "DeviceError",
     "InfeasibleError",
     "InputError",
+    "NotANumberError",
     "PipelinedModule",
     "Plan",
     "PlanDiff",

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,30 @@ def no_custom_functions() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = classmethod(original)  # type: ignore[assignment, method-assign]
+
+
+def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], keep_graph: bool) -> None:
+    """torch.autograd.backward for gradients of the roots' own shapes: its checks of them cost as much as the backward
+    of a small operator."""
+    torch.autograd.graph._engine_run_backward(
+        tuple(roots), tuple(gradients), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def profiler_is_on() -> bool:
+    """Whether a torch.profiler records anything in this process: naming a range costs as much as a small operator, and
+    torch.autograd._profiler_enabled() answers for its own thread alone."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def saved_tensors_hooks() -> SavedTensorsHooks | None:
+    """The innermost pair of torch.autograd.graph.saved_tensors_hooks in force in this thread (no public query exists),
+    which another thread has to be told of."""
+    found: SavedTensorsHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
 
 
 def register_output_type(error: BaseException, model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from autopar.plan import Plan
 from autopar.profiling import capture_example, measure_costs, summarize
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
+from autopar.runtime.entries import Settings
 from autopar.runtime.example import Example
 from autopar.runtime.module import PipelinedModule
 from autopar.schedule import SCHEDULES
@@ -34,7 +35,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 TUNING_STEPS = 5  # of every plan that is tuned, after one that warms up
 
-BATCH_NORM = ("per-microbatch", "exact")
+BATCH_NORM = ("per-microbatch", "deferred", "exact")
 
 
 def parallelize(
@@ -55,6 +56,9 @@ def parallelize(
     batch_dim: int | dict[str, int | None] | None = None,
     tune: int = 0,
     candidates: Mapping[str, Plan] | None = None,
+    verify: bool = True,
+    compile: bool = False,
+    watch_nan: bool = False,
     cache: bool = True,
 ) -> PipelinedModule:
     """`model` as a pipelined module over `devices`; whatever is not given is chosen by measurement and search.
@@ -72,11 +76,15 @@ def parallelize(
         max_replicas: most devices one stage may hold; 1 for a pure pipeline.
         memory_limit: bytes usable on each device (default: what it has free).
         optimizer: whose state the memory must hold: "none", "sgd", "momentum", "adam" or "adamw".
-        batch_norm: "per-microbatch": statistics of each micro-batch, as DataParallel and DDP do; "exact": the
-            batch stays whole if the model has batch norm in training.
+        batch_norm: "per-microbatch": statistics of each micro-batch, as DataParallel and DDP do; "deferred": the same,
+            but the running statistics are those of whole batches; "exact": the batch stays whole if the model has
+            batch norm in training.
         batch_dim: the batch dimension of the inputs (default 0), or a dict from input names to theirs (None: shared).
         tune: run that many of the best plans for a few steps and follow the fastest; 0 trusts the prediction.
         candidates: plans of your own, by name, that are run beside them: the plan followed was at least as fast.
+        verify: compare a few samples together with the same in parts, whatever is proven of the graph.
+        compile: run every stage through torch.compile.
+        watch_nan: look at every value that leaves a stage, and name the operator that made the first NaN.
         cache: keep measurements on disk.
 
     Hints on modules (`pipeline_stage`, `recompute`, `keep_together`) constrain the search.
@@ -87,7 +95,8 @@ def parallelize(
     parsed, options = _checked(
         model, devices, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm
     )
-    tuning = _Tuning(tune, dict(candidates or {}), batch_dim, batch_norm)
+    settings = Settings(batch_dim, batch_norm, compile=compile, watch_nan=watch_nan, verify=verify)
+    tuning = _Tuning(tune, dict(candidates or {}), settings)
     if plan is not None:
         plan = _with_overrides(plan, n_microbatches, schedule).on([d.name for d in parsed], [d.kind for d in parsed])
         plan.check_model(model)
@@ -95,7 +104,7 @@ def parallelize(
     def decide(example: Example) -> Plan:
         return _decide(example, parsed, options, tuning, cache)
 
-    module = PipelinedModule(model, parsed, decide, plan=plan, batch_dim=batch_dim, batch_norm=batch_norm)
+    module = PipelinedModule(model, parsed, decide, plan=plan, settings=settings)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*_call(example_args, example_kwargs), loss_fn=loss_fn, target=target)
     return module
@@ -187,7 +196,7 @@ def compare(
     # A plan made by hand may split the batch otherwise than the options do: then all sizes are measured.
     only = options.n_microbatches if all(plan is None for plan in plans.values()) else None
     costs = measure_costs(example, parsed, n_microbatches=only, cache=cache)
-    return run_comparison(Call(example, batch_dim, batch_norm), plans, costs, options, repeats)
+    return run_comparison(Call(example, Settings(batch_dim, batch_norm)), plans, costs, options, repeats)
 
 
 @dataclass(frozen=True)
@@ -196,8 +205,7 @@ class _Tuning:
 
     finalists: int
     candidates: Mapping[str, Plan]
-    batch_dim: int | dict[str, int | None] | None
-    batch_norm: str
+    settings: Settings
 
     def __post_init__(self) -> None:
         if not isinstance(self.finalists, int) or isinstance(self.finalists, bool) or self.finalists < 0:
@@ -210,14 +218,14 @@ class _Tuning:
 
 
 def _decide(example: Example, devices: tuple[Device, ...], options: Options, tuning: _Tuning, cache: bool) -> Plan:
-    example, options = _as_the_model_allows(example, options, devices, tuning.batch_norm)
+    example, options = _as_the_model_allows(example, options, devices, tuning.settings.batch_norm)
     only = None if tuning.candidates else options.n_microbatches
     costs = measure_costs(example, devices, n_microbatches=only, cache=cache)
     if not tuning.finalists:
         return dataclasses.replace(make_plan(costs, options), model=fingerprint(example.model))
     found = find_plans(costs, options, tuning.finalists)
     plans = {f"automatic {rank}": plan for rank, plan in enumerate(found, 1)} | dict(tuning.candidates)
-    call = Call(example, tuning.batch_dim, tuning.batch_norm)
+    call = Call(example, tuning.settings)
     name, best, table = run_tuning(call, plans, costs, options, TUNING_STEPS)
     told = [
         f"{'*' if other == name else ''}{other} {predicted * 1e3:.4g} / {measured * 1e3:.4g} ms"

@@ -17,9 +17,11 @@ from torch import nn
 from autopar import _torch
 from autopar.costgraph import CostGraph
 from autopar.errors import InputError
+from autopar.hooks import without_hooks
 from autopar.plan import Plan, Stage
 from autopar.report.comparison import Comparison, Row
 from autopar.report.progress import progress_bar
+from autopar.runtime.entries import Settings
 from autopar.runtime.example import Example, untouched
 from autopar.runtime.memory import MemoryWatch
 from autopar.runtime.module import PipelinedModule
@@ -33,8 +35,7 @@ class Call:
     """What every step is called with."""
 
     example: Example
-    batch_dim: int | dict[str, int | None] | None
-    batch_norm: str
+    settings: Settings
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _priced(plan: Plan | None, example: Example, costs: CostGraph, options: Opti
 
 
 def _plain(name: str, plan: Plan, call: Call, device: Device) -> _Contestant:
-    model = copy.deepcopy(call.example.model).to(device.torch_device)
+    model = without_hooks(copy.deepcopy(call.example.model)).to(device.torch_device)
     example = call.example
     args, kwargs, target = _torch.tree_map(
         lambda x: x.to(device.torch_device) if isinstance(x, torch.Tensor) else x,
@@ -152,8 +153,8 @@ def _pipelined(name: str, plan: Plan, call: Call, devices: Sequence[Device]) -> 
     def decide(_: Example) -> Plan:
         raise AssertionError("a plan is given")
 
-    model = copy.deepcopy(example.model)
-    module = PipelinedModule(model, devices, decide, plan=plan, batch_dim=call.batch_dim, batch_norm=call.batch_norm)
+    model = without_hooks(copy.deepcopy(example.model))
+    module = PipelinedModule(model, devices, decide, plan=plan, settings=call.settings)
     module.prepare(example.args, example.kwargs, loss_fn=example.loss, target=example.target)
 
     def step() -> None:

@@ -26,6 +26,10 @@ class InfeasibleError(AutoparError):
     """No plan fits the memory limit; says by how much and which stage."""
 
 
+class NotANumberError(AutoparError, FloatingPointError):
+    """A stage made a NaN (looked for with watch_nan=True); names the operator, the stage and the micro-batch."""
+
+
 class AutoparWarning(UserWarning):
     """Something that changes the numbers or the speed that a user may not expect, said once."""
 
@@ -37,5 +41,6 @@ __all__ = [
     "DeviceError",
     "InfeasibleError",
     "InputError",
+    "NotANumberError",
     "PlanError",
 ]

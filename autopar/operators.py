@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Program, is_getitem, module_path
+from autopar.hooks import is_hook_point
 from cost_models.graphs import get_attribute
 
 # Work worth sending rather than repeating.
@@ -136,6 +137,7 @@ def replicable_nodes(program: Program) -> set[fx.Node]:
             and node not in written
             and not written_arguments(node)
             and operator_name(node) not in _HEAVY
+            and not is_hook_point(node)
             and not is_random(node, module)
             and all(source in result for source in node.all_input_nodes)
         ):

@@ -17,7 +17,7 @@ from autopar.costgraph import CostGraph
 from autopar.report.profile import Cost, Pass, Profile
 from autopar.report.progress import progress_bar
 from autopar.runtime.example import Example, has_backward, untouched
-from autopar.runtime.run import LossFunction
+from autopar.runtime.passes import LossFunction
 from autopar.runtime.threads import neutral_state
 from cost_models import Device, MeasurementCache
 

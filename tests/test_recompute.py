@@ -15,7 +15,7 @@ import autopar
 from autopar import PipelinedModule, Plan, PlanError
 from autopar.runtime.executable import Part
 from autopar.runtime.memory import MemoryWatch
-from autopar.runtime.run import Run
+from autopar.runtime.passes import Passes
 from autopar.schedule import SCHEDULES
 from cost_models import parse_devices
 
@@ -158,13 +158,13 @@ def test_a_stage_that_no_gradient_reaches_is_not_run_again(monkeypatch: pytest.M
     model[4].requires_grad_(False)
     pm = pipelined(model, True)
     again: list[int] = []
-    real = Run._recomputed
+    real = Passes._recomputed
 
-    def noting(self: Run, part: Part, *args: Any) -> tuple[Any, ...]:
+    def noting(self: Passes, part: Part, *args: Any) -> tuple[Any, ...]:
         again.append(part.stage.index)
         return real(self, part, *args)
 
-    monkeypatch.setattr(Run, "_recomputed", noting)
+    monkeypatch.setattr(Passes, "_recomputed", noting)
     x = torch.randn(6, 8)
     pm.train_step(x, target=x, loss_fn=square)
     assert again == [1, 1, 1]

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import PipelinedModule, Plan
+from autopar.runtime.executable import Part
+from autopar.runtime.passes import Passes
 from autopar.runtime.split_backward import input_part
 from autopar.schedule import SCHEDULES
 
@@ -241,17 +243,15 @@ def test_an_error_in_a_part_of_the_backward_names_stage_and_micro_batch(
     x, y = torch.randn(6, 8), torch.randn(6, 8)
     pm.train_step(x, target=y, loss_fn=square)
     name = "_backward_inputs" if "inputs" in phase else "_backward_weights"
-    from autopar.runtime import run as room
+    real = getattr(Passes, name)
 
-    real = getattr(room.Run, name)
-
-    def failing(self: object, part: object, microbatch: int, aside: object) -> None:
-        if part.stage.index == 1 and microbatch == 1:  # type: ignore[attr-defined]
+    def failing(self: Passes, part: Part, microbatch: int) -> None:
+        if part.stage.index == 1 and microbatch == 1:
             raise ValueError("out of order")
-        real(self, part, microbatch, aside)
+        real(self, part, microbatch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(room.Run, name, failing)
+        patched.setattr(Passes, name, failing)
         with pytest.raises(ValueError, match="out of order") as caught:
             pm.train_step(x, target=y, loss_fn=square)
     assert f"in the {phase} of stage 1 (cpu:1), micro-batch 1" in "\n".join(caught.value.__notes__)

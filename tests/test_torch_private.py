@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -181,3 +182,46 @@ def test_operators_that_exports_passes_add_belong_to_no_module_of_that_name() ->
     paths = {module_path(node) for node in compute_nodes(program.graph)}
     assert paths <= {"", "rnn"}
     assert _torch.NO_MODULE not in paths
+
+
+def test_a_backward_by_the_engine_is_torchs_backward() -> None:
+    x = torch.randn(3, requires_grad=True)
+    for keep in (True, False):
+        y, z = x.square(), 3 * x
+        roots, gradients = [y, z], [torch.randn(3), torch.randn(3)]
+        torch.autograd.backward(roots, gradients, retain_graph=True)
+        wanted, x.grad = x.grad, None
+        _torch.run_backward(roots, gradients, keep)
+        found, x.grad = x.grad, None
+        assert wanted is not None
+        assert found is not None
+        assert torch.equal(found, wanted)
+        if not keep:
+            with pytest.raises(RuntimeError, match="second time"):
+                _torch.run_backward(roots, gradients, keep)
+
+
+def test_a_backward_of_what_needs_no_gradient_is_refused_as_torch_does() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        _torch.run_backward([torch.ones(1)], [torch.ones(1)], False)
+
+
+def test_a_profiler_is_seen_from_every_thread() -> None:
+    seen = []
+    assert not _torch.profiler_is_on()
+    with torch.profiler.profile():
+        thread = threading.Thread(target=lambda: seen.append(_torch.profiler_is_on()))
+        thread.start()
+        thread.join()
+    assert seen == [True]
+    assert not _torch.profiler_is_on()
+
+
+def test_hooks_of_saved_tensors_are_told_innermost_first() -> None:
+    assert _torch.saved_tensors_hooks() is None
+    outer, inner = (lambda t: t, lambda t: t), (lambda t: t + 0, lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(*outer):
+        assert _torch.saved_tensors_hooks() == outer
+        with torch.autograd.graph.saved_tensors_hooks(*inner):
+            assert _torch.saved_tensors_hooks() == inner
+    assert _torch.saved_tensors_hooks() is None

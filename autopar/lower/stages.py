@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import fx, nn
 
 from autopar.capture import Program, describe
 from autopar.errors import PlanError
+from autopar.hooks import is_hook_point
+from autopar.lower.batchnorm import DeferredNorm, defer_batch_norms
 from autopar.lower.random import lower_random
 from autopar.operators import (
     compute_nodes,
@@ -44,9 +47,11 @@ class StageProgram:
     parameters: tuple[str, ...]  # names, in the program, of the tensors that it reads
     written_buffers: tuple[str, ...]  # those of them that it overwrites (running statistics)
     random: bool  # draws random numbers
+    hooked: bool  # runs hooks of modules
+    deferred: tuple[DeferredNorm, ...]  # batch norms whose running statistics are updated after the batch
     unrepeatable: str  # the operator for which the stage cannot be run again for its backward; "" if there is none
 
-    @property
+    @cached_property
     def sources(self) -> tuple[int, ...]:
         """Stages that send to this one, in ascending order."""
         return tuple(sorted({stage for stage, _ in self.received}))
@@ -63,6 +68,10 @@ class Lowered:
     def random(self) -> bool:
         return any(stage.random for stage in self.stages)
 
+    @property
+    def deferred(self) -> tuple[DeferredNorm, ...]:
+        return tuple(norm for stage in self.stages for norm in stage.deferred)
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -71,12 +80,18 @@ class Constant:
     value: Any
 
 
-def lower(program: Program, stage_of: Mapping[fx.Node, int], storages: Mapping[str, frozenset[int]]) -> Lowered:
+def lower(
+    program: Program,
+    stage_of: Mapping[fx.Node, int],
+    storages: Mapping[str, frozenset[int]],
+    *,
+    defer_norms: bool = False,
+) -> Lowered:
     """Split `program` by `stage_of` (for every node that computes; replicable ones may be left out).
 
     `storages` (of `batching.study`) tells which values share memory: a stage that overwrites a value it received
-    starts from a clone, so that the sender's copy stays whole. Raises PlanError where a value would have to flow
-    backwards.
+    starts from a clone, so that the sender's copy stays whole. `defer_norms`: running statistics of batch norms are
+    left to be updated after the batch. Raises PlanError where a value would have to flow backwards.
     """
     graph = program.graph
     replicable = replicable_nodes(program)
@@ -125,7 +140,7 @@ def lower(program: Program, stage_of: Mapping[fx.Node, int], storages: Mapping[s
     for result in dict.fromkeys(r for r in results if isinstance(r, fx.Node)):
         if result not in sent[last]:
             sent[last].append(result)
-    stages = tuple(_build(program, s, needed[s], sent, home, storages) for s in range(n_stages))
+    stages = tuple(_build(program, s, needed[s], sent, home, storages, defer_norms) for s in range(n_stages))
     places = {node: position for position, node in enumerate(sent[last])}
     return Lowered(stages, tuple(places[r] if isinstance(r, fx.Node) else Constant(r) for r in results))
 
@@ -137,6 +152,7 @@ def _build(
     sent: list[list[fx.Node]],
     home: Any,
     storages: Mapping[str, frozenset[int]],
+    defer_norms: bool,
 ) -> StageProgram:
     source_module = program.graph_module
     graph = fx.Graph()
@@ -180,6 +196,8 @@ def _build(
     graph.output(tuple(copies[n] for n in sent[stage]))
     unrepeatable = [*unrepeatable_nodes(program.graph), *_written_through_views(program.graph, storages)]
     random = lower_random(graph, source_module)
+    deferred = defer_batch_norms(graph) if defer_norms else ()
+    later = {name for norm in deferred for name in (norm.mean, norm.var, norm.tracked)}
     module = fx.GraphModule(_attributes(source_module, graph), graph, class_name=f"Stage{stage}")
     return StageProgram(
         stage,
@@ -188,8 +206,10 @@ def _build(
         tuple((s, i) for s, i, _ in received),
         tuple(n.name for n in sent[stage]),
         tuple(dict.fromkeys(parameters)),
-        tuple(dict.fromkeys(overwritten)),
+        tuple(name for name in dict.fromkeys(overwritten) if name not in later),
         random,
+        any(is_hook_point(node) for node in graph.nodes),
+        deferred,
         next((describe(node) for node in unrepeatable if home(node) == stage), ""),
     )
 

@@ -36,16 +36,3 @@ def split_tree(tree: Any, sizes: Sequence[int]) -> list[Any]:
         for x in leaves
     ]
     return [_torch.tree_unflatten([p[i] for p in pieces], spec) for i in range(len(sizes))]
-
-
-def as_leaf(value: Any, device: torch.device) -> Any:
-    """A received tensor as the start of a stage's own autograd graph."""
-    moved = as_data(value, device)
-    return moved.requires_grad_() if isinstance(value, torch.Tensor) and value.requires_grad else moved
-
-
-def as_data(value: Any, device: torch.device) -> Any:
-    """A received tensor on the stage's device, without its history."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach() if value.device == device else value.detach().to(device)

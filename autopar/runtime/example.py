@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.batching import Batching
 from autopar.capture import Program
-from autopar.runtime.run import LossFunction
+from autopar.runtime.passes import LossFunction
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,9 +23,13 @@ from torch import fx, nn
 
 from autopar.capture import Program
 from autopar.lower import Lowered, StageProgram, replica
-from autopar.operators import captured_device, get_attribute
+from autopar.operators import captured_device, compute_nodes, get_attribute
 from autopar.runtime.threads import Worker
-from autopar.schedule import Schedule, make_schedule
+from autopar.schedule import Action, Schedule, chain, execute, make_schedule
+
+# Seconds that Python and torch's dispatch take of an action and of each operator in it, whatever the operator computes
+# (measured on one core of a server). Where actions take no more than twice that, threads wait for each other.
+_PER_ACTION, _PER_OPERATOR, _TINY = 40e-6, 10e-6, 2.0
 
 
 @dataclass
@@ -40,11 +45,21 @@ class Part:
     leaves: dict[int, nn.Parameter]  # id of the model's parameter -> this part's leaf
     buffers: dict[str, torch.Tensor]
     recompute: bool
+    predicted_bytes: int | None  # the most that its device holds, by the plan
     versions: dict[int, int] = field(default_factory=dict)  # of parameters that live elsewhere, when last copied
 
     @property
     def device(self) -> torch.device:
         return self.worker.device.torch_device
+
+    @cached_property
+    def in_context(self) -> bool:
+        """Whether the stage is to know which micro-batch it computes."""
+        return self.stage.random or self.stage.hooked or bool(self.stage.deferred)
+
+    @cached_property
+    def n_operators(self) -> int:
+        return len(compute_nodes(self.stage.module.graph))
 
 
 class Executable:
@@ -60,33 +75,53 @@ class Executable:
         *,
         chunks: int = 1,
         recompute: Sequence[bool] = (),
+        predicted_bytes: Sequence[int | None] = (),
+        compiled: bool = False,
+        watch_nan: bool = False,
     ) -> None:
         """`workers[s]`: those that serve stage s. `lookup(name)`: the model's tensor of that name, as it is now.
 
         `chunks`: stages of each device; stages s and s + len(workers) / chunks have the same workers. `recompute`: for
-        each stage whether it runs its forward again for the backward (default: none does).
+        each stage whether it runs its forward again for the backward (default: none does). `predicted_bytes`: for each
+        stage the most that its devices hold. `compiled`: stages go through torch.compile. `watch_nan`: every value
+        that leaves a stage is looked at.
         """
         self.program = program
         self.lowered = lowered
         self.schedule = schedule
         self.n_stages = len(workers)
+        self.watch_nan = watch_nan
+        self.abandoned = False  # a worker is still in an operator of a call that was interrupted
+        self.tiny = False  # operators take less time than what Python needs to call them
+        self.compiled = compiled
         self._chunks = chunks
         self._ranks = [tuple(w) for w in workers[: len(workers) // chunks]]
         self.workers = [worker for rank in self._ranks for worker in rank]  # of each slot
         self._lookup = lookup
         again = recompute or [False] * len(workers)
+        held = predicted_bytes or [None] * len(workers)
         names = {name for stage in lowered.stages for name in stage.parameters}
         self._constants: dict[str, Any] = {name: get_attribute(program.graph_module, name) for name in names}
         captured = captured_device(program)
         self.parameters = self._place(lowered, workers)
         self._parts = [
-            [self._part(stage, number, worker, captured, again[stage.index]) for number, worker in enumerate(mine)]
+            [
+                self._part(stage, number, worker, captured, again[stage.index], held[stage.index])
+                for number, worker in enumerate(mine)
+            ]
             for stage, mine in zip(lowered.stages, workers, strict=True)
         ]
         self.consumers = [
             tuple(t.index for t in lowered.stages if stage.index in t.sources) for stage in lowered.stages
         ]
+        self.reads = {  # which outputs of the first stage the second reads
+            (source, stage.index): tuple(place for s, place in stage.received if s == source)
+            for stage in lowered.stages
+            for source in stage.sources
+        }
         self._tables: dict[tuple[int, bool], Schedule] = {}
+        self._orders: dict[tuple[int, bool], list[tuple[int, Action]]] = {}
+        self._shares: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
 
     @property
     def parts(self) -> list[Part]:
@@ -107,6 +142,32 @@ class Executable:
                 self.schedule, n_microbatches, replicas, chunks=self._chunks, training=training
             )
         return self._tables[key]
+
+    def order(self, n_microbatches: int, training: bool) -> list[tuple[int, Action]]:
+        """The actions of all slots, each with its slot, in an order in which one worker can do them."""
+        key = (n_microbatches, training)
+        if key not in self._orders:
+            tables = self.table(n_microbatches, training).actions
+            events = execute(tables, lambda action: 1.0, chain(self.n_stages, n_microbatches)).events
+            self._orders[key] = [(e.slot, e.action) for e in sorted(events, key=lambda e: e.start)]
+        return self._orders[key]
+
+    def note(self, seconds: float, n_microbatches: int, n_forwards: int, n_backwards: int) -> None:
+        """CPU seconds that the workers took for a call: whether its actions are so small that one worker is enough.
+
+        `n_forwards`, `n_backwards`: 1 or 0, whether every stage ran them for each micro-batch.
+        """
+        ways = n_forwards + n_backwards
+        operators = sum(parts[0].n_operators for parts in self._parts) * (n_forwards + 2 * n_backwards)
+        least = n_microbatches * (ways * self.n_stages * _PER_ACTION + operators * _PER_OPERATOR)
+        self.tiny = seconds < _TINY * least and all(w.device.torch_device.type == "cpu" for w in self.workers)
+
+    def share(self, samples: int, total: int, loss: torch.Tensor) -> torch.Tensor:
+        """What a micro-batch's loss counts in the mean of the batch, where the loss is and of its dtype."""
+        key = (samples, total, loss.dtype, loss.device)
+        if key not in self._shares:
+            self._shares[key] = torch.full_like(loss, samples / total)
+        return self._shares[key]
 
     def tensor(self, name: str) -> torch.Tensor:
         """The model's tensor `name`, or a constant that the capture found in its code."""
@@ -131,7 +192,15 @@ class Executable:
                     found[id(tensor)] = tensor
         return list(found.values())
 
-    def _part(self, stage: StageProgram, number: int, worker: Worker, captured: torch.device, recompute: bool) -> Part:
+    def _part(
+        self,
+        stage: StageProgram,
+        number: int,
+        worker: Worker,
+        captured: torch.device,
+        recompute: bool,
+        predicted_bytes: int | None,
+    ) -> Part:
         device = worker.device.torch_device
         leaves: dict[int, nn.Parameter] = {}
         buffers: dict[str, torch.Tensor] = {}
@@ -149,7 +218,8 @@ class Executable:
                 buffers[name] = tensors[name] = tensor.detach().to(device, copy=own)
         module = replica(stage, tensors, device, captured)
         slot = self.workers.index(worker)
-        return Part(slot, stage, number, worker, module, module.forward, leaves, buffers, recompute, versions)
+        compute = torch.compile(module.forward) if self.compiled else module.forward
+        return Part(slot, stage, number, worker, module, compute, leaves, buffers, recompute, predicted_bytes, versions)
 
     def refresh(self) -> None:
         """Bring every part up to date with the model's tensors (changed, moved or frozen since the last call)."""

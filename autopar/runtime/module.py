@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar import _torch
-from autopar.annotations import read_hints, resolve, violations
 from autopar.batching import Batching, study
-from autopar.capture import Program, capture
-from autopar.errors import AutoparWarning, InputError, PlanError
-from autopar.lower import Lowered, lower
+from autopar.capture import capture
+from autopar.errors import AutoparWarning, InputError
 from autopar.plan import Plan
 from autopar.report.text import module_text
 from autopar.runtime.autograd import Call, Step
 from autopar.runtime.batches import split_sizes
+from autopar.runtime.entries import Entry, Settings, build, model_state, one_microbatch
 from autopar.runtime.example import Example, has_backward, untouched
-from autopar.runtime.executable import Executable
 from autopar.runtime.memory import Watch
-from autopar.runtime.run import LossFunction, Run
+from autopar.runtime.passes import LossFunction
+from autopar.runtime.run import Run
 from autopar.runtime.threads import CallerState, Worker, neutral_state
 from cost_models.device import Device
 
 Decide = Callable[[Example], Plan]
 
-
-@dataclass
-class _Entry:
-    """One captured signature and how it runs."""
-
-    state: tuple[Any, ...]  # of the model: training or not, by module; which parameters, and their dtypes
-    program: Program
-    batching: Batching
-    plan: Plan | None = None  # that it was built for
-    n_microbatches: int = 1
-    lowered: Lowered | None = None
-    executable: Executable | None = None  # None: the plan is the plain model on one device
+_SHARED = (  # tables of a torch.nn.Module
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
 
 
 class PipelinedModule(nn.Module):
@@ -58,28 +51,47 @@ class PipelinedModule(nn.Module):
         decide: Decide,
         *,
         plan: Plan | None = None,
-        batch_dim: int | dict[str, int | None] | None = None,
-        batch_norm: str = "per-microbatch",
+        settings: Settings | None = None,
     ) -> None:
         """`decide(example)` makes a plan where none is given. Users call `autopar.parallelize` instead."""
         super().__init__()
-        # The model's own tables, not copies: names, tensors and later changes are the model's.
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
         self.__dict__["_model"] = model
+        for table in _SHARED:  # the model's own, not copies: names, tensors, hooks and later changes are the model's
+            self.__dict__[table] = model.__dict__[table]
+        self.training = model.training
         self.__dict__["_all_modules"] = list(model.modules())
         self._devices = tuple(devices)
         self._decide = decide
         self._given = plan
         self._plan = plan if plan is not None and not plan.split else None
         self._plan_knows_loss = plan is not None
-        self._batch_dim = batch_dim
-        self._batch_norm = batch_norm
-        self._entries: list[_Entry] = []
+        self._settings = settings or Settings()
+        self._entries: list[Entry] = []
         self._workers: dict[str, Worker] = {}
         self._warned: set[str] = set()
         self._watch: Watch | None = None
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Which kind of backward hook the root has; torch sets it where a hook is registered: on either."""
+        model = self.__dict__.get("_model")
+        return model.__dict__["_is_full_backward_hook"] if model is not None else None
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, value: bool | None) -> None:
+        if "_model" in self.__dict__:
+            self.unwrap()._is_full_backward_hook = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
+        """A pipelined deep copy of the model with the same plan."""
+        model = copy.deepcopy(self.unwrap(), memo)
+        new = PipelinedModule(model, self._devices, self._decide, plan=self._given, settings=self._settings)
+        new._plan, new._plan_knows_loss, new._warned = self._plan, self._plan_knows_loss, set(self._warned)
+        memo[id(self)] = new
+        return new
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a pipelined module has threads and cannot be pickled; save state_dict(), unwrap() or the plan")
 
     # -- what a user sees -------------------------------------------------------------------------------------------
 
@@ -136,9 +148,7 @@ class PipelinedModule(nn.Module):
 
     def close(self) -> None:
         """End the worker threads; the next call starts new ones."""
-        for worker in self._workers.values():
-            worker.close()
-        self._workers.clear()
+        self._close_workers()
         self._entries.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +202,7 @@ class PipelinedModule(nn.Module):
     def _direct(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain model on the plan's only device."""
         args, kwargs = self._to_only_device((args, kwargs))
-        return self.unwrap()(*args, **kwargs)
+        return self.unwrap().forward(*args, **kwargs)  # this module's call has run the hooks of the root
 
     def _to_only_device(self, tree: Any) -> Any:
         assert self._plan is not None
@@ -204,7 +214,7 @@ class PipelinedModule(nn.Module):
 
     def _run(
         self,
-        entry: _Entry,
+        entry: Entry,
         leaves: list[Any],
         batch: int,
         loss_fn: LossFunction | None = None,
@@ -214,8 +224,8 @@ class PipelinedModule(nn.Module):
         assert executable is not None
         assert lowered is not None
         executable.refresh()
-        types = {d.torch_device.type for d in self._devices}
-        state = CallerState.of_this_thread(types, training=loss_fn is not None)
+        devices = [d.torch_device for d in self._devices]
+        state = CallerState.of_this_thread(devices, training=loss_fn is not None)
         sizes = split_sizes(batch, entry.n_microbatches, entry.batching.least_rows)
         seed = int(torch.randint(1 << 62, ()).item()) if lowered.random else None
         run = Run(
@@ -233,37 +243,43 @@ class PipelinedModule(nn.Module):
 
     def _entry(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None, target: Any
-    ) -> tuple[_Entry, list[Any], int]:
+    ) -> tuple[Entry, list[Any], int]:
         """The entry for a call, captured, planned and placed as far as it is not yet; its flat inputs and batch."""
         model = self.unwrap()
-        modules = self._all_modules
-        state = (
-            tuple(m.training for m in modules),
-            tuple((id(p), p.dtype) for m in modules for p in m._parameters.values() if p is not None),
-        )
+        self._forget_abandoned()
+        state = model_state(self._all_modules)
         for entry in self._entries:
             bound = entry.program.bind(args, kwargs) if entry.state == state else None
             if bound is not None:
                 break
         else:
             with untouched(model), neutral_state({d.torch_device.type for d in self._devices}):
-                program = capture(model, args, kwargs, batch_dim=self._batch_dim)
+                program = capture(model, args, kwargs, batch_dim=self._settings.batch_dim)
                 bound = program.bind(args, kwargs)
                 assert bound is not None, "a captured program takes the call that it was captured from"
                 batching = study(program, bound[0])
-            entry = _Entry(state, program, batching)
+            entry = Entry(state, program, batching)
             self._entries.append(entry)
         assert bound is not None
         if bound[1] == 0 and entry.program.batch_size:
             raise InputError("the batch has no samples; give at least one")
         self._plan_for(entry, args, kwargs, bound[0], loss_fn, target)
         if entry.plan is not self._plan:
-            self._build(entry)
+            assert self._plan is not None
+            build(
+                entry,
+                self._plan,
+                model,
+                self._devices,
+                self._worker,
+                self._settings,
+                check_hints=self._given is not None,
+            )
         return entry, *bound
 
     def _plan_for(
         self,
-        entry: _Entry,
+        entry: Entry,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
@@ -275,7 +291,8 @@ class PipelinedModule(nn.Module):
         program, batching = entry.program, entry.batching
         if self._plan is None and self._given is not None:
             self._plan = self._given.on([d.name for d in self._devices])
-            if program.batch_size > 1 and self._one_microbatch(batching) and self._plan.n_microbatches > 1:
+            whole = one_microbatch(batching, self._settings)
+            if program.batch_size > 1 and whole and self._plan.n_microbatches > 1:
                 self._plan = replace(self._plan, n_microbatches=1)
         elif self._given is None:
             training = has_backward(self.unwrap(), program, loss_fn)
@@ -292,94 +309,37 @@ class PipelinedModule(nn.Module):
         assert self._plan is not None
         self._warn_unsafe(self._plan, batching)
 
-    def _one_microbatch(self, batching: Batching) -> bool:
-        return not batching.splittable or (self._batch_norm == "exact" and bool(batching.batch_norms))
-
-    def _build(self, entry: _Entry) -> None:
-        """Lower the plan for the entry's program and place it."""
-        plan = self._plan
-        assert plan is not None
-        stage_of = plan.assign(entry.program)
-        self._check_hints(plan, entry, stage_of)
-        lowered = lower(entry.program, stage_of, entry.batching.storages)
-        if len(lowered.stages) != len(plan.stages):
-            raise PlanError(
-                f"the plan has {len(plan.stages)} stages, but operators of this model fill only "
-                f"{len(lowered.stages)}; leave the empty ones out"
-            )
-        for stage, lowered_stage in zip(plan.stages, lowered.stages, strict=True):
-            if stage.recompute and lowered_stage.unrepeatable:
-                raise PlanError(
-                    f"stage {lowered_stage.index} cannot be recomputed: {lowered_stage.unrepeatable} writes a buffer "
-                    "that the model reads; a second run would give something else, let the stage keep its activations"
-                )
-        n_microbatches = 1 if self._one_microbatch(entry.batching) else plan.n_microbatches
-        executable = None
-        if len(plan.used_devices) == 1 and n_microbatches == 1 and not any(s.recompute for s in plan.stages):
-            device = next(d.torch_device for d in self._devices if d.name == plan.used_devices[0])
-            if any(t.device != device for t in [*self.parameters(), *self.buffers()]):
-                self.unwrap().to(device)
-        else:
-            workers = [[self._worker(name) for name in stage.devices] for stage in plan.stages]
-            executable = Executable(
-                entry.program,
-                lowered,
-                workers,
-                plan.schedule,
-                _Lookup(self.unwrap()),
-                chunks=plan.chunks,
-                recompute=[stage.recompute for stage in plan.stages],
-            )
-        entry.plan, entry.n_microbatches, entry.lowered, entry.executable = plan, n_microbatches, lowered, executable
-
-    def _check_hints(self, plan: Plan, entry: _Entry, stage_of: Mapping[fx.Node, int]) -> None:
-        """A plan that was given must do what the hints on the model ask; the search does so by itself."""
-        hints = read_hints(self.unwrap()) if self._given is not None else None
-        if not hints:
-            return
-        resolved = resolve(hints, entry.program, len(self._devices), entry.batching.storages)
-        # Without a backward there is nothing to recompute for.
-        recompute = [stage.recompute or not entry.program.training for stage in plan.stages]
-        problems = violations({node.name: stage for node, stage in stage_of.items()}, recompute, resolved)
-        if problems:
-            raise PlanError("the plan does not follow the hints on the model:\n  " + "\n  ".join(problems))
-
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
             self._workers[name] = Worker(next(d for d in self._devices if d.name == name))
         return self._workers[name]
 
+    def _forget_abandoned(self) -> None:
+        """Start anew after a call that was interrupted while a worker was inside a long operator."""
+        if any(e.executable is not None and e.executable.abandoned for e in self._entries):
+            self._close_workers()
+            for entry in self._entries:
+                entry.plan = entry.executable = None
+
+    def _close_workers(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+
     def _warn_unsafe(self, plan: Plan, batching: Batching) -> None:
         if batching.obstacle and batching.obstacle != "the batch has one sample":
             self._warn_once(f"the batch is not split into micro-batches: {batching.obstacle}")
-        if batching.batch_norms and plan.n_microbatches > 1 and self._batch_norm == "per-microbatch":
+        if batching.batch_norms and plan.n_microbatches > 1 and self._settings.batch_norm == "per-microbatch":
             self._warn_once(
                 f"batch norm uses the statistics of each micro-batch (1/{plan.n_microbatches} of the batch), first in "
-                f"'{batching.batch_norms[0]}'; batch_norm='exact' keeps the batch whole"
+                f"'{batching.batch_norms[0]}'; batch_norm='deferred' keeps the running statistics those of the batch, "
+                "batch_norm='exact' keeps the batch whole"
             )
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, AutoparWarning, stacklevel=_callers_level())
-
-
-class _Lookup:
-    """The model's tensors by name, as they are now (`.to()` replaces buffers)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._found: dict[str, tuple[nn.Module, str]] = {}
-
-    def __call__(self, name: str) -> torch.Tensor:
-        if name not in self._found:
-            path, _, leaf = name.rpartition(".")
-            self._found[name] = (self._model.get_submodule(path), leaf)
-        owner, leaf = self._found[name]
-        value = getattr(owner, leaf)
-        if not isinstance(value, torch.Tensor):
-            raise AttributeError(f"{name} is no tensor of the model")
-        return value
 
 
 def _callers_level() -> int:

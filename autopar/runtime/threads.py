@@ -6,11 +6,12 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from autopar import _torch
 from cost_models.device import Device
 
 
@@ -22,20 +23,37 @@ class CallerState:
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    default_device: torch.device | None  # None: the CPU, as in a fresh thread
+    saved_tensors_hooks: _torch.SavedTensorsHooks | None
+    streams: tuple[torch.cuda.Stream, ...]  # of each GPU that the caller queues its kernels on: workers join it
 
     @classmethod
-    def of_this_thread(cls, device_types: set[str], *, training: bool = False) -> CallerState:
+    def of_this_thread(cls, devices: Iterable[torch.device], *, training: bool = False) -> CallerState:
         """`training`: gradients are recorded whatever the caller's grad mode (a training step was asked for)."""
+        device_types = {device.type for device in devices}
+        default = torch.get_default_device()
         return cls(
             training or torch.is_grad_enabled(),
             not training and torch.is_inference_mode_enabled(),
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(device_types)),
             torch.is_autocast_cache_enabled(),
+            None if default.type == "cpu" else default,
+            _torch.saved_tensors_hooks(),
+            tuple(torch.cuda.current_stream(d) for d in sorted(set(devices), key=str) if d.type == "cuda"),
         )
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self, device: torch.device) -> Iterator[None]:
+        """In a worker's thread, for its device."""
         with contextlib.ExitStack() as stack:
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            if self.saved_tensors_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -74,6 +92,8 @@ class Worker:
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` on the thread, after what was submitted before. `work` must not raise."""
+        if not self._finalizer.alive:
+            raise RuntimeError(f"the pipeline's worker of {self.device.name} has been closed; call the module anew")
         self._inbox.put(work)
 
     def close(self) -> None:

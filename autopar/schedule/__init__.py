@@ -43,7 +43,7 @@ reaches the first stage sooner; 3m + p - 1 units, against 3 (m + p - 1) of 1f1b,
 """
 
 from autopar.schedule.check import validate
-from autopar.schedule.clock import Action, Event, Execution, Phase, Send, Transfer, execute
+from autopar.schedule.clock import Action, Event, Execution, Phase, Send, Transfer, chain, execute
 from autopar.schedule.orders import SCHEDULES, in_flight_limit, interleaved_in_flight_limit, make_schedule
 from autopar.schedule.table import Schedule, held, phased
 
@@ -56,6 +56,7 @@ __all__ = [
     "Schedule",
     "Send",
     "Transfer",
+    "chain",
     "execute",
     "held",
     "in_flight_limit",

@@ -57,7 +57,7 @@ def parallelize(
     tune: int = 0,
     candidates: Mapping[str, Plan] | None = None,
     verify: bool = True,
-    compile: bool = False,
+    compile: bool | str = False,
     watch_nan: bool = False,
     cache: bool = True,
 ) -> PipelinedModule:
@@ -83,7 +83,7 @@ def parallelize(
         tune: run that many of the best plans for a few steps and follow the fastest; 0 trusts the prediction.
         candidates: plans of your own, by name, that are run beside them: the plan followed was at least as fast.
         verify: compare a few samples together with the same in parts, whatever is proven of the graph.
-        compile: run every stage through torch.compile.
+        compile: run every stage through torch.compile, with the backend named or, for True, its default.
         watch_nan: look at every value that leaves a stage, and name the operator that made the first NaN.
         cache: keep measurements on disk.
 

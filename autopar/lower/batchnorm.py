@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopar.tidy import aten
 
@@ -34,7 +34,7 @@ class DeferredNorm:
     mean: str  # names of the buffers
     var: str
     tracked: str | None  # that counts batches
-    momentum: float
+    momentum: float | None  # None: the mean over all batches so far
 
 
 class Statistics:
@@ -54,11 +54,14 @@ class Statistics:
             if not mine:
                 continue
             _, mean, var = merged(mine)
+            tracked = tensor(norm.tracked).add_(1) if norm.tracked is not None else None
+            momentum = norm.momentum
+            if momentum is None:
+                assert tracked is not None, "torch.nn's batch norms count batches where they keep statistics"
+                momentum = 1 / int(tracked)
             for name, new in ((norm.mean, mean), (norm.var, var)):
                 running = tensor(name)
-                running.mul_(1 - norm.momentum).add_(new.to(running), alpha=norm.momentum)
-            if norm.tracked is not None:
-                tensor(norm.tracked).add_(1)
+                running.mul_(1 - momentum).add_(new.to(running), alpha=momentum)
         self._moments.clear()
 
 
@@ -116,10 +119,16 @@ def deferred_batch_norm(
     return result
 
 
-def defer_batch_norms(graph: fx.Graph) -> tuple[DeferredNorm, ...]:
-    """Make the batch norms of a stage's graph that keep running statistics leave them to `Statistics.update`."""
+def defer_batch_norms(graph: fx.Graph, source: fx.GraphModule) -> tuple[DeferredNorm, ...]:
+    """Make the batch norms of a stage's graph that keep running statistics leave them to `Statistics.update`.
+
+    `source`: has the modules that the graph calls (where symbolic_trace made it).
+    """
     found = []
     for node in list(graph.nodes):
+        if node.op == "call_module":
+            found += _defer_module(graph, node, source.get_submodule(str(node.target)))
+            continue
         if node.target is not aten.batch_norm.default or not node.args[5] or not isinstance(node.args[3], fx.Node):
             continue
         x, weight, bias, mean, var, _, momentum, eps, cudnn = node.args
@@ -132,12 +141,28 @@ def defer_batch_norms(graph: fx.Graph) -> tuple[DeferredNorm, ...]:
     return tuple(found)
 
 
+def _defer_module(graph: fx.Graph, node: fx.Node, norm: nn.Module) -> list[DeferredNorm]:
+    if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or not norm.training or norm.running_mean is None:
+        return []
+    path = str(node.target)
+    with graph.inserting_before(node):
+        weight, bias = (graph.get_attr(f"{path}.{name}") if norm.affine else None for name in ("weight", "bias"))
+        args = (node.args[0], weight, bias, norm.eps, torch.backends.cudnn.enabled, node.name)
+        call = graph.call_function(deferred_batch_norm, args)
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)
+    mean, var, tracked = (f"{path}.{name}" for name in ("running_mean", "running_var", "num_batches_tracked"))
+    return [DeferredNorm(node.name, mean, var, tracked, norm.momentum)]
+
+
 def _uncount(graph: fx.Graph, mean: str) -> str | None:
     """Take out one operator that counts the batches of the norm with the buffer `mean`; the counter's name."""
     counter = f"{mean.rpartition('.')[0]}.num_batches_tracked".lstrip(".")
     for node in graph.nodes:
         source: Any = node.args[0] if node.args else None
         if node.target is aten.add_.Tensor and isinstance(source, fx.Node) and str(source.target) == counter:
+            node.replace_all_uses_with(source)  # the next count of a norm that is called again
             graph.erase_node(node)
             return counter
     return None

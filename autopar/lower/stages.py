@@ -196,7 +196,7 @@ def _build(
     graph.output(tuple(copies[n] for n in sent[stage]))
     unrepeatable = [*unrepeatable_nodes(program.graph), *_written_through_views(program.graph, storages)]
     random = lower_random(graph, source_module)
-    deferred = defer_batch_norms(graph) if defer_norms else ()
+    deferred = defer_batch_norms(graph, source_module) if defer_norms else ()
     later = {name for norm in deferred for name in (norm.mean, norm.var, norm.tracked)}
     module = fx.GraphModule(_attributes(source_module, graph), graph, class_name=f"Stage{stage}")
     return StageProgram(

@@ -27,7 +27,7 @@ class Settings:
 
     batch_dim: int | dict[str, int | None] | None = None
     batch_norm: str = "per-microbatch"  # or "deferred" or "exact"
-    compile: bool = False  # stages go through torch.compile
+    compile: bool | str = False  # stages go through torch.compile; or the name of its backend
     watch_nan: bool = False
     verify: bool = True
 
@@ -117,7 +117,7 @@ def build(
 
 def _is_plain(plan: Plan, n_microbatches: int, settings: Settings) -> bool:
     """Whether the plan is the model itself on one device."""
-    changed = any(stage.recompute for stage in plan.stages) or settings.compile or settings.watch_nan
+    changed = any(stage.recompute for stage in plan.stages) or bool(settings.compile) or settings.watch_nan
     return len(plan.used_devices) == 1 and n_microbatches == 1 and not changed
 
 

@@ -76,15 +76,15 @@ class Executable:
         chunks: int = 1,
         recompute: Sequence[bool] = (),
         predicted_bytes: Sequence[int | None] = (),
-        compiled: bool = False,
+        compiled: bool | str = False,
         watch_nan: bool = False,
     ) -> None:
         """`workers[s]`: those that serve stage s. `lookup(name)`: the model's tensor of that name, as it is now.
 
         `chunks`: stages of each device; stages s and s + len(workers) / chunks have the same workers. `recompute`: for
         each stage whether it runs its forward again for the backward (default: none does). `predicted_bytes`: for each
-        stage the most that its devices hold. `compiled`: stages go through torch.compile. `watch_nan`: every value
-        that leaves a stage is looked at.
+        stage the most that its devices hold. `compiled`: stages without hooks go through torch.compile, with the
+        backend named or its default. `watch_nan`: every value that leaves a stage is looked at.
         """
         self.program = program
         self.lowered = lowered
@@ -218,7 +218,9 @@ class Executable:
                 buffers[name] = tensors[name] = tensor.detach().to(device, copy=own)
         module = replica(stage, tensors, device, captured)
         slot = self.workers.index(worker)
-        compute = torch.compile(module.forward) if self.compiled else module.forward
+        compute = module.forward
+        if self.compiled and not stage.hooked:  # hooks are to run, not to be traced
+            compute = torch.compile(compute, backend="inductor" if self.compiled is True else self.compiled)
         return Part(slot, stage, number, worker, module, compute, leaves, buffers, recompute, predicted_bytes, versions)
 
     def refresh(self) -> None:

@@ -1,0 +1,154 @@
+"""What is watched while a pipeline runs: NaN, memory that is short, and the size of operators."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_gradients, gradients, mlp
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import autopar
+from autopar import NotANumberError, PipelinedModule, Plan
+
+
+class Logarithm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.last(torch.sqrt(hidden.abs()) + torch.log(hidden))
+
+
+class Root(nn.Module):
+    """Its gradient at zero is infinite, and NaN before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sqrt(self.first(x) * 0))
+
+
+def watched(model: nn.Module, n_microbatches: int = 2, **more: Any) -> PipelinedModule:
+    plan = Plan.from_split({"first": 0, "last": 1}, n_microbatches=n_microbatches)
+    return autopar.parallelize(model, ["cpu", "cpu"], plan=plan, watch_nan=True, **more)
+
+
+def test_the_first_operator_that_makes_a_nan_is_named() -> None:
+    model = Logarithm()
+    nn.init.eye_(model.first.weight)
+    nn.init.zeros_(model.first.bias)
+    pm = watched(model)
+    x = torch.ones(4, 4)
+    pm(x)
+    x[3] = -1  # in the second micro-batch
+    with pytest.raises(NotANumberError, match=r"aten.log.default in module '\(root\)' \(.*test_watching.py") as caught:
+        pm(x)
+    assert "in the forward of stage 0 (cpu:0), micro-batch 1" in "\n".join(caught.value.__notes__)
+    assert isinstance(caught.value, FloatingPointError)
+
+
+def test_a_nan_in_the_inputs_is_told_as_that() -> None:
+    with pytest.raises(NotANumberError, match="inputs have NaN"):
+        watched(mlp_of_two())(torch.full((4, 4), torch.nan))
+
+
+def test_a_nan_in_gradients_names_stage_and_micro_batch() -> None:
+    pm = watched(Root())
+    x = torch.randn(4, 4)
+    pm(x)
+    with pytest.raises(NotANumberError, match=r"gradients.*detect_anomaly") as caught:
+        pm(x.requires_grad_()).sum().backward()
+    assert "in the backward of stage 0" in "\n".join(caught.value.__notes__)
+
+
+def test_infinities_pass_since_masks_are_made_of_them() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.softmax(self.first(x).masked_fill(x < 0, -torch.inf), -1).nan_to_num())
+
+    watched(Masked())(torch.randn(4, 4).abs() + 1)
+
+
+def test_without_the_watch_a_nan_is_a_value_as_any_other() -> None:
+    plan = Plan.from_split({"first": 0, "last": 1}, n_microbatches=2)
+    pm = autopar.parallelize(mlp_of_two(), ["cpu", "cpu"], plan=plan)
+    assert pm(torch.full((4, 4), torch.nan)).isnan().all()
+
+
+def mlp_of_two() -> nn.Module:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.relu(self.first(x)))
+
+    return Two()
+
+
+def test_a_lack_of_memory_names_the_stage_its_prediction_and_what_there_is() -> None:
+    x = torch.randn(8, 8)
+    by_hand = Plan.from_split({"0": 0, "3": 1}, n_microbatches=2)
+    predicted = replace(by_hand, stages=tuple(replace(s, peak_memory=12345) for s in by_hand.stages))
+
+    def greedy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.mean() + torch.empty(1 << 50).sum()
+
+    for plan, told in ((predicted, "was predicted to need 12,345 bytes"), (by_hand, "has a plan without predictions")):
+        pm = autopar.parallelize(mlp(8, 4), ["cpu", "cpu"], plan=plan)
+        with pytest.raises(RuntimeError, match="allocate memory") as caught:
+            pm.train_step(x, target=x, loss_fn=greedy)
+        notes = "\n".join(caught.value.__notes__)
+        assert f"out of memory: cpu:1 with stage 1 {told}" in notes
+        assert "bytes are available now" in notes
+
+
+@pytest.mark.parametrize(("seconds", "one"), [(0.0, True), (1.0, False)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_tiny_operators_are_run_by_one_worker_and_large_ones_by_all(
+    seconds: float, one: bool, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`seconds`: what every worker takes of each call, by the clock that it looks at."""
+    clock = threading.local()
+
+    def thread_time() -> float:
+        clock.now = getattr(clock, "now", 0.0) + seconds
+        return clock.now
+
+    monkeypatch.setattr("autopar.runtime.run.time.thread_time", thread_time)
+    seen: set[str] = set()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.add(threading.current_thread().name)
+        return mse_loss(output, target)
+
+    model = mlp_of_two()
+    pm = autopar.parallelize(
+        model, ["cpu", "cpu"], plan=Plan.from_split({"first": 0, "last": 1}, n_microbatches=3, schedule=schedule)
+    )
+    x, target = torch.randn(7, 4), torch.randn(7, 2)
+    mse_loss(model(x), target).backward()
+    wanted = gradients(model)
+    for step in range(3):
+        seen.clear()
+        model.zero_grad()
+        pm.train_step(x, target=target, loss_fn=loss)
+        assert seen == ({"autopar-cpu:0"} if one and step else {"autopar-cpu:1"})
+        assert_same_gradients(gradients(model), wanted)
+    model.zero_grad()
+    mse_loss(pm(x), target).backward()
+    assert_same_gradients(gradients(model), wanted)

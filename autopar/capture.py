@@ -135,11 +135,11 @@ def capture(
     check_call(model, args, kwargs)
     leaves, in_spec = _torch.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
-    with hooks.marked(model) as calls, assignments_told(model), _torch.no_custom_functions():
+    with hooks.marked(model) as marks, assignments_told(model), _torch.no_custom_functions():
         # One row would be taken for a constant by export: what is captured for it serves no other batch size.
         traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
     module = tidy(traced.module)
-    hooks.join(module.graph, calls)
+    hooks.join(module.graph, marks)
     module.recompile()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(

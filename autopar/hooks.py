@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from torch import fx, nn
 from torch.utils.hooks import BackwardHook
 
 from autopar import _torch
-from autopar.errors import InputError
+from autopar.errors import AutoparWarning, InputError
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PART_OF_THE_MODEL = ("torch", "transformers")
@@ -135,10 +136,18 @@ class _Call:
     outputs: _Values | None = None
 
 
+@dataclass
+class Marks:
+    """What was marked while a model was captured."""
+
+    paths: list[str]  # of the inner modules that have hooks
+    calls: dict[str, _Call]  # by name
+
+
 @contextmanager
-def marked(model: nn.Module) -> Iterator[dict[str, _Call]]:
+def marked(model: nn.Module) -> Iterator[Marks]:
     """The hooks of the user's are off, and calls of inner modules that have such are marked; afterwards the hooks are
-    the model's own again. Gives the calls by name, for `join`."""
+    the model's own again."""
     calls: dict[str, _Call] = {}
     hooked = [(path, module) for path, module in model.named_modules() if has_hooks(module)]
     saved = [(module, {name: OrderedDict(getattr(module, name)) for name in _TABLES}) for _, module in hooked]
@@ -151,7 +160,7 @@ def marked(model: nn.Module) -> Iterator[dict[str, _Call]]:
                     del table[key]
             if path:  # the root's hooks see the whole batch, not micro-batches
                 marks += _mark(path, module, calls)
-        yield calls
+        yield Marks([path for path, _ in hooked if path], calls)
     finally:
         for mark in marks:
             mark.remove()
@@ -184,15 +193,20 @@ def _mark(path: str, module: nn.Module, calls: dict[str, _Call]) -> list[Any]:
     return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
 
 
-def join(graph: fx.Graph, calls: dict[str, _Call]) -> None:
-    """Turn the marks in a captured graph into what runs the hooks: `leave` gets what `enter` got, beside its own."""
+def join(graph: fx.Graph, marks: Marks) -> None:
+    """Turn the marks in a captured graph into what runs the hooks: `leave` gets what `enter` got, beside its own.
+
+    Warns of modules whose hooks will not run, because the graph has no mark of them.
+    """
+    found: set[str] = set()
     entered: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is not torch.ops.autopar.module_call.default:
             continue
         tensors, sizes, point = node.args
         way, name = str(point).split(" ", 1)
-        call = calls[name]
+        call = marks.calls[name]
+        found.add(call.path)
         if way == "enter":
             node.target, node.args = _entering(call), (list(tensors), list(sizes))
             entered[name] = node
@@ -211,6 +225,14 @@ def join(graph: fx.Graph, calls: dict[str, _Call]) -> None:
             given = (taken, list(enter.args[1]))  # type: ignore[arg-type]
         node.target = _leaving(call)
         node.args = (list(tensors), list(sizes), *given, state)
+    lost = [path for path in marks.paths if path not in found]
+    if lost:
+        warnings.warn(
+            f"hooks of '{lost[0]}'" + (f" and {len(lost) - 1} more modules" if lost[1:] else "") + " will not run: the "
+            "captured graph does not show the module being called with tensors",
+            AutoparWarning,
+            stacklevel=2,
+        )
 
 
 def _entering(call: _Call) -> Callable[..., Any]:

@@ -102,9 +102,8 @@ class Passes:
 
     def mean_loss(self) -> torch.Tensor:
         """Of the batch: micro-batches weighted by their samples."""
-        losses = torch.stack([loss for loss in self.losses if loss is not None])
-        shares = torch.tensor([size / self.total for size in self.sizes], dtype=losses.dtype, device=losses.device)
-        return (losses * shares).sum()
+        parts = zip(self.losses, self.sizes, strict=True)
+        return torch.stack([loss * (size / self.total) for loss, size in parts if loss is not None]).sum()
 
     def input_gradients(self, index: int) -> torch.Tensor | None:
         """The gradient of flat input `index`, summed over the stages that read it."""

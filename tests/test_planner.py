@@ -326,3 +326,20 @@ def test_tuning_follows_the_plan_that_was_fastest_in_turn(monkeypatch: pytest.Mo
 def test_tuning_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         autopar.parallelize(nn.Linear(2, 2), ["cpu"], **options)
+
+
+def sped_up(costs: CostGraph, factor: float) -> CostGraph:
+    """The same model of operators that take so many times less."""
+    tables = tuple(
+        dataclasses.replace(t, forward=t.forward / factor, backward=t.backward / factor) for t in costs.tables
+    )
+    return dataclasses.replace(costs, tables=tables)
+
+
+def test_operators_too_small_to_gain_from_a_second_device_are_run_on_one_and_the_plan_says_why() -> None:
+    large = make_plan(costs_of(), STEP)
+    assert len(large.used_devices) == 2
+    small = make_plan(sped_up(costs_of(), 1e4), STEP)
+    assert len(small.used_devices) == 1
+    assert small.n_microbatches == 1
+    assert any(note.startswith("uses 1 of 2 devices: the best plan found on 2 takes") for note in small.notes)

@@ -149,7 +149,7 @@ def profile(
     _check_model(model)
     parsed = parse_devices(devices)
     args, kwargs = _call(example_args, example_kwargs)
-    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
+    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
     return summarize(measure_costs(example, parsed, cache=cache))
 
 
@@ -191,12 +191,13 @@ def compare(
     plans = {"auto": None} if plans is None else plans
     parsed, options = _checked(model, devices, n_microbatches, schedule, max_replicas, memory_limit, "none", batch_norm)
     args, kwargs = _call(example_args, example_kwargs)
-    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
+    settings = Settings(batch_dim, batch_norm)
+    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
     example, options = _as_the_model_allows(example, options, parsed, batch_norm)
     # A plan made by hand may split the batch otherwise than the options do: then all sizes are measured.
     only = options.n_microbatches if all(plan is None for plan in plans.values()) else None
     costs = measure_costs(example, parsed, n_microbatches=only, cache=cache)
-    return run_comparison(Call(example, Settings(batch_dim, batch_norm)), plans, costs, options, repeats)
+    return run_comparison(Call(example, settings), plans, costs, options, repeats)
 
 
 @dataclass(frozen=True)

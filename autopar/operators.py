@@ -71,6 +71,10 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
             return node.all_input_nodes[:1]
+        owner = node.graph.owning_module
+        if node.op == "call_module" and owner is not None:
+            in_place = getattr(owner.get_submodule(str(node.target)), "inplace", False)
+            return node.all_input_nodes[:1] if in_place else []
         return []
     written = []
     for index, argument in enumerate(schema.arguments):

@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import nn
 
 from autopar import costgraph
-from autopar.batching import study
-from autopar.capture import capture
 from autopar.costgraph import CostGraph
 from autopar.report.profile import Cost, Pass, Profile
 from autopar.report.progress import progress_bar
-from autopar.runtime.example import Example, has_backward, untouched
+from autopar.runtime.entries import Settings
+from autopar.runtime.example import Example, examine, has_backward, under_default_device, untouched
 from autopar.runtime.passes import LossFunction
-from autopar.runtime.threads import neutral_state
 from cost_models import Device, MeasurementCache
 
 
@@ -30,16 +29,15 @@ def capture_example(
     *,
     loss_fn: LossFunction | None = None,
     target: Any = None,
-    batch_dim: int | dict[str, int | None] | None = None,
+    settings: Settings,
 ) -> Example:
     """A call of `model` as a program. The model is unchanged. Raises CaptureError and InputError."""
-    with untouched(model), neutral_state({device.torch_device.type for device in devices}):
-        program = capture(model, args, kwargs, batch_dim=batch_dim)
-        bound = program.bind(args, kwargs)
-        assert bound is not None, "a captured program takes the call that it was captured from"
-        batching = study(program, bound[0])
+    types = {device.torch_device.type for device in devices}
+    program, batching = examine(model, args, kwargs, settings, types)
+    leaves, _ = program.bind(args, kwargs) or ([], 0)
     training = has_backward(model, program, loss_fn)
-    return Example(model, program, batching, args, kwargs, bound[0], training, loss_fn, target)
+    loss = under_default_device(loss_fn)
+    return Example(model, program, batching, args, kwargs, leaves, training, loss, target)
 
 
 def measure_costs(
@@ -49,7 +47,7 @@ def measure_costs(
 
     `n_microbatches`: measure that micro-batch size only.
     """
-    with _cache(cache) as store, progress_bar() as progress, untouched(example.model):
+    with _cache(cache) as store, progress_bar() as progress, untouched(example.model), torch.device("cpu"):
         return costgraph.build(
             example.program,
             example.batching,

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import logging
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from autopar import _torch
 from autopar.errors import AutoparWarning, CaptureError, InputError
 
 log = logging.getLogger(__name__)
+
+# Where warnings of the tracer's own come from: torch, some of them one level too far out.
+_TRACERS = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,18 @@ def trace(
 
     Raises CaptureError.
     """
+    told: list[warnings.WarningMessage] = []
     try:
-        return _export(model, args, kwargs, dims, in_spec)
+        traced = _export(model, args, kwargs, dims, in_spec, told)
     except Exception as error:  # export raises what it likes; the fallback decides
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:
             return _symbolic_trace(model, args, kwargs)
         except Exception as second:
             raise _capture_error(model, error) from second
+    for warning in told:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return traced
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,8 +145,14 @@ def _unguarded(*_: Any) -> None:
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None], in_spec: _torch.TreeSpec
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: list[int | None],
+    in_spec: _torch.TreeSpec,
+    told: list[warnings.WarningMessage],
 ) -> Traced:
+    """Puts what the model's own code warned of into `told`."""
     leaves = _torch.tree_leaves((args, kwargs))
     dynamic = [
         ({} if dim is None else {dim: Dim.AUTO}) if isinstance(leaf, torch.Tensor) else None
@@ -147,7 +161,7 @@ def _export(
     shapes_args, shapes_kwargs = _torch.tree_unflatten(dynamic, in_spec)
     for attempt in range(4):
         try:
-            with _quiet(), _plain_signature(model, args, kwargs) as names:
+            with _quiet(told), _plain_signature(model, args, kwargs) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
                 exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             break
@@ -189,16 +203,18 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Export's own warnings, log lines and half-made graphs speak of its internals; its errors are shown whole."""
+def _quiet(told: list[warnings.WarningMessage]) -> Iterator[None]:
+    """Export's own warnings, log lines and half-made graphs speak of its internals; its errors are shown whole, and
+    `told` is what others warned of."""
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("always")
             yield
+        told[:] = [w for w in caught if not w.filename.startswith(_TRACERS)]
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

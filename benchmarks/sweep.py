@@ -23,6 +23,7 @@ from autopar import PipelinedModule, Plan
 from autopar.costgraph import CostGraph
 from autopar.plan import Stage
 from autopar.runtime import module as runtime
+from autopar.runtime.example import examine
 from autopar.search.atoms import make_atoms
 from autopar.search.predict import Conditions, predict
 from benchmarks.models import Workload
@@ -217,18 +218,12 @@ def _step(workload: Workload, module: PipelinedModule) -> Callable[[], object]:
 def _captured_once() -> Iterator[None]:
     """Within, all pipelined modules are of one model called in one way, and share its capture, which takes longer than
     a step does."""
-    known: dict[str, Any] = {}
+    known: list[Any] = []
 
-    def once(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name not in known:
-                known[name] = function(*args, **kwargs)
-            return known[name]
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not known:
+            known.append(examine(*args, **kwargs))
+        return known[0]
 
-        return call
-
-    with (
-        patch.object(runtime, "capture", once("capture", runtime.capture)),
-        patch.object(runtime, "study", once("study", runtime.study)),
-    ):
+    with patch.object(runtime, "examine", once):
         yield

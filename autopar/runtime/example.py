@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.batching import Batching
-from autopar.capture import Program
+from autopar.batching import Batching, study
+from autopar.capture import Program, capture
+from autopar.runtime.entries import Settings
 from autopar.runtime.passes import LossFunction
+from autopar.runtime.threads import neutral_state
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,35 @@ def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | Non
     """Whether a backward is to be expected after a call that is made now."""
     trains = any(p.requires_grad for p in model.parameters())
     return trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
+
+
+def examine(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, device_types: set[str]
+) -> tuple[Program, Batching]:
+    """Capture a call of `model` and study its batch; the model is left as it was. Raises CaptureError, InputError.
+
+    The graph is that of the caller's default dtype and device; what is tried out on it does not depend on them, nor on
+    other state of the calling thread.
+    """
+    with untouched(model), neutral_state(device_types):
+        program = capture(model, args, kwargs, batch_dim=settings.batch_dim)
+        bound = program.bind(args, kwargs)
+        assert bound is not None, "a captured program takes the call that it was captured from"
+        with torch.device("cpu"):
+            return program, study(program, bound[0])
+
+
+def under_default_device(loss: LossFunction | None) -> LossFunction | None:
+    """`loss` for threads that do not know the default device of this one."""
+    device = torch.get_default_device()
+    if loss is None or device.type == "cpu":
+        return loss
+
+    def under(output: Any, target: Any) -> torch.Tensor:
+        with device:
+            return loss(output, target)
+
+    return under
 
 
 @contextmanager

@@ -14,19 +14,18 @@ import torch
 from torch import fx, nn
 
 from autopar import _torch
-from autopar.batching import Batching, study
-from autopar.capture import capture
+from autopar.batching import Batching
 from autopar.errors import AutoparWarning, InputError
 from autopar.plan import Plan
 from autopar.report.text import module_text
 from autopar.runtime.autograd import Call, Step
 from autopar.runtime.batches import split_sizes
 from autopar.runtime.entries import Entry, Settings, build, model_state, one_microbatch
-from autopar.runtime.example import Example, has_backward, untouched
+from autopar.runtime.example import Example, examine, has_backward, under_default_device
 from autopar.runtime.memory import Watch
 from autopar.runtime.passes import LossFunction
 from autopar.runtime.run import Run
-from autopar.runtime.threads import CallerState, Worker, neutral_state
+from autopar.runtime.threads import CallerState, Worker
 from cost_models.device import Device
 
 Decide = Callable[[Example], Plan]
@@ -227,7 +226,7 @@ class PipelinedModule(nn.Module):
         devices = [d.torch_device for d in self._devices]
         state = CallerState.of_this_thread(devices, training=loss_fn is not None)
         sizes = split_sizes(batch, entry.n_microbatches, entry.batching.least_rows)
-        seed = int(torch.randint(1 << 62, ()).item()) if lowered.random else None
+        seed = int(torch.randint(1 << 62, (), device="cpu").item()) if lowered.random else None
         run = Run(
             executable,
             leaves,
@@ -253,11 +252,9 @@ class PipelinedModule(nn.Module):
             if bound is not None:
                 break
         else:
-            with untouched(model), neutral_state({d.torch_device.type for d in self._devices}):
-                program = capture(model, args, kwargs, batch_dim=self._settings.batch_dim)
-                bound = program.bind(args, kwargs)
-                assert bound is not None, "a captured program takes the call that it was captured from"
-                batching = study(program, bound[0])
+            types = {d.torch_device.type for d in self._devices}
+            program, batching = examine(model, args, kwargs, self._settings, types)
+            bound = program.bind(args, kwargs)
             entry = Entry(state, program, batching)
             self._entries.append(entry)
         assert bound is not None
@@ -304,7 +301,8 @@ class PipelinedModule(nn.Module):
                 and (old.batch_size != 1 or program.batch_size <= 1)  # one sample taught nothing about micro-batches
             )
             if not fits:
-                example = Example(self.unwrap(), program, batching, args, kwargs, leaves, training, loss_fn, target)
+                loss = under_default_device(loss_fn)
+                example = Example(self.unwrap(), program, batching, args, kwargs, leaves, training, loss, target)
                 self._plan, self._plan_knows_loss = self._decide(example), loss_fn is not None
         assert self._plan is not None
         self._warn_unsafe(self._plan, batching)

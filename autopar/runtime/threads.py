@@ -69,9 +69,15 @@ def neutral_state(device_types: set[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        if _torch.saved_tensors_hooks() is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
         for device_type in sorted(device_types):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Worker:
@@ -104,7 +110,9 @@ class Worker:
 def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None], device: Device, ready: threading.Event) -> None:
     if device.torch_device.type == "cuda":
         torch.cuda.set_device(device.torch_device)
-    torch.ones(1).sum()  # torch sets a thread's number of threads at its first operator: after this, ours holds
+    # Asked for the first time, or at its first parallel operator, a thread takes over the process's number: after this
+    # question its own holds.
+    torch.get_num_threads()
     torch.set_num_threads(device.threads)
     ready.set()
     while (work := inbox.get()) is not None:

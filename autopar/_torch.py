@@ -86,6 +86,26 @@ def saved_tensors_hooks() -> SavedTensorsHooks | None:
     return found
 
 
+@contextlib.contextmanager
+def no_global_hooks() -> Iterator[None]:
+    """Hooks that were registered for all modules are off (torch.nn.modules.module has no public switch)."""
+    module = nn.modules.module
+    tables: list[dict[int, Any]] = [
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    ]
+    saved = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update(hooks)
+
+
 def register_output_type(error: BaseException, model: nn.Module) -> bool:
     """Teach torch's trees the output class that `error` (of torch.export) calls unknown; False if we cannot.
 

@@ -20,7 +20,7 @@ from torch import fx, nn
 from autopar import _torch, hooks
 from autopar.errors import InputError
 from autopar.tidy import tidy
-from autopar.tracing import assignments_told, check_call, trace
+from autopar.tracing import assignments_told, check_call, lost_writes_told, trace
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def capture(
     check_call(model, args, kwargs)
     leaves, in_spec = _torch.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
-    with hooks.marked(model) as marks, assignments_told(model), _torch.no_custom_functions():
+    off = (_torch.no_global_hooks(), _torch.no_custom_functions())
+    with hooks.marked(model) as marks, assignments_told(model), lost_writes_told(model), off[0], off[1]:
         # One row would be taken for a constant by export: what is captured for it serves no other batch size.
         traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
     module = tidy(traced.module)

@@ -3,7 +3,12 @@
 Each message names what was wrong (module path, tensor, value) and what would be right.
 """
 
+import sys
+import warnings
+
 from cost_models.errors import DeviceError
+
+_NOT_THE_USERS = ("autopar", "torch", "contextlib")
 
 
 class AutoparError(Exception):
@@ -34,6 +39,14 @@ class AutoparWarning(UserWarning):
     """Something that changes the numbers or the speed that a user may not expect, said once."""
 
 
+def warn(message: str) -> None:
+    """An AutoparWarning that names the user's line: the first outside autopar and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, AutoparWarning, stacklevel=level)
+
+
 __all__ = [
     "AutoparError",
     "AutoparWarning",
@@ -43,4 +56,5 @@ __all__ = [
     "InputError",
     "NotANumberError",
     "PlanError",
+    "warn",
 ]

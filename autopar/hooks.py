@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from torch import fx, nn
 from torch.utils.hooks import BackwardHook
 
 from autopar import _torch
-from autopar.errors import AutoparWarning, InputError
+from autopar.errors import InputError, warn
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PART_OF_THE_MODEL = ("torch", "transformers")
@@ -227,11 +226,9 @@ def join(graph: fx.Graph, marks: Marks) -> None:
         node.args = (list(tensors), list(sizes), *given, state)
     lost = [path for path in marks.paths if path not in found]
     if lost:
-        warnings.warn(
+        warn(
             f"hooks of '{lost[0]}'" + (f" and {len(lost) - 1} more modules" if lost[1:] else "") + " will not run: the "
-            "captured graph does not show the module being called with tensors",
-            AutoparWarning,
-            stacklevel=2,
+            "captured graph does not show the module being called with tensors"
         )
 
 

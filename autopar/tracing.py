@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import Dim
+from torch.overrides import TorchFunctionMode
 
 from autopar import _torch
-from autopar.errors import AutoparWarning, CaptureError, InputError
+from autopar.errors import CaptureError, InputError, warn
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +89,32 @@ def assignments_told(model: nn.Module) -> Iterator[None]:
     finally:
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
     if assigned:
-        warnings.warn(
+        warn(
             f"forward assigns {', '.join(sorted(assigned))}; in a captured model such attributes stay as they are. "
-            "Return what you need, or keep it in a buffer",
-            AutoparWarning,
-            stacklevel=3,
+            "Return what you need, or keep it in a buffer"
+        )
+
+
+@contextlib.contextmanager
+def lost_writes_told(model: nn.Module) -> Iterator[None]:
+    """Warn of `out=` in the model's code: tracers turn it into an operator without effect on what it names."""
+    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
+    found: list[str] = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if kwargs and kwargs.get("out") is not None and not found:
+                frames = traceback.walk_stack(sys._getframe(1))
+                module = next((paths[id(s)] for f, _ in frames if id(s := f.f_locals.get("self")) in paths), None)
+                found.extend([module] if module is not None else [])
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        yield
+    if found:
+        warn(
+            f"module '{found[0]}' writes into a tensor with out=; a captured model does not, so that a buffer written "
+            "like this stays as it is. Write it with copy_()"
         )
 
 

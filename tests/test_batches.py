@@ -252,3 +252,24 @@ def test_a_target_is_split_as_deep_as_it_goes_and_what_all_samples_share_stays_w
         wanted = gradients(model)
         torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=loss_of), expected.detach())
         assert_same_gradients(gradients(pm), wanted)
+
+
+def test_targets_with_their_samples_where_the_inputs_have_theirs_are_split_there() -> None:
+    """Time first, batch second; and one sample a micro-batch, which would broadcast."""
+    model = nn.LSTM(4, 3)
+
+    def loss(output: tuple[torch.Tensor, Any], target: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert output[0].shape == target["series"].shape
+        return F.mse_loss(output[0], target["series"]) + target["first"].float().mean()
+
+    x = torch.randn(7, 3, 4)
+    target = {"series": torch.randn(7, 3, 3), "first": torch.arange(3)}
+    wanted = loss(model(x), target)
+    wanted.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    plan = Plan.from_split({"": 0}, n_microbatches=3, devices=[("cpu:0", "cpu:1")])
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, batch_dim=1)
+    found = pm.train_step(x, target=target, loss_fn=loss)
+    torch.testing.assert_close(found, wanted.detach())
+    assert_same_gradients(gradients(model), expected)

@@ -313,3 +313,60 @@ def test_facts_about_operators() -> None:
     assert not any(is_random(n, module) for n in compute_nodes(program.graph) if operator_name(n) != "dropout")
     program = capture(model.eval(), (torch.randn(3, 4),), {})
     assert not any(is_random(n, program.graph_module) for n in compute_nodes(program.graph))
+
+
+class WritesOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.inner.register_buffer("mean", torch.zeros(3))
+        self.inner.forward = lambda x: x + torch.mean(x, 0, out=self.inner.mean)  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_a_buffer_written_with_out_is_warned_of_on_the_users_line() -> None:
+    with pytest.warns(AutoparWarning, match=r"with out=.*copy_\(\)") as caught:
+        capture(WritesOut(), (torch.randn(4, 3),), {})
+    assert [w.filename for w in caught if "out=" in str(w.message)] == [__file__]
+
+
+def test_hooks_of_all_modules_do_not_run_while_a_model_is_captured() -> None:
+    called: list[nn.Module] = []
+    handles = [
+        nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module)),
+        nn.modules.module.register_module_forward_pre_hook(lambda module, *_: called.append(module)),
+    ]
+    model, x = mlp(4, 2), torch.randn(3, 4)
+    try:
+        program = capture(model, (x,), {})
+        assert called == []
+        model(x)
+        assert len(called) == 2 * len(list(model.modules()))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert_same_outputs(program.graph_module(x)[0], model(x))
+
+
+@pytest.mark.parametrize("way", ["call", "train_step"])
+def test_an_in_place_module_at_a_stages_head_works_where_symbolic_trace_stands_in(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(torch.export, "export", refuse)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    x, y = torch.randn(6, 4), torch.randn(6, 2)
+    nn.functional.mse_loss(model(x), y).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=Plan.from_split({"0": 0, "1": 1}, n_microbatches=2))
+    if way == "call":
+        nn.functional.mse_loss(pm(x), y).backward()
+    else:
+        pm.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name])

@@ -24,7 +24,7 @@ from torch import nn
 import autopar
 from autopar import AutoparWarning, Plan
 from autopar.capture import Program, capture
-from autopar.runtime import module as runtime_module
+from autopar.runtime import example as runtime_example
 
 BATCH = 5  # three micro-batches of 2, 2 and 1 samples
 
@@ -64,7 +64,7 @@ def oracle(request: pytest.FixtureRequest) -> Iterator[Oracle]:
         return program if other is model else capture(other, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime_module, "capture", capture_once)
+        patch.setattr(runtime_example, "capture", capture_once)
         yield asked
 
 

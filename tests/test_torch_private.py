@@ -225,3 +225,21 @@ def test_hooks_of_saved_tensors_are_told_innermost_first() -> None:
         with torch.autograd.graph.saved_tensors_hooks(*inner):
             assert _torch.saved_tensors_hooks() == inner
     assert _torch.saved_tensors_hooks() is None
+
+
+def test_hooks_of_all_modules_are_put_aside_and_back_in_their_order() -> None:
+    called: list[str] = []
+    handles = [
+        nn.modules.module.register_module_forward_hook(lambda *_, name=name: called.append(name)) for name in "ab"
+    ]
+    handles.append(nn.modules.module.register_module_full_backward_hook(lambda *_: called.append("backward")))
+    model, x = nn.Linear(2, 2), torch.randn(1, 2, requires_grad=True)
+    try:
+        with _torch.no_global_hooks():
+            model(x).sum().backward()
+        assert called == []
+        model(x).sum().backward()
+        assert called == ["a", "b", "backward"]
+    finally:
+        for handle in handles:
+            handle.remove()

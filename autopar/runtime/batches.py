@@ -26,13 +26,17 @@ def split_leaf(leaf: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
     return [p.detach().requires_grad_() for p in pieces] if leaf.requires_grad else pieces
 
 
-def split_tree(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    """`tree` for each micro-batch: tensors with the batch's number of samples are split on dimension 0."""
+def split_tree(tree: Any, sizes: Sequence[int], dims: Sequence[int] = (0,)) -> list[Any]:
+    """`tree` for each micro-batch: tensors are split on the first of the dimensions `dims` that has the batch's number
+    of samples; those that have none are shared."""
     leaves, spec = _torch.tree_flatten(tree)
-    pieces = [
-        list(x.split(list(sizes)))
-        if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == sum(sizes)
-        else [x] * len(sizes)
-        for x in leaves
-    ]
+
+    def split(leaf: Any) -> list[Any]:
+        if isinstance(leaf, torch.Tensor):
+            for dim in dims:
+                if -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == sum(sizes):
+                    return list(leaf.split(list(sizes), dim))
+        return [leaf] * len(sizes)
+
+    pieces = [split(leaf) for leaf in leaves]
     return [_torch.tree_unflatten([p[i] for p in pieces], spec) for i in range(len(sizes))]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +13,7 @@ from torch import fx, nn
 
 from autopar import _torch
 from autopar.batching import Batching
-from autopar.errors import AutoparWarning, InputError
+from autopar.errors import InputError, warn
 from autopar.plan import Plan
 from autopar.report.text import module_text
 from autopar.runtime.autograd import Call, Step
@@ -169,7 +167,9 @@ class PipelinedModule(nn.Module):
         """Forward and backward by the schedule; returns the detached mean loss of the batch.
 
         `loss_fn(output, target)` is called for every micro-batch inside the last stage, so that activations are freed
-        early; it must be a mean over samples. Gradients are accumulated in `.grad` as after `loss.backward()`.
+        early; it must be a mean over samples. Tensors in `target` with the batch's size in dimension 0 (or `batch_dim`)
+        are split with it. Gradients are accumulated in `.grad` as after `loss.backward()`. Hooks of the root do not
+        run: nobody sees the whole batch's output.
         """
         _check_target(target)
         with torch.enable_grad():
@@ -236,6 +236,7 @@ class PipelinedModule(nn.Module):
             seed=seed,
             loss=loss_fn,
             target=target,
+            target_dims=(chosen, 0) if isinstance(chosen := self._settings.batch_dim, int) else (0,),
             watch=self._watch,
         )
         return run, state.grad
@@ -337,15 +338,7 @@ class PipelinedModule(nn.Module):
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, AutoparWarning, stacklevel=_callers_level())
-
-
-def _callers_level() -> int:
-    """The `stacklevel` for warnings.warn that names the user's line: the first outside autopar and torch."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("autopar", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
+            warn(message)
 
 
 def _check_target(target: Any) -> None:

@@ -57,6 +57,7 @@ class Passes:
         seed: int | None,
         loss: LossFunction | None,
         target: Any,
+        target_dims: Sequence[int],
     ) -> None:
         self.executable = executable
         self.sizes = tuple(sizes)
@@ -71,7 +72,7 @@ class Passes:
         self._loss_function = loss
         inputs = zip(leaves, executable.program.inputs, strict=True)
         self._inputs = [split_leaf(x, i.batch_dim, self.sizes) for x, i in inputs]
-        self._targets = split_tree(target, self.sizes) if loss is not None else []
+        self._targets = split_tree(target, self.sizes, target_dims) if loss is not None else []
         self._kept: dict[tuple[int, int], _Kept] = {}  # (stage, micro-batch)
         self._input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
 

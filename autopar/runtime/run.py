@@ -52,15 +52,27 @@ class Run:
         seed: int | None = None,
         loss: LossFunction | None = None,
         target: Any = None,
+        target_dims: Sequence[int] = (0,),
         watch: Watch | None = None,
     ) -> None:
         """`leaves`: flat inputs; `sizes`: samples in each micro-batch; `outputs`: how the flat outputs combine.
 
-        With `loss`, the last stage ends in loss(output, target) of every micro-batch, weighted by its samples.
+        With `loss`, the last stage ends in loss(output, target) of every micro-batch, weighted by its samples; tensors
+        in `target` are split on the first of `target_dims` that has the batch's size.
         `watch`: for a device's name, a context that its worker works in.
         """
         self.executable = executable
-        self._passes = Passes(executable, leaves, sizes, outputs, grad=state.grad, seed=seed, loss=loss, target=target)
+        self._passes = Passes(
+            executable,
+            leaves,
+            sizes,
+            outputs,
+            grad=state.grad,
+            seed=seed,
+            loss=loss,
+            target=target,
+            target_dims=target_dims,
+        )
         self.results = self._passes.results
         self.input_gradients = self._passes.input_gradients
         self._state = state

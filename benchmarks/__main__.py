@@ -32,8 +32,8 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
         lambda quick, _: overhead.run_overhead(overhead.QUICK if quick else overhead.FULL),
     ),
     "peers": (
-        "the same tiny stages by torch.distributed.pipelining over gloo",
-        lambda quick, _: peers.run_peers(overhead.QUICK if quick else overhead.FULL),
+        "tiny stages, ResNet-50, GPT-2 and BERT by torchgpipe and torch.distributed.pipelining; steps against a bound",
+        lambda quick, _: peers.run_peers(quick),
     ),
     "models": (
         "ResNet-50, GPT-2, BERT, T5, ViT, Llama and Mixtral: stages, times and errors against the plain model",

@@ -1,79 +1,342 @@
-"""The same tiny stages by torch.distributed.pipelining over gloo, a process a stage, beside autopar's threads."""
+"""Training steps of real models and of tiny stages by autopar and by other pipelines, in turn; and against a bound."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import importlib.util
+import logging
+import os
 import tempfile
-import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
-from pathlib import Path
+from functools import partial
+from importlib.metadata import version
 from statistics import median
+from typing import Any
+from unittest.mock import patch
 
-import torch
+import numpy as np
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn.functional import mse_loss
 
+import autopar
+from autopar import PipelinedModule, Plan
+from benchmarks import peer_models
+from benchmarks.bound import Alone, lower_bound
 from benchmarks.output import Report, Table
-from benchmarks.overhead import BATCH, LAYERS, WIDTH, Effort, example, step_times
-from benchmarks.timing import slope, threads
+from benchmarks.peer_models import Builder, Subject
+from benchmarks.peer_systems import (
+    GLOO_SCHEDULES,
+    Gradients,
+    Rank,
+    Ranks,
+    best_cut,
+    block_seconds,
+    gpipe_step,
+    gradients_of,
+    worker_a_stage,
+)
+from benchmarks.timing import interleave, ratio, slope, threads
+from benchmarks.training import DEVICES
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+log = logging.getLogger(__name__)
+
+AUTOPAR = "autopar"
+GPIPE, GPIPE_WORKERS = "torchgpipe", "torchgpipe, a worker a stage"
+GLOO = {f"torch.distributed.pipelining, {schedule}": schedule for schedule in GLOO_SCHEDULES}
+ALONE = "autopar's actions, one at a time"
+SYSTEMS = (AUTOPAR, GPIPE, GPIPE_WORKERS, *GLOO)
+
+TOLERANCE = 1e-3  # of losses and gradients, relative to the plain model's: single precision, summed in another order
+_N_CHECKED = 8  # parameters whose gradients are compared
 
 
 @dataclass(frozen=True)
-class Result:
-    autopar: dict[int, float]  # n_microbatches -> s, median step
-    peers: dict[str, dict[int, float]]  # by schedule
+class Effort:
+    counts: tuple[int, ...]  # n_microbatches of the models
+    rounds: int
+    tiny_counts: tuple[int, ...]  # of the tiny stages
+    tiny_rounds: int
+    balancing: float  # s, of torchgpipe's own search for its cut
+    block_rounds: int  # of timing blocks for the cut of torch.distributed.pipelining
 
 
-def run_peers(effort: Effort) -> Report:
-    with threads(1):
-        own, _ = step_times(effort)
-    result = Result(own, _distributed(effort))
-    ways = {"autopar, 1f1b, two threads": result.autopar}
-    ways |= {f"torch.distributed.pipelining, {name}, two processes": times for name, times in result.peers.items()}
-    table = Table(
-        f"Step of two stages of {LAYERS} linear layers, {WIDTH} wide, {BATCH} samples",
-        ("", *(f"{m} micro-batches, ms" for m in effort.counts), "us per extra micro-batch"),
-        tuple(
-            (name, *(f"{s * 1e3:.2f}" for s in times.values()), f"{slope(list(times), list(times.values())) * 1e6:.0f}")
-            for name, times in ways.items()
-        ),
-        "One core a stage. The processes meet at a barrier after each step, which the slope leaves out.",
+FULL = Effort((2, 4, 8), 5, (2, 4, 8, 16, 32), 40, 3.0, 3)
+QUICK = Effort((2, 4), 2, (2, 4), 2, 0.1, 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to run the step of a model in so many micro-batches. Where it was not installed, there is none."""
+
+    system: str
+    n_microbatches: int
+    how: str  # devices and schedule of the plan, or the cut, in words
+    steps: tuple[float, ...]  # s, measured in turn with the other rows of the same model and number
+    over_autopar: float  # median over rounds of its time / autopar's
+    loss_error: float  # relative to the plain model's, the same micro-batches one after the other
+    gradient_error: float  # largest norm of a difference / largest norm, of a few parameters
+    bound: float | None = None  # s, the simulator's; autopar's rows alone
+
+    @property
+    def measured(self) -> float:
+        """s, median."""
+        return median(self.steps)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step came to."""
+
+    loss: float
+    gradients: Gradients
+
+    def errors(self, reference: Outcome) -> tuple[float, float]:
+        """Of the loss and of the gradients, relative to `reference`."""
+        largest = max(float(np.linalg.norm(g)) for g in reference.gradients.values())
+        zeros = {name: np.zeros_like(g) for name, g in reference.gradients.items()}
+        mine = {**zeros, **self.gradients}
+        far = [float(np.linalg.norm(mine[name] - g)) for name, g in reference.gradients.items()]
+        return abs(self.loss - reference.loss) / abs(reference.loss), float(np.max(far)) / largest
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to run the step, ready for it."""
+
+    how: str
+    step: Callable[[], float]  # the mean loss
+    gradients: Callable[[], Gradients]
+
+
+def run_peers(quick: bool) -> Report:
+    effort = QUICK if quick else FULL
+    models = [partial(build, quick) for build in (peer_models.resnet, peer_models.gpt, peer_models.bert)]
+    with ExitStack() as stack:
+        stack.enter_context(threads(1))
+        cache = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(patch.dict(os.environ, AUTOPAR_CACHE_DIR=cache))
+        ranks = stack.enter_context(Ranks()) if dist.is_available() and dist.is_gloo_available() else None
+        title, tiny = compare(peer_models.tiny, effort.tiny_counts, effort.tiny_rounds, effort, ranks)
+        found = dict(compare(build, effort.counts, effort.rounds, effort, ranks) for build in models)
+    tables = [_tiny_table(title, tiny), *(_model_table(*model) for model in found.items())]
+    tables += [_ratio_table(found), _bound_table(found)]
+    rows = {name: [_values(row) for row in rows] for name, rows in {title: tiny, **found}.items()}
+    data = {"torchgpipe": version(GPIPE) if _has_gpipe() else None, "models": rows}
+    return Report("Beside other pipelines, two devices of a core each", tuple(tables), data)
+
+
+def compare(
+    build: Builder, counts: tuple[int, ...], rounds: int, effort: Effort, ranks: Ranks | None
+) -> tuple[str, list[Row]]:
+    """The model's title, and rows for every number of micro-batches and every system that is installed.
+
+    Raises RuntimeError where a system computes something else than the plain model.
+    """
+    subject = build()
+    title = subject.workload.title
+    if ranks is not None:
+        ranks.call(Rank.load, build)
+    rows: list[Row] = []
+    for m in counts:
+        log.info("%s, %d micro-batches: preparing", title, m)
+        rows += _measured(subject, m, rounds, effort, ranks)
+        gc.collect()  # modules and graphs refer to each other, and what comes next needs the memory
+    return title, rows
+
+
+def _measured(subject: Subject, m: int, rounds: int, effort: Effort, ranks: Ranks | None) -> Iterator[Row]:
+    workload = subject.workload
+
+    def clear() -> None:
+        workload.clear()
+        if ranks is not None:
+            ranks.call(Rank.clear)
+
+    # The model's parameters move nowhere, so that all in this process share the one model.
+    names = _some([name for name, p in workload.model.named_parameters() if p.requires_grad])
+    here = partial(gradients_of, workload.model, names)
+    module, plan = _autopar(subject, m)
+    systems = {AUTOPAR: System(f"{plan.places}, {plan.schedule}", _train_step(module, subject), here)}
+    systems |= _gpipe(subject, m, effort.balancing, here) | _gloo(subject, m, effort.block_rounds, ranks, names)
+    errors = _errors(subject, m, systems, here, clear)
+    alone = Alone(module, workload)
+    log.info("%s, %d micro-batches: comparing", workload.title, m)
+    steps: dict[str, Callable[[], object]] = {name: system.step for name, system in systems.items()}
+    seconds = interleave({**steps, ALONE: alone.step}, rounds, clear)
+    bound = lower_bound(alone.schedule, alone.taken[1:])  # the first warmed up
+    module.close()
+    clear()
+    for name, system in systems.items():
+        over = ratio(seconds[name], seconds[AUTOPAR])
+        yield Row(name, m, system.how, seconds[name], over, *errors[name], bound if name == AUTOPAR else None)
+
+
+def _errors(
+    subject: Subject, m: int, systems: Mapping[str, System], here: Callable[[], Gradients], clear: Callable[[], None]
+) -> dict[str, tuple[float, float]]:
+    """Of every system's loss and gradients; RuntimeError where they are too large."""
+    clear()
+    reference = Outcome(_accumulated(subject, m), here())
+    found = {}
+    for name, system in systems.items():
+        clear()
+        loss = system.step()
+        found[name] = Outcome(loss, system.gradients()).errors(reference)
+        if not max(found[name]) <= TOLERANCE:
+            loss_error, gradient_error = found[name]
+            raise RuntimeError(
+                f"{name}, {subject.workload.title}, {m} micro-batches: the loss is off by {loss_error:.1e} and "
+                f"gradients by {gradient_error:.1e} of the plain model's"
+            )
+    return found
+
+
+def _accumulated(subject: Subject, m: int) -> float:
+    """The plain model's mean loss; micro-batch by micro-batch, since batch norm mixes samples."""
+    workload, total = subject.workload, 0.0
+    parts = [tensor.tensor_split(m) for tensor in (subject.input, workload.target)]
+    (name,) = workload.inputs
+    for x, target in zip(*parts, strict=True):
+        loss = workload.loss(workload.model(**{name: x}), target) * (len(x) / workload.batch_size)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _some(names: list[str]) -> list[str]:
+    """The first, the last and some between."""
+    return [names[round(i)] for i in np.linspace(0, len(names) - 1, min(_N_CHECKED, len(names)))]
+
+
+# -- the systems ------------------------------------------------------------------------------------------------------
+
+
+def _autopar(subject: Subject, m: int) -> tuple[PipelinedModule, Plan]:
+    workload = subject.workload
+    given = Plan.from_split(subject.split, n_microbatches=m) if subject.split else None
+    options: dict[str, Any] = {"plan": given} if given else {"max_replicas": 1, "n_microbatches": m}
+    module = autopar.parallelize(
+        workload.model,
+        list(DEVICES),
+        example_kwargs=workload.inputs,
+        target=workload.target,
+        loss_fn=workload.loss,
+        **options,
     )
-    return Report("Overhead on tiny stages, beside torch.distributed.pipelining", (table,), dataclasses.asdict(result))
+    assert module.plan is not None
+    return module, module.plan
 
 
-def _distributed(effort: Effort) -> dict[str, dict[int, float]]:
-    queue: SimpleQueue[dict[str, dict[int, float]]] = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(_rank, (str(Path(directory) / "rendezvous"), effort, queue), nprocs=2)
-    return queue.get()
+def _train_step(module: PipelinedModule, subject: Subject) -> Callable[[], float]:
+    workload = subject.workload
+    return lambda: module.train_step(**workload.inputs, target=workload.target, loss_fn=workload.loss).item()
 
 
-def _rank(rank: int, rendezvous: str, effort: Effort, queue: SimpleQueue[dict[str, dict[int, float]]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    model, x, y = example()
-    part = model[:LAYERS] if rank == 0 else model[LAYERS:]
-    found: dict[str, dict[int, float]] = {}
-    for name, schedule_type in SCHEDULES.items():
-        found[name] = {}
-        for m in effort.counts:
-            stage = PipelineStage(part, rank, 2, torch.device("cpu"))
-            schedule = schedule_type(stage, m, loss_fn=mse_loss)
-            seconds = []
-            for _ in range(effort.rounds + 2):
-                part.zero_grad()
-                dist.barrier()
-                start = time.perf_counter()
-                schedule.step(x) if rank == 0 else schedule.step(target=y)
-                dist.barrier()
-                seconds.append(time.perf_counter() - start)
-            found[name][m] = median(seconds[2:])  # the first ones exchange shapes
-    if rank == 0:
-        queue.put(found)
-    dist.destroy_process_group()
+def _gpipe(subject: Subject, m: int, balancing: float, gradients: Callable[[], Gradients]) -> dict[str, System]:
+    if not _has_gpipe():
+        return {}
+    step, cut = gpipe_step(subject, m, balancing)
+    how = _cut_in_words(subject, cut)
+    return {
+        GPIPE: System(how, step, gradients),
+        GPIPE_WORKERS: System(how, partial(worker_a_stage, step), gradients),
+    }
+
+
+def _has_gpipe() -> bool:
+    return importlib.util.find_spec(GPIPE) is not None
+
+
+def _gloo(subject: Subject, m: int, block_rounds: int, ranks: Ranks | None, names: list[str]) -> dict[str, System]:
+    if ranks is None:
+        return {}
+    cut = best_cut(block_seconds(subject, m, block_rounds))
+    ranks.call(Rank.prepare, m, cut)
+    how, gradients = _cut_in_words(subject, cut), partial(ranks.gradients, names)
+    return {name: System(how, partial(ranks.step, schedule, m), gradients) for name, schedule in GLOO.items()}
+
+
+def _cut_in_words(subject: Subject, cut: int) -> str:
+    return f"blocks {cut} | {len(subject.blocks) - cut}"
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def _values(row: Row) -> dict[str, Any]:
+    return {**dataclasses.asdict(row), "measured": row.measured}
+
+
+def _tiny_table(title: str, rows: list[Row]) -> Table:
+    counts = sorted({row.n_microbatches for row in rows})
+    lines = []
+    for system in SYSTEMS:
+        times = {row.n_microbatches: row.measured for row in rows if row.system == system}
+        shown = [f"{times[m] * 1e3:.2f}" if times else "not installed" for m in counts]
+        lines.append((system, *shown, f"{slope(list(times), list(times.values())) * 1e6:.0f}" if times else ""))
+    return Table(
+        f"Step of {title}",
+        ("", *(f"{m} micro-batches, ms" for m in counts), "us per extra micro-batch"),
+        tuple(lines),
+        "The processes of torch.distributed.pipelining get their commands by a pipe, which the slope leaves out.",
+    )
+
+
+def _model_table(title: str, rows: list[Row]) -> Table:
+    counts = sorted({row.n_microbatches for row in rows})
+    lines = [_model_line(system, m, _find(rows, system, m)) for m in counts for system in SYSTEMS]
+    return Table(
+        f"Step of {title}",
+        ("", "micro-batches", "stages", "measured s", "range s", "/ autopar", "loss error", "gradient error"),
+        tuple(lines),
+        "Forward and backward of a mean loss, measured in turn; medians, and of the ratios in each round. Errors are "
+        "relative to the plain model's that runs the micro-batches one after the other. torchgpipe runs all stages on "
+        "CPUs in one worker, and all backwards in the caller's thread; 'a worker a stage' changes the first.",
+    )
+
+
+def _model_line(system: str, m: int, row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return (system, str(m), "not installed", *[""] * 5)
+    spread = f"{min(row.steps):.3f}-{max(row.steps):.3f}"
+    errors = f"{row.loss_error:.1e}", f"{row.gradient_error:.1e}"
+    return (system, str(m), row.how, f"{row.measured:.3f}", spread, f"{row.over_autopar:.2f}", *errors)
+
+
+def _ratio_table(found: Mapping[str, list[Row]]) -> Table:
+    lines = []
+    for title, rows in found.items():
+        for m in sorted({row.n_microbatches for row in rows}):
+            others = [_find(rows, system, m) for system in (GPIPE, GPIPE_WORKERS)]
+            gloo = [row for system in GLOO if (row := _find(rows, system, m)) is not None]
+            best = min(gloo, key=lambda row: row.over_autopar, default=None)
+            which = GLOO[best.system] if best else ""
+            cells = [f"{row.over_autopar:.2f}" if row else "not installed" for row in (*others, best)]
+            lines.append((title, str(m), *cells, which))
+    return Table(
+        "Step time / autopar's",
+        ("", "micro-batches", GPIPE, GPIPE_WORKERS, "torch.distributed.pipelining", "by its better schedule"),
+        tuple(lines),
+    )
+
+
+def _bound_table(found: Mapping[str, list[Row]]) -> Table:
+    lines = []
+    for title, rows in found.items():
+        for row in rows:
+            if row.bound is not None:
+                times = f"{row.measured:.3f}", f"{row.bound:.3f}", f"{row.measured / row.bound:.3f}"
+                lines.append((title, str(row.n_microbatches), row.how, *times))
+    return Table(
+        "Step against the simulator's bound",
+        ("", "micro-batches", "plan", "measured s", "bound s", "measured / bound"),
+        tuple(lines),
+        "The bound: every forward and backward takes its median when the workers do them one at a time, in the "
+        "same rounds; the schedule lays them out on the devices, and transfers take nothing.",
+    )
+
+
+def _find(rows: list[Row], system: str, m: int) -> Row | None:
+    return next((row for row in rows if (row.system, row.n_microbatches) == (system, m)), None)

@@ -1,8 +1,10 @@
 """The benchmarks run, and their arithmetic is right; how fast anything is, is not looked at."""
 
+import importlib.util
 import itertools
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,11 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks import overhead, zoo
+from autopar.schedule import Action, Phase, make_schedule
+from benchmarks import overhead, peer_models, peers, zoo
 from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.bound import lower_bound
 from benchmarks.machine import machine_header
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table, to_markdown
+from benchmarks.peer_systems import Rank, Ranks, best_cut, block_seconds
+from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
 from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, choose_cuts
 from benchmarks.timing import interleave, ratio, slope, threads
 from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Effort, run_training
@@ -164,6 +170,114 @@ def test_markdown_has_a_line_a_row_and_bars_do_not_break_it() -> None:
     assert rows[2] == "| cpu:0 \\| cpu:1 | 1 |"
     assert "- date: today" in lines
     assert lines[-1] == "read it so"
+
+
+# -- other pipelines --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_gpipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchgpipe is not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == GPIPE else find(name, *rest))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [peer_models.tiny, *(partial(build, True) for build in (peer_models.resnet, peer_models.gpt, peer_models.bert))],
+)
+def test_blocks_in_a_row_are_the_model(build: peer_models.Builder) -> None:
+    subject = build()
+    workload = subject.workload
+    model_loss = workload.loss(workload.model(**workload.inputs), workload.target)
+    blocks_loss = subject.loss(subject.blocks(subject.input), workload.target)
+    assert torch.equal(model_loss, blocks_loss)
+    parameters = [p for p in workload.model.parameters() if p.requires_grad]
+    expected, found = (torch.autograd.grad(loss, parameters) for loss in (model_loss, blocks_loss))
+    assert all(map(torch.equal, found, expected))
+
+
+@given(st.lists(st.floats(0, 10), min_size=2, max_size=12))
+def test_best_cut_leaves_the_longer_stage_as_short_as_any_cut(seconds: list[float]) -> None:
+    def longer(cut: int) -> float:
+        return max(sum(seconds[:cut]), sum(seconds[cut:]))
+
+    assert longer(best_cut(seconds)) == pytest.approx(min(map(longer, range(1, len(seconds)))))
+
+
+def test_every_block_is_timed_and_leaves_no_gradient() -> None:
+    subject = peer_models.gpt(quick=True)
+    seconds = block_seconds(subject, n_microbatches=4, rounds=1)
+    assert len(seconds) == len(subject.blocks)
+    assert min(seconds) > 0
+    assert all(p.grad is None for p in subject.workload.model.parameters())
+
+
+@given(st.integers(1, 6), st.floats(0.1, 2), st.floats(0.1, 2))
+def test_bound_of_two_stages_is_the_sum_and_the_slower_ones_other_turns(m: int, first: float, second: float) -> None:
+    schedule = make_schedule("gpipe", m, [1, 1])
+    times = (first, second)
+    # A backward takes as long as its forward. Of three steps one was disturbed: the median does not see it.
+    steps = [{a: times[a.stage] * k for table in schedule.actions for a in table} for k in (1, 1, 9)]
+    assert lower_bound(schedule, steps) == pytest.approx(2 * (sum(times) + (m - 1) * max(times)))
+
+
+def test_bound_counts_both_parts_of_a_split_backward() -> None:
+    schedule = make_schedule("zb-h1", 1, [1, 1])
+    seconds = {Phase.FORWARD: 1.0, Phase.INPUT: 2.0, Phase.WEIGHT: 4.0}
+    step = {action: seconds[action.phase] for table in schedule.actions for action in table}
+    assert Action(Phase.WEIGHT, 0, 0) in step
+    assert lower_bound(schedule, [step]) == pytest.approx(1 + 1 + 2 + 2 + 4)
+
+
+def test_errors_are_relative_to_the_reference_and_a_missing_gradient_counts() -> None:
+    reference = Outcome(2.0, {"a": np.array([3.0, 4.0]), "b": np.array([2.0])})
+    assert Outcome(2.5, {"a": np.array([3.0, 4.0])}).errors(reference) == pytest.approx((0.25, 2 / 5))
+    assert np.isnan(Outcome(2.0, {"a": np.array([np.nan, 4.0]), "b": np.array([2.0])}).errors(reference)[1])
+
+
+def test_what_is_not_installed_has_no_row_and_is_told(without_gpipe: None) -> None:
+    title, rows = peers.compare(peer_models.tiny, (2, 4), 1, peers.QUICK, None)
+    assert [(row.system, row.n_microbatches, row.over_autopar) for row in rows] == [
+        (AUTOPAR, 2, 1.0),
+        (AUTOPAR, 4, 1.0),
+    ]
+    assert all(row.bound is not None and row.bound > 0 for row in rows)
+    for table in (peers._tiny_table(title, rows), peers._model_table(title, rows)):
+        told = [line[0] for line in table.rows if "not installed" in line]
+        assert set(told) == set(peers.SYSTEMS) - {AUTOPAR}
+
+
+def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_plain_model_does() -> None:
+    pytest.importorskip("torchgpipe")
+    with threads(1):
+        _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None)
+    assert [row.system for row in rows] == [AUTOPAR, GPIPE, GPIPE_WORKERS]
+    assert max(error for row in rows for error in (row.loss_error, row.gradient_error)) < 1e-5
+
+
+def test_a_system_that_computes_something_else_is_found(without_gpipe: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = peers._train_step
+    monkeypatch.setattr(peers, "_train_step", lambda *args: lambda: honest(*args)() * 1.1)
+    with pytest.raises(RuntimeError, match=r"autopar, .*: the loss is off by 1\.0e-01"):
+        peers.compare(peer_models.tiny, (2,), 1, peers.QUICK, None)
+
+
+def test_processes_compute_what_the_plain_model_does_and_tell_what_went_wrong(without_gpipe: None) -> None:
+    with threads(1), Ranks() as ranks:
+        build = partial(peer_models.gpt, True)  # tied: a gradient from both processes
+        subject = build()
+        ranks.call(Rank.load, build)
+        names = [name for name, _ in subject.workload.model.named_parameters()]
+        systems = peers._gloo(subject, 4, 1, ranks, names)
+        assert set(systems) == set(GLOO)
+        reference = Outcome(peers._accumulated(subject, 4), peers.gradients_of(subject.workload.model, names))
+        for system in systems.values():
+            ranks.call(Rank.clear)
+            loss = system.step()
+            assert max(Outcome(loss, system.gradients()).errors(reference)) < 1e-5
+        with pytest.raises(RuntimeError, match="KeyError: 'nonsense'"):
+            ranks.call(Rank.gradients, ["nonsense"])
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

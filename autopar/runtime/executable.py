@@ -91,7 +91,8 @@ class Executable:
         self.schedule = schedule
         self.n_stages = len(workers)
         self.watch_nan = watch_nan
-        self.abandoned = False  # a worker is still in an operator of a call that was interrupted
+        self.abandoned = False  # a worker may still be in an operator of a call that was interrupted
+        self.dirty = False  # parts may have gradients that nobody has collected
         self.tiny = False  # operators take less time than what Python needs to call them
         self.compiled = compiled
         self._chunks = chunks
@@ -259,6 +260,7 @@ class Executable:
                     total[key] = total[key] + gradient.to(total[key].device)
                 else:
                     total[key].add_(gradient.to(total[key].device))
+        self.dirty = False
         return total
 
     def drop_gradients(self) -> None:

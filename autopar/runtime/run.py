@@ -115,19 +115,22 @@ class Run:
             lists = [(w, [(slot, a) for a in actions[slot]]) for slot, w in enumerate(workers)]
         if backward:
             lists = [(w, [(slot, a) for slot, a in mine if a.phase is not Phase.FORWARD]) for w, mine in lists]
+        if executable.dirty:
+            executable.drop_gradients()
+        executable.dirty = training
+        finished: list[Worker] = []
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        waiting = 0
+        executable.abandoned = True  # until every worker has told that it is through: the caller may leave at any line
         try:
             for worker, mine in lists:
-                worker.submit(lambda worker=worker, mine=mine: self._work(worker, mine, done))  # type: ignore[misc]
-                waiting += 1
-            while waiting:
+                worker.submit(lambda worker=worker, mine=mine: self._work(worker, mine, finished, done))  # type: ignore[misc]
+            while len(finished) < len(lists):
                 with contextlib.suppress(queue.Empty):
                     done.get(timeout=_LOOK_UP)
-                    waiting -= 1
         except BaseException as interrupt:  # Ctrl-C, or a closed worker: stop the workers, then hand it on
             self._fail(interrupt)
-            self._wait(done, waiting)
+            self._wait(finished, len(lists), done)
+        executable.abandoned = len(finished) < len(lists)
         self._passes.mail = Mail(0)
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -137,18 +140,12 @@ class Run:
         if not backward and executable.lowered.deferred:
             self._passes.statistics.update(executable.lowered.deferred, executable.tensor)
 
-    def _wait(self, done: queue.SimpleQueue[None], waiting: int) -> None:
+    def _wait(self, finished: list[Worker], n_workers: int, done: queue.SimpleQueue[None]) -> None:
         """For workers that are to stop; those that are inside a long operator are given up, and end by themselves."""
         end = time.monotonic() + PATIENCE
-        while waiting:
-            try:
+        while len(finished) < n_workers and time.monotonic() < end:
+            with contextlib.suppress(queue.Empty, KeyboardInterrupt):  # pressed again
                 done.get(timeout=max(0.0, end - time.monotonic()))
-                waiting -= 1
-            except queue.Empty:
-                self.executable.abandoned = True
-                return
-            except KeyboardInterrupt:  # pressed again
-                continue
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
@@ -157,7 +154,7 @@ class Run:
 
     # -- the workers' side ------------------------------------------------------------------------------------------
 
-    def _work(self, worker: Worker, actions: Slots, done: queue.SimpleQueue[None]) -> None:
+    def _work(self, worker: Worker, actions: Slots, finished: list[Worker], done: queue.SimpleQueue[None]) -> None:
         try:
             watched = self._watch(worker.device.name) if self._watch is not None else nullcontext()
             with self._state.applied(worker.device.torch_device), watched:
@@ -169,6 +166,7 @@ class Run:
         except BaseException as error:  # re-raised by the caller
             self._fail(error)
         finally:
+            finished.append(worker)
             done.put(None)
 
     def _act(self, actions: Slots) -> None:

@@ -95,6 +95,7 @@ class Worker:
         ready.wait()
         torch.set_num_threads(threads)  # the worker's own setting also became the default of threads to come
         self._finalizer = weakref.finalize(self, self._inbox.put, None)
+        self._finalizer.atexit = False  # a daemon thread may still be in a step when the program ends
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` on the thread, after what was submitted before. `work` must not raise."""

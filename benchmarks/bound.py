@@ -1,0 +1,86 @@
+"""A step against the simulator's bound: what its actions take one at a time, laid out by the schedule without links."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from statistics import median
+
+from autopar import PipelinedModule
+from autopar.runtime.executable import Part
+from autopar.runtime.mail import Mail
+from autopar.runtime.threads import CallerState
+from autopar.schedule import Action, Phase, Schedule, chain
+from autopar.simulate import StageTimes, simulate
+from benchmarks.models import Workload
+
+
+class Alone:
+    """The actions of a module's step, each done by the worker that does it in a step while all others wait."""
+
+    def __init__(self, module: PipelinedModule, workload: Workload) -> None:
+        """`module`: with a plan of micro-batches."""
+        self._module = module
+        self._loss = workload.loss, workload.target
+        self._entry, self._leaves, self._batch = module._entry((), workload.inputs, *self._loss)
+        self.taken: list[dict[Action, float]] = []  # s, of every step so far
+
+    @property
+    def schedule(self) -> Schedule:
+        assert self._entry.executable is not None
+        return self._entry.executable.table(self._entry.n_microbatches, training=True)
+
+    def step(self) -> None:
+        """Forwards and backwards in an order that a step might have, so that as much memory is held as in a step.
+
+        Parameters get no gradients by it.
+        """
+        executable, seconds = self._entry.executable, {}
+        assert executable is not None
+        run, _ = self._module._run(self._entry, self._leaves, self._batch, *self._loss)
+        passes = run._passes
+        passes.mail = Mail(len(executable.workers))
+        ways = passes.actions()
+        for _, action in executable.order(self._entry.n_microbatches, training=True):
+            part = executable.part(action.stage, action.microbatch)
+            seconds[action] = _seconds_on_worker(part, ways[action.phase], action.microbatch)
+        executable.drop_gradients()
+        self.taken.append(seconds)
+
+
+def _seconds_on_worker(part: Part, act: Callable[[Part, int], None], microbatch: int) -> float:
+    """In the part's own thread: its memory comes from other places than the caller's, which takes other times."""
+    future: Future[float] = Future()
+    state = CallerState.of_this_thread([part.device], training=True)
+
+    def work() -> None:
+        try:
+            with state.applied(part.device):
+                start = time.perf_counter()
+                act(part, microbatch)
+                future.set_result(time.perf_counter() - start)
+        except BaseException as error:  # raised by result(): a worker must not
+            future.set_exception(error)
+
+    part.worker.submit(work)
+    return future.result()
+
+
+def lower_bound(schedule: Schedule, taken: Sequence[Mapping[Action, float]]) -> float:
+    """Seconds of a step whose actions take the medians of what they took, and whose transfers take nothing."""
+    m = schedule.n_microbatches
+
+    def times(phase: Phase, stage: int) -> tuple[float, ...]:
+        return tuple(median(step[Action(phase, stage, i)] for step in taken) for i in range(m))
+
+    stages = []
+    for stage in range(schedule.n_stages):
+        forward = times(Phase.FORWARD, stage)
+        if schedule.splits_backward:
+            inputs, weight = times(Phase.INPUT, stage), times(Phase.WEIGHT, stage)
+            both = tuple(a + b for a, b in zip(inputs, weight, strict=True))
+            stages.append(StageTimes(forward, both, weight))
+        else:
+            stages.append(StageTimes(forward, times(Phase.BACKWARD, stage)))
+    return simulate(schedule, stages, chain(schedule.n_stages, m)).step_time

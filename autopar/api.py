@@ -251,6 +251,7 @@ def _as_the_model_allows(
     options = dataclasses.replace(
         options,
         one_microbatch_because=why,
+        unproven=batching.unproven,
         least_rows=batching.least_rows,
         loss_inside=example.loss is not None,
         constraints=Constraints(hints.stage_of, hints.recompute, hints.together),

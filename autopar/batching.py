@@ -1,9 +1,10 @@
 """Which dimension of every tensor counts samples, and whether the batch may be split into micro-batches.
 
-The graph is run on a few samples together and then on two parts of them. A dimension whose size follows the number of
-samples is a batch dimension. Splitting is safe where every output of the parts, put together again, equals the output
-of the whole; where it does not, the first operator that differs is named. Batch norm in training is left out of this:
-its policy is the caller's choice.
+First the graph is asked (`proof`): where samples meet in it, the operator is named and the batch stays whole. Then it
+is run on a few samples together and on two parts of them. A dimension whose size follows the number of samples is a batch
+dimension. Splitting is safe where every output of the parts, put together again, equals the output of the whole; where
+it does not, the first operator that differs is named. That backs the proof, and decides where the graph leaves it
+open. Batch norm in training is left out of this: its policy is the caller's choice.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Program, describe, module_path
-from autopar.observing import changed_dims, close, observe, probe, storages_of
-from autopar.operators import operator_name, written_arguments
+from autopar.observing import DROPOUT, changed_dims, close, observe, probe, storages_of
+from autopar.operators import is_random, operator_name, written_arguments
+from autopar.proof import Proof, prove
 from autopar.tidy import aten
 from cost_models.repeats import TensorShape
 
@@ -43,6 +45,7 @@ class Batching:
     batch_dims: dict[str, int | None] = field(repr=False)  # node name -> batch dimension
     storages: dict[str, frozenset[int]] = field(repr=False)  # node name -> storages its tensors live in
     least_rows: int = 1  # a micro-batch has at least so many samples
+    unproven: str = ""  # why a comparison of a few samples had to decide; "" where the graph alone told
     shapes: dict[str, TensorShape] = field(repr=False, default_factory=dict)  # node name -> sizes by samples
 
     @property
@@ -60,8 +63,12 @@ def is_training_batch_norm(node: fx.Node, module: fx.GraphModule) -> bool:
     return False
 
 
-def study(program: Program, leaves: list[Any]) -> Batching:
-    """Run `program` on a few of the samples in `leaves` (the flat inputs of a call) and compare whole with parts."""
+def study(program: Program, leaves: list[Any], *, verify: bool = True) -> Batching:
+    """Look at the graph of `program`, then run it on a few of the samples in `leaves` (the flat inputs of a call) and
+    compare whole with parts.
+
+    `verify`: compare the outputs although the graph alone proves how they combine.
+    """
     module = program.graph_module
     norms = tuple(module_path(n) or n.name for n in module.graph.nodes if is_training_batch_norm(n, module))
     size = program.batch_size
@@ -70,12 +77,16 @@ def study(program: Program, leaves: list[Any]) -> Batching:
         why = "the batch has one sample" if size else "no input has a batch dimension"
         return _whole_only(program, leaves, flat, norms, why)
     obstacle = "" if program.any_batch else f"the model is made for batches of {size} samples"
+    proof = prove(program)
+    if proof.verdict == "refuted":
+        return _whole_only(program, leaves, flat, norms, obstacle or proof.why)
     # (samples in the smaller part, together); where a part of one sample fails, parts of two may do.
     attempts = [(1, min(size, 3))] + ([(2, min(size, 5))] if size >= 4 else [])
+    told = [_told(program, index, output, proof, verify) for index, output in enumerate(flat)]
     for least_rows, rows in attempts:
         try:
             findings = [
-                _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows)
+                _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows, told)
                 for reverse in (False, True)
             ]
         except Exception as error:  # whatever the model raises at another batch size is the answer
@@ -84,8 +95,8 @@ def study(program: Program, leaves: list[Any]) -> Batching:
             obstacle = obstacle or f"{where} works only for {size} samples ({str(error).splitlines()[0][:200]})"
             continue
         found = _agreed(program, flat, findings, norms, least_rows)
-        if found.splittable and program.any_batch:
-            return found
+        if found.splittable and not obstacle:
+            return replace(found, unproven="" if proof.verdict == "proven" else proof.why)
         obstacle = obstacle or found.obstacle
     return _whole_only(program, leaves, flat, norms, obstacle)
 
@@ -110,7 +121,10 @@ class _Finding:
     rows: tuple[int, int]  # together, in the first part
 
 
-def _look(program: Program, flat: list[Any], samples: list[Any], rows: int, first: int) -> _Finding:
+def _look(
+    program: Program, flat: list[Any], samples: list[Any], rows: int, first: int, told: list[Output | None]
+) -> _Finding:
+    """Run on all `rows` samples and on the `first` of them and the rest; outputs that are not `told` are compared."""
     module = program.graph_module
 
     def part(start: int, stop: int) -> list[Any]:
@@ -135,7 +149,8 @@ def _look(program: Program, flat: list[Any], samples: list[Any], rows: int, firs
             counted = flat[program.weights[index]]
             weights = (float(parts[0][counted]), float(parts[1][counted]))
         own = index >= program.n_outputs  # a count that the capture added: a sum, whatever it is for these samples
-        kinds.append(Output("sum") if own else _classify(output, whole, parts, dims, weights))
+        known = Output("sum") if own else told[index]
+        kinds.append(known if known is not None else _classify(output, whole, parts, dims, weights))
     return _Finding(whole, parts, dims, kinds, obstacle, (rows, first))
 
 
@@ -169,7 +184,26 @@ def _agreed(
         if isinstance(value, torch.Tensor) and value.dim() == one.parts[0][node].dim()
     }
     storages = {node.name: storages_of(value) for node, value in one.whole.items()}
-    return Batching(tuple(kinds), obstacle, norms, one.dims, storages, least_rows, shapes)
+    return Batching(tuple(kinds), obstacle, norms, one.dims, storages, least_rows, shapes=shapes)
+
+
+def _told(program: Program, index: int, output: Any, proof: Proof, verify: bool) -> Output | None:
+    """How a flat output combines by the proof, where that is not to be compared, or cannot be: random numbers of the
+    parts are others than those of the whole."""
+    if proof.verdict != "proven" or not isinstance(output, fx.Node) or (verify and not _draws(program, output)):
+        return None
+    found = proof.outputs[index]
+    if found is None or not isinstance(output.meta.get("val"), torch.Tensor):
+        return None  # sizes are counted
+    return Output(found.combine, found.dim, program.weights.get(index) if found.combine == "mean" else None)
+
+
+def _draws(program: Program, output: fx.Node) -> bool:
+    """Whether random numbers that a look at the graph does not turn off are on the way to an output."""
+    return any(
+        node.op == "call_function" and node.target not in DROPOUT and is_random(node, program.graph_module)
+        for node in _ancestors(output)
+    )
 
 
 def _written_buffer(program: Program) -> str:

@@ -16,7 +16,7 @@ from autopar.capture import Program
 from autopar.tidy import aten
 
 _BATCH_NORM = {aten.batch_norm.default}
-_DROPOUT = {
+DROPOUT = {
     aten.dropout.default,
     aten.dropout_.default,
     aten.feature_dropout.default,
@@ -137,7 +137,7 @@ class _Observer(fx.Interpreter):
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def call_function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # type: ignore[override]
-        if target in _DROPOUT:
+        if target in DROPOUT:
             return args[0].clone() if target.__name__.split(".")[0][-1] != "_" else args[0]
         if target in _BATCH_NORM and args[5]:
             return aten.batch_norm.default(*_with_statistics(args), False, *args[6:], **kwargs)

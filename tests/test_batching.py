@@ -87,8 +87,8 @@ MIXING = {
     "root of a mean": (lambda m, h, x: F.mse_loss(m.b(h), x[:, :1]).sqrt(), "sqrt"),
     "running sum": (lambda m, h, x: m.b(h).cumsum(0), "cumsum"),
     "reversed": (lambda m, h, x: m.b(h).flip(0), "flip"),
-    "sorted": (lambda m, h, x: m.b(h).sort(0).values, "getitem"),
-    "relative to the first": (lambda m, h, x: m.b(h - h[:1]), "sub"),
+    "sorted": (lambda m, h, x: m.b(h).sort(0).values, "sort"),
+    "relative to the first": (lambda m, h, x: m.b(h - h[:1]), "slice"),
     "first sample only": (lambda m, h, x: m.b(h)[0], "select"),
     "scaled by the batch": (lambda m, h, x: m.b(h) * x.shape[0], "mul"),
     "numbered": (lambda m, h, x: m.b(h) + torch.arange(x.shape[0])[:, None], "add"),
@@ -313,3 +313,64 @@ def test_outputs_of_sizes_that_depend_on_values_are_the_originals() -> None:
     several[2, :, 0] = -1.0  # none
     several[3, :3, 0] = -1.0  # none in the first micro-batches
     compare(model, *several)
+
+
+class Routed(nn.Module):
+    """Every sample goes through one of three linear layers, which it chooses; the samples of each go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.experts = nn.Linear(8, 8), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        order = h[:, :3].argmax(1).argsort(stable=True)
+        chosen = h[:, :3].argmax(1)[order]
+        sorted_ = torch.einsum("bi,bij->bj", h[order], self.experts[chosen])
+        return sorted_[order.argsort()]
+
+
+def test_what_the_graph_proves_is_not_compared_if_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Floats(lambda m, h, x: (m.b(h), m.b(h).mean(), m.b(h).sum())), torch.randn(BATCH, 8)
+    program = capture(model, (x,), {})
+    wanted = study(program, [x])
+
+    def refuse(*_: torch.Tensor) -> bool:
+        raise AssertionError("compared")
+
+    monkeypatch.setattr("autopar.batching.close", refuse)
+    found = study(program, [x], verify=False)
+    assert found.splittable
+    assert found.unproven == ""
+    assert found.outputs == wanted.outputs
+    assert not study(program, [x]).splittable
+
+
+def test_a_comparison_that_contradicts_the_proof_keeps_the_batch_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Floats(lambda m, h, x: m.b(h)), torch.randn(BATCH, 8)
+    monkeypatch.setattr("autopar.batching.close", lambda *_: False)
+    assert "mixes samples" in study(capture(model, (x,), {}), [x]).obstacle
+
+
+def test_routing_by_value_is_compared_and_the_plan_says_so() -> None:
+    x = torch.randn(24, 8)
+    batching = studied(Routed(), x)
+    assert batching.splittable
+    assert "test_batching.py" in batching.unproven
+    pm = compare(Routed(), x, torch.randn(7, 8))
+    assert pm.plan is not None
+    assert pm.plan.n_microbatches == 3
+    plan = autopar.plan(Routed(), ["cpu", "cpu"], example_args=(x,), n_microbatches=2, schedule="gpipe", cache=False)
+    assert any("not by proof" in note and "test_batching.py" in note for note in plan.notes)
+
+
+def test_random_operators_are_no_obstacle_to_what_is_proven() -> None:
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.leaky = nn.Linear(8, 8), nn.RReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.leaky(self.a(x))
+
+    assert studied(Leaky(), torch.randn(BATCH, 8)).splittable

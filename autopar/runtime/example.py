@@ -51,7 +51,7 @@ def examine(
         bound = program.bind(args, kwargs)
         assert bound is not None, "a captured program takes the call that it was captured from"
         with torch.device("cpu"):
-            return program, study(program, bound[0])
+            return program, study(program, bound[0], verify=settings.verify)
 
 
 def under_default_device(loss: LossFunction | None) -> LossFunction | None:

@@ -38,6 +38,7 @@ class Options:
     memory_limit: float | None = None  # bytes on each device
     optimizer: str = "adamw"
     one_microbatch_because: str = ""  # why the batch may not be split
+    unproven: str = ""  # why it may be split only because a few samples say so
     least_rows: int = 1  # samples in the smallest micro-batch
     loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
     constraints: Constraints = field(default=NO_CONSTRAINTS)  # hints, by node of the cost graph
@@ -126,6 +127,8 @@ def _notes(costs: CostGraph, options: Options, best: Candidate, candidates: Sequ
     notes = []
     if options.one_microbatch_because:
         notes.append(f"one micro-batch: {options.one_microbatch_because}")
+    elif options.unproven and best.arrangement.n_microbatches > 1:
+        notes.append(f"micro-batches by comparison of a few samples, not by proof: {options.unproven}")
     used, offered = best.arrangement.n_devices, len(costs.devices)
     if used < offered:
         more = [c for c in candidates if c.arrangement.n_devices > used]

@@ -1,0 +1,50 @@
+"""The rule of an operator call: its line of index notation, read for the shapes at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.rules import arithmetic, indexing, neural, views
+from autopar.rules.calls import Call, Maker
+from autopar.rules.notation import MisfitError, Rule, read
+
+RULES: dict[str, str | Maker] = {**arithmetic.RULES, **indexing.RULES, **neural.RULES, **views.RULES}
+
+
+def rule_name(node: fx.Node) -> str | None:
+    """The name of an ATen operator without overload, and without the underscore of its in-place variant; None for
+    anything else."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return None
+    name = str(node.target.overloadpacket.__name__)
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def recorded(node: fx.Node) -> Any:
+    """The value (fake tensors, sizes) that export recorded for a node."""
+    return node.meta.get("val")
+
+
+def bind(node: fx.Node, value_of: Callable[[fx.Node], Any] = recorded) -> Rule | None:
+    """The rule of `node` for its shapes and arguments; None where there is none.
+
+    `value_of`: tensors or fakes, and numbers, of nodes; only shapes and types are looked at.
+    """
+    name = rule_name(node)
+    found = None if name is None else RULES.get(name)
+    if found is None:
+        return None
+    call = Call(node, value_of)
+    stated = found if isinstance(found, str) else found(call)
+    if stated is None:
+        return None
+    text, sizes = (stated, {}) if isinstance(stated, str) else stated
+    nodes, shapes = [n for n, _ in call.operands], [shape for _, shape in call.operands]
+    try:
+        return read(text, nodes, shapes, call.output_shapes, sizes)
+    except MisfitError:
+        return None

@@ -242,7 +242,8 @@ def test_what_is_not_installed_has_no_row_and_is_told(without_gpipe: None) -> No
         (AUTOPAR, 2, 1.0),
         (AUTOPAR, 4, 1.0),
     ]
-    assert all(row.bound is not None and row.bound > 0 for row in rows)
+    assert all(row.alone is not None and row.alone > 0 for row in rows)
+    assert all(row.over_bound is not None and row.over_bound >= 1 - 1e-9 for row in rows)
     for table in (peers._tiny_table(title, rows), peers._model_table(title, rows)):
         told = [line[0] for line in table.rows if "not installed" in line]
         assert set(told) == set(peers.SYSTEMS) - {AUTOPAR}

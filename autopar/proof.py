@@ -16,7 +16,7 @@ caller to decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import sympy
@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autopar.capture import Program, describe, is_getitem
+from autopar.hooks import is_hook_point
 from autopar.operators import written_arguments
 from autopar.rules import bind, rule_name
 from autopar.rules.calls import Call, shape_of, size_of
@@ -44,7 +45,7 @@ from autopar.rules.samples import (
     multiple,
     varies,
 )
-from autopar.rules.views import FILLINGS, LIKE, NEW
+from autopar.rules.views import FILLINGS, LIKE, LIKE_OTHERS, NEW
 from autopar.rules.views import RULES as VIEWS
 from autopar.tidy import call_with_autocast, call_with_grad_mode
 
@@ -84,6 +85,8 @@ def prove(program: Program) -> Proof:
         (n, spec.batch_dim) for n, spec in zip(placeholders, program.inputs, strict=True) if spec.batch_dim is not None
     ]
     symbols = {size_of(n.meta["val"].shape[dim]) for n, dim in batched}
+    if not all(isinstance(symbol, sympy.Symbol) for symbol in symbols):
+        return Proof("open", None, "the model is made for batches of some sizes only", nothing)
     walk = _Walk(program.graph_module, frozenset(symbols))
     given: dict[fx.Node, States] = {n: Split(dim) for n, dim in batched}
     walk.run([given.get(n, Same()) for n in placeholders])
@@ -198,11 +201,15 @@ class _Walk:
         unknown = next((s for s in _leaves(reads) if isinstance(s, Open)), None)
         if is_getitem(node) and isinstance(reads[0], tuple):
             return reads[0][node.args[1]]  # type: ignore[index]
+        if is_hook_point(node):  # hands on what it gets, and last what links the hooks of one call
+            return (*(self.states[n] for n in node.args[0]), Same())  # type: ignore[union-attr]
         if isinstance(value, torch.types.py_sym_types):
             size = self._size(size_of(value))
             if isinstance(size, sympy.Basic) and size.free_symbols - {BATCH}:
                 return unknown or Open(node, "depends on values")
             return Extent(size) if varies(size) else Same()
+        if isinstance(value, (int, float)):
+            return Same()  # a size that export has found to be constant
         if unknown is not None:
             return unknown
         if node.target in (call_with_grad_mode, call_with_autocast):
@@ -232,18 +239,19 @@ class _Walk:
         counts = [parameter for parameter, n in call.options if isinstance(self.states[n], Extent)]
         if any(name not in VIEWS or parameter in FILLINGS for parameter in counts):
             return [Open(node, "depends on how many samples there are")] * len(shapes)
-        states = [self._operand(operand, name) for operand in rule.operands]
+        states = [self._operand(operand, name, place) for place, operand in enumerate(rule.operands)]
         sizes = {index: self._size(size) for index, size in rule.sizes.items()}
         rule = Rule(rule.operands, rule.inputs, rule.outputs, rule.kinds, sizes, rule.linear)
         if any(isinstance(s, tuple) for s in states):
             return [Open(node, "has no rule")] * len(shapes)
         return follow(node, name, rule, states, shapes)  # type: ignore[arg-type]
 
-    def _operand(self, operand: Any, name: str) -> States:
+    def _operand(self, operand: Any, name: str, place: int = 0) -> States:
         state = self.states[operand] if isinstance(operand, fx.Node) else Same()
-        if name in NEW or (name in LIKE and not isinstance(state, Split)):
-            return Same()  # its shape counts alone
-        return Split(state.dim, state.outer, state.inner) if name in LIKE and isinstance(state, Split) else state
+        if name in LIKE and isinstance(state, Split):
+            return replace(state, numbers=False)
+        shape_only = name in (*NEW, *LIKE) or (name in LIKE_OTHERS and place > 0)
+        return Same() if shape_only else state
 
     def _along_batch(self, name: str, call: Call, rule: Rule, shapes: list[tuple[Size, ...]]) -> Sequence[State] | None:
         """The batch put behind another one, or taken apart again."""

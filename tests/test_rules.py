@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_examples import EXAMPLES, RANDOM, Sizes, sample_call
+from rule_calls import Sizes, sample_call
+from rule_examples import EXAMPLES, RANDOM
 from torch import fx
 
 from autopar.rules import RULES, Dims, Kind, Rule, bind, read

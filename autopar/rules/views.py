@@ -262,6 +262,7 @@ RESHAPES = (
 )
 # Results of which only the operand's shape counts.
 LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like")
+LIKE_OTHERS = ("view_as", "reshape_as", "expand_as", "type_as", "to")  # of all operands but the first
 NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "scalar_tensor")
 FILLINGS = (

@@ -202,7 +202,7 @@ class _Walk:
         if is_getitem(node) and isinstance(reads[0], tuple):
             return reads[0][node.args[1]]  # type: ignore[index]
         if is_hook_point(node):  # hands on what it gets, and last what links the hooks of one call
-            return (*(self.states[n] for n in node.args[0]), Same())  # type: ignore[union-attr]
+            return (*(self.states[n] for n in node.args[0]), Same())  # type: ignore[union-attr, index]
         if isinstance(value, torch.types.py_sym_types):
             size = self._size(size_of(value))
             if isinstance(size, sympy.Basic) and size.free_symbols - {BATCH}:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +32,23 @@ def optimizer_state_bytes(optimizer: str, parameter_bytes: int) -> int:
     if optimizer not in OPTIMIZER_STATE:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZER_STATE)}")
     return OPTIMIZER_STATE[optimizer] * parameter_bytes
+
+
+def optimizer_state_elements(optimizer: str, shape: Sequence[int]) -> int:
+    """Numbers that an optimizer keeps for one trained parameter of `shape`, the step counter left out.
+
+    Beside the optimizers of `OPTIMIZER_STATE` there is "adafactor": of the second moment of a matrix it keeps the sums
+    of rows and columns alone, and of a vector all of it (Shazeer and Stern, Adafactor, 2018, algorithms 4 and 5).
+
+    Raises:
+        ValueError: `optimizer` is not known.
+    """
+    elements = math.prod(shape)
+    if optimizer == "adafactor":
+        return elements // shape[-1] + elements // shape[-2] if len(shape) > 1 and elements else elements
+    if optimizer not in OPTIMIZER_STATE:
+        raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZER_STATE)}, adafactor")
+    return OPTIMIZER_STATE[optimizer] * elements
 
 
 def available_memory(torch_device: torch.device) -> int:

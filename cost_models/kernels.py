@@ -1,0 +1,130 @@
+"""One kernel: its sort, FLOPs and bytes, told from its arguments.
+
+A kernel reads every argument and writes every result once; the tables name those that touch less. FLOPs come from the
+formulas of torch.utils.flop_counter: two per multiplication and addition, of products alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+ComputeKind = Literal["matmul", "convolution", "convolution_backward", "attention", "attention_backward"]
+MemoryKind = (
+    Literal["pointwise", "transcendental", "reduction", "normalization", "batch_norm", "pooling", "random"]
+    | Literal["transcendental_backward", "normalization_backward", "batch_norm_backward", "pooling_backward"]
+)
+Kind = ComputeKind | MemoryKind
+COMPUTE_KINDS: tuple[ComputeKind, ...] = get_args(ComputeKind)
+MEMORY_KINDS: tuple[MemoryKind, ...] = tuple(kind for part in get_args(MemoryKind) for kind in get_args(part))
+
+# Kernels that touch no memory beside those that torch marks as views.
+FREE = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
+    *("lift_fresh", "sym_size", "sym_numel", "sym_stride"),
+}
+# The first argument gives a shape only, or is overwritten unread.
+_UNREAD = {
+    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full"),
+    *("fill_", "zero_", "copy_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"),
+}
+# Of the first argument as much is read as comes out.
+_GATHERING = {"embedding", "index_select", "gather", "index", "masked_select", "take", "nll_loss_forward"}
+# Of the first argument as much is read and written as goes in.
+_SCATTERING = {
+    *("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "masked_scatter_"),
+}
+# By name or a part of it, the first that fits; else torch's tag for pointwise operators tells, and FLOPs.
+_KINDS: tuple[tuple[str, Kind], ...] = (
+    ("convolution", "convolution"),
+    ("embedding", "pointwise"),
+    ("softmax", "normalization"),
+    ("batch_norm", "batch_norm"),
+    ("_norm", "normalization"),
+    ("pool", "pooling"),
+    *((name, "random") for name in ("bernoulli", "dropout", "rand", "uniform", "normal", "exponential")),
+    ("logical", "pointwise"),
+    *((name, "transcendental") for name in ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "sin", "cos")),
+    # Copies, which torch does not mark as pointwise.
+    *((name, "pointwise") for name in ("clone", "copy", "cat", "stack", "pad", "slice_backward", "select_backward")),
+    *((name, "pointwise") for name in ("zeros", "ones", "full", "arange", "index", "gather")),
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One call of a kernel."""
+
+    operator: str  # "addmm"
+    kind: Kind
+    dtype: torch.dtype  # in which it computes
+    flops: int
+    read: int  # bytes
+    written: int  # bytes
+    skipped: float = 0.0  # fraction of the FLOPs that the kernel leaves out: what a causal mask hides
+
+    @property
+    def nbytes(self) -> int:
+        return self.read + self.written
+
+
+def make_kernel(
+    name: str,
+    kind: Kind,
+    reads: Sequence[torch.Tensor],
+    writes: Sequence[torch.Tensor],
+    flops: int,
+    skipped: float = 0.0,
+) -> Kernel:
+    """`reads` in the order of the kernel's arguments."""
+    read, written = [_nbytes(t) for t in reads], sum(_nbytes(t) for t in writes)
+    if read and name in _UNREAD:
+        read[0] = 0
+    elif read and name in _GATHERING:
+        read[0] = min(read[0], written)
+    elif len(read) > 1 and name in _SCATTERING:
+        read[0] = written = min(written, max(read[1:]))
+    floating = [t.dtype for t in [*reads, *writes] if t.is_floating_point()]
+    dtypes = [*floating, *(t.dtype for t in [*reads, *writes]), torch.float32]
+    return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that are addressed: a broadcast dimension is read again and again, from the cache."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in strides if stride or not size) * tensor.element_size()
+
+
+def kind_of(function: Any, name: str, flops: int) -> Kind:
+    """The sort of an overload whose operator has `name`."""
+    if flops and "convolution" not in name:
+        return "matmul"
+    kind = next((kind for part, kind in _KINDS if part in name), None)
+    if kind is None:
+        return "pointwise" if torch.Tag.pointwise in function.tags else "reduction"
+    backward = f"{kind}_backward"
+    return backward if "_backward" in name and backward in COMPUTE_KINDS + MEMORY_KINDS else kind
+
+
+# Products in which every row meets one of several matrices, of torch and of transformers: torch has no formula.
+_GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
+
+
+def formulas() -> dict[Any, Any]:
+    """torch.utils.flop_counter's, by packet of overloads; its own counter shows them, and users add theirs."""
+    return FlopCounterMode(display=False).flop_registry
+
+
+def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """FLOPs of one call of an overload of an operator; 0 where it computes no products."""
+    packet = function.overloadpacket
+    if products := _GROUPED.get(packet.__name__):
+        a, b = args[:2]  # the rows of `a` are grouped, or else the columns of `b`
+        return 2 * products * (a.numel() * b.shape[-1] if a.dim() == 2 else b.numel() * a.shape[-2])
+    formula = formulas().get(packet)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0

@@ -2,8 +2,8 @@
 
 First the graph is asked (`proof`): where samples meet in it, the operator is named and the batch stays whole. Then it
 is run on a few samples together and on two parts of them. A dimension whose size follows the number of samples is a
-batch dimension. Splitting is safe where every output of the parts, put together again, equals the output of the whole; where
-it does not, the first operator that differs is named. That backs the proof, and decides where the graph leaves it
+batch dimension. Splitting is safe where every output of the parts, put together again, equals the output of the whole;
+where it does not, the first operator that differs is named. That backs the proof, and decides where the graph leaves it
 open. Batch norm in training is left out of this: its policy is the caller's choice.
 """
 

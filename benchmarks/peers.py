@@ -62,7 +62,7 @@ class Effort:
     block_rounds: int  # of timing blocks for the cut of torch.distributed.pipelining
 
 
-FULL = Effort((2, 4, 8), 5, (2, 4, 8, 16, 32), 40, 3.0, 3)
+FULL = Effort((2, 4, 8), 4, (2, 4, 8, 16, 32), 40, 3.0, 3)
 QUICK = Effort((2, 4), 2, (2, 4), 2, 0.1, 1)
 
 

@@ -16,7 +16,8 @@ from autopar import Plan
 from benchmarks.output import Report, Table
 from benchmarks.timing import Step, interleave, slope, threads
 
-WIDTH, BATCH, LAYERS = 64, 64, 4  # layers in each of the two stages
+WIDTH, BATCH = 64, 64
+LAYERS = (1, 4)  # in each of the two stages
 CALLS = 50  # timed together where one call is short
 
 
@@ -32,10 +33,10 @@ QUICK = Effort((2, 8, 32), 5)
 
 @dataclass(frozen=True)
 class Result:
-    pipeline: dict[int, float]  # n_microbatches -> s, median step of two stages by train_step
-    accumulation: dict[int, float]  # the same micro-batches by the plain model, one after the other
-    per_microbatch: float  # s, slope of `pipeline`
-    per_plain_microbatch: float  # s, slope of `accumulation`
+    pipeline: dict[int, dict[int, float]]  # layers a stage -> n_microbatches -> s, median step by train_step
+    accumulation: dict[int, dict[int, float]]  # the same micro-batches by the plain model, one after the other
+    per_microbatch: dict[int, float]  # layers a stage -> s, slope of `pipeline`
+    per_plain_microbatch: dict[int, float]  # layers a stage -> s, slope of `accumulation`
     wrapped_call: float  # s, a call wrapped for one device, without gradients, beyond the plain model's
     wrapped_step: float  # s, train_step wrapped for one device, beyond the plain model's forward and backward
 
@@ -44,16 +45,19 @@ def run_overhead(effort: Effort) -> Report:
     with threads(1):
         result = measure(effort)
     counts = effort.counts
-    microbatches = Table(
-        f"Step of two stages of {LAYERS} linear layers, {WIDTH} wide, {BATCH} samples",
-        ("", *(f"{m} micro-batches, ms" for m in counts), "us per extra micro-batch"),
-        (
-            ("autopar, two devices", *_milliseconds(result.pipeline), f"{result.per_microbatch * 1e6:.0f}"),
-            ("plain model in turn", *_milliseconds(result.accumulation), f"{result.per_plain_microbatch * 1e6:.0f}"),
-        ),
-        "The samples stay the same, so that the slope is what each micro-batch costs by itself: PyTorch's own dispatch "
-        "and autograd (second line), and the runtime's messages and threads.",
-    )
+    microbatches = [
+        Table(
+            f"Step of two stages of {layers} linear layer{'s' if layers > 1 else ''}, {WIDTH} wide, {BATCH} samples",
+            ("", *(f"{m} micro-batches, ms" for m in counts), "us per extra micro-batch"),
+            (
+                ("autopar, two devices", *_line(result.pipeline[layers], result.per_microbatch[layers])),
+                ("plain model in turn", *_line(result.accumulation[layers], result.per_plain_microbatch[layers])),
+            ),
+            "The samples stay the same, so that the slope is what each micro-batch costs by itself: PyTorch's own "
+            "dispatch and autograd (second line), and the runtime's messages.",
+        )
+        for layers in LAYERS
+    ]
     wrapped = Table(
         "Wrapped for one device, beyond the plain model",
         ("", "us a call"),
@@ -62,36 +66,42 @@ def run_overhead(effort: Effort) -> Report:
             ("train_step", f"{result.wrapped_step * 1e6:.1f}"),
         ),
     )
-    return Report("Overhead on tiny stages", (microbatches, wrapped), dataclasses.asdict(result))
+    return Report("Overhead on tiny stages", (*microbatches, wrapped), dataclasses.asdict(result))
 
 
 def measure(effort: Effort) -> Result:
-    model, x, y = example()
-    pipeline, accumulation = step_times(effort)
-    call, step = _wrapped(model, x, y, effort.rounds)
-    per_microbatch, per_plain = (slope(list(t), list(t.values())) for t in (pipeline, accumulation))
-    return Result(pipeline, accumulation, per_microbatch, per_plain, call, step)
+    times = {layers: step_times(effort, layers) for layers in LAYERS}
+    call, step = _wrapped(*example(LAYERS[-1]), effort.rounds)
+    slopes = {layers: [slope(list(t), list(t.values())) for t in pair] for layers, pair in times.items()}
+    return Result(
+        {layers: pipeline for layers, (pipeline, _) in times.items()},
+        {layers: plain for layers, (_, plain) in times.items()},
+        {layers: pipeline for layers, (pipeline, _) in slopes.items()},
+        {layers: plain for layers, (_, plain) in slopes.items()},
+        call,
+        step,
+    )
 
 
-def example() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
-    """The model, a batch and its target. "0" begins the first stage, str(LAYERS) the second."""
+def example(layers: int) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    """The model, a batch and its target. "0" begins the first stage, str(layers) the second."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * LAYERS)])
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * layers)])
     return model, torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 
 
-def step_times(effort: Effort) -> tuple[dict[int, float], dict[int, float]]:
+def step_times(effort: Effort, layers: int) -> tuple[dict[int, float], dict[int, float]]:
     """Median seconds by n_microbatches: pipelined, and accumulated by the plain model."""
-    model, x, y = example()
-    steps = {(True, m): _pipeline_step(model, x, y, m) for m in effort.counts}
+    model, x, y = example(layers)
+    steps = {(True, m): _pipeline_step(model, x, y, m, layers) for m in effort.counts}
     steps |= {(False, m): _accumulation_step(model, x, y, m) for m in effort.counts}
     seconds = interleave(steps, effort.rounds, _clear(model))
     pipeline, accumulation = ({m: median(seconds[piped, m]) for m in effort.counts} for piped in (True, False))
     return pipeline, accumulation
 
 
-def _pipeline_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, m: int) -> Step:
-    plan = Plan.from_split({"0": 0, str(LAYERS): 1}, n_microbatches=m)
+def _pipeline_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, m: int, layers: int) -> Step:
+    plan = Plan.from_split({"0": 0, str(layers): 1}, n_microbatches=m)
     module = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
     return lambda: module.train_step(x, target=y, loss_fn=mse_loss)
 
@@ -130,5 +140,5 @@ def _clear(model: nn.Module) -> Step:
     return lambda: model.zero_grad(set_to_none=True)
 
 
-def _milliseconds(seconds: dict[int, float]) -> list[str]:
-    return [f"{s * 1e3:.2f}" for s in seconds.values()]
+def _line(seconds: dict[int, float], per_microbatch: float) -> list[str]:
+    return [*(f"{s * 1e3:.2f}" for s in seconds.values()), f"{per_microbatch * 1e6:.0f}"]

@@ -47,10 +47,11 @@ Builder = Callable[[], Subject]  # of the same numbers at every call, in every p
 
 def tiny() -> Subject:
     """The stages of the overhead benchmark: arithmetic counts for next to nothing."""
-    layers, x, y = overhead.example()
+    depth = overhead.LAYERS[-1]
+    layers, x, y = overhead.example(depth)
     model = _ReturnsLogits(layers)
-    title = f"two stages of {overhead.LAYERS} linear layers, {overhead.WIDTH} wide, {overhead.BATCH} samples"
-    split = {"layers.0": 0, f"layers.{overhead.LAYERS}": 1}
+    title = f"two stages of {depth} linear layers, {overhead.WIDTH} wide, {overhead.BATCH} samples"
+    split = {"layers.0": 0, f"layers.{depth}": 1}
     return Subject(Workload(title, model, {"x": x}, y, _squares_loss), nn.Sequential(*layers), split=split)
 
 

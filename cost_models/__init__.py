@@ -1,22 +1,37 @@
-"""What hardware is there and what work costs on it: devices, links, memory and a cache of measurements.
+"""What hardware there is or could be, and what work costs on it: devices, clusters, links, collectives, memory.
 
 Seconds and bytes throughout. The package stands alone: it knows nothing of stages or plans.
 """
 
 from cost_models.cache import MeasurementCache, signature_key
+from cost_models.cluster import Cluster
+from cost_models.collectives import COLLECTIVES, Collective, Group, collective_seconds
 from cost_models.device import Device, parse_devices
 from cost_models.errors import DeviceError
 from cost_models.links import Link, fit_link, measure_link, measure_links
+from cost_models.measured_collectives import MeasuredCollectives, measure_collectives
 from cost_models.memory import OPTIMIZER_STATE, available_memory, optimizer_state_bytes
+from cost_models.specs import DeviceSpec, Network, known_devices, known_networks
 
 __all__ = [
+    "COLLECTIVES",
     "OPTIMIZER_STATE",
+    "Cluster",
+    "Collective",
     "Device",
     "DeviceError",
+    "DeviceSpec",
+    "Group",
     "Link",
+    "MeasuredCollectives",
     "MeasurementCache",
+    "Network",
     "available_memory",
+    "collective_seconds",
     "fit_link",
+    "known_devices",
+    "known_networks",
+    "measure_collectives",
     "measure_link",
     "measure_links",
     "optimizer_state_bytes",

@@ -1,0 +1,251 @@
+"""Collectives: the formulas against a published table, against each other, and against what processes measure."""
+
+import csv
+import math
+import multiprocessing
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import (
+    COLLECTIVES,
+    Cluster,
+    Collective,
+    Group,
+    MeasuredCollectives,
+    Network,
+    collective_seconds,
+    known_networks,
+    measure_collectives,
+)
+
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+COLUMNS = {
+    "A100x8": Cluster.preset("8xA100-80"),
+    "H200x8": Cluster.preset("8xH200"),
+    "H100x16": Cluster.preset("8xH100", nodes=2, inter_node="TCPXO"),
+    "B200x8": Cluster.preset("8xB200"),
+    "B200x32": Cluster.preset("8xB200", nodes=4, inter_node="EFA"),
+}
+
+collectives = st.sampled_from(COLLECTIVES)
+sizes = st.integers(1, 1 << 36)
+latencies = st.floats(1e-7, 1e-3)
+bandwidths = st.floats(1e8, 1e12)
+ramps = st.floats(0, 5)
+gains = st.floats(1, 2)
+networks = st.builds(
+    Network, st.just("a network"), latencies, bandwidths, ramp=ramps, in_switch=gains, shared=st.booleans()
+)
+counts = st.integers(1, 64)
+
+
+def published() -> list[tuple[int, str, float]]:
+    """(bytes, column, bus bandwidth in bytes/s) of the table."""
+    lines = files("cost_models").joinpath("data", "allreduce_busbw.csv").read_text().splitlines()
+    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
+    return [
+        (int(row["size"][:-1]) * UNITS[row["size"][-1]], column, float(row[column]) * 1e9)
+        for row in rows
+        for column in COLUMNS
+        if row[column]
+    ]
+
+
+def bus_bandwidth(collective: Collective, nbytes: int, cluster: Cluster) -> float:
+    """Bytes that each device sends over the seconds, as nccl-tests defines it."""
+    n = len(cluster.devices)
+    factor = (2 if collective == "all_reduce" else 1) * (n - 1) / n
+    return factor * nbytes / cluster.seconds(collective, nbytes, cluster.devices)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_all_reduce_is_within_a_fifth_of_the_published_table(column: str) -> None:
+    errors = [
+        abs(bus_bandwidth("all_reduce", nbytes, COLUMNS[column]) / truth - 1)
+        for nbytes, name, truth in published()
+        if name == column and UNITS["K"] * 256 <= nbytes <= UNITS["G"] * 4
+    ]
+    assert len(errors) == 8
+    assert sum(errors) / len(errors) < 0.2
+
+
+def test_all_reduce_is_nowhere_off_by_a_factor_of_two() -> None:
+    for nbytes, column, truth in published():
+        ratio = bus_bandwidth("all_reduce", nbytes, COLUMNS[column]) / truth
+        outlier = (nbytes, column) == (32 << 10, "B200x32")  # see the header of the table
+        assert outlier or 0.5 < ratio < 2, (nbytes, column)
+
+
+@pytest.mark.parametrize(("collective", "truth"), [("all_gather", 361.4e9), ("reduce_scatter", 362.9e9)])
+def test_what_the_switch_does_not_compute_runs_at_the_speed_of_the_links(collective: Collective, truth: float) -> None:
+    assert bus_bandwidth(collective, 16 << 30, COLUMNS["H200x8"]) == pytest.approx(truth, rel=0.05)
+
+
+@given(collectives, sizes, st.floats(1, 100), counts, counts, networks, networks)
+def test_costs_grow_with_bytes(
+    collective: Collective, nbytes: int, factor: float, per_node: int, nodes: int, inside: Network, across: Network
+) -> None:
+    group = Group(per_node, nodes, inside, across)
+    less, more = (collective_seconds(collective, size, group) for size in (nbytes, nbytes * factor))
+    assert less <= more * (1 + 1e-12)
+
+
+@given(collectives, sizes, counts, st.integers(1, 8), networks)
+def test_costs_grow_with_the_group_within_a_node(
+    collective: Collective, nbytes: int, n: int, extra: int, inside: Network
+) -> None:
+    less, more = (collective_seconds(collective, nbytes, Group(size, 1, inside)) for size in (n, n + extra))
+    assert less <= more * (1 + 1e-12)
+
+
+@given(collectives, sizes, counts, st.integers(2, 64), st.integers(1, 8), networks, networks)
+def test_costs_grow_with_the_nodes(
+    collective: Collective, nbytes: int, per_node: int, nodes: int, extra: int, inside: Network, across: Network
+) -> None:
+    groups = [Group(per_node, m, inside, across) for m in (nodes, nodes + extra)]
+    less, more = (collective_seconds(collective, nbytes, group) for group in groups)
+    assert less <= more * (1 + 1e-12)
+
+
+@given(
+    st.sampled_from([c for c in COLLECTIVES if c != "send_recv"]),
+    sizes,
+    counts,
+    st.integers(2, 64),
+    networks,
+    st.floats(1, 100),
+    st.floats(1, 100),
+    ramps,
+)
+def test_a_group_inside_a_node_is_never_slower_than_one_across_slower_links(
+    collective: Collective,
+    nbytes: int,
+    per_node: int,
+    nodes: int,
+    inside: Network,
+    later: float,
+    slower: float,
+    ramp: float,
+) -> None:
+    inside = replace(inside, shared=False)
+    across = replace(
+        inside,
+        latency=inside.latency * later,
+        line_rate=inside.line_rate / slower,
+        ramp=inside.ramp + ramp,
+        in_switch=1.0,
+    )
+    within = collective_seconds(collective, nbytes, Group(per_node * nodes, 1, inside))
+    assert within <= collective_seconds(collective, nbytes, Group(per_node, nodes, inside, across)) * (1 + 1e-12)
+
+
+@given(sizes, counts, counts, networks, networks)
+def test_the_bytes_of_an_all_reduce_are_those_of_a_reduce_scatter_and_an_all_gather(
+    nbytes: int, per_node: int, nodes: int, inside: Network, across: Network
+) -> None:
+    levels = [replace(level, latency=0.0, in_switch=1.0) for level in (inside, across)]
+    group = Group(per_node, nodes, *levels)
+    parts = [collective_seconds(collective, nbytes, group) for collective in ("reduce_scatter", "all_gather")]
+    assert collective_seconds("all_reduce", nbytes, group) == pytest.approx(sum(parts))
+
+
+@given(st.integers(2, 64), sizes, latencies, bandwidths)
+def test_without_a_ramp_the_textbook_formula_holds(n: int, nbytes: int, latency: float, bandwidth: float) -> None:
+    group = Group(n, 1, Network("a network", latency, bandwidth))
+    expected = 2 * math.ceil(math.log2(n)) * latency + 2 * (n - 1) / n * nbytes / bandwidth
+    assert collective_seconds("all_reduce", nbytes, group) == pytest.approx(expected)
+
+
+@given(collectives, sizes, networks)
+def test_a_group_of_one_costs_nothing(collective: Collective, nbytes: int, network: Network) -> None:
+    assert collective_seconds(collective, nbytes, Group(1, 1, network, network)) == 0
+
+
+def test_groups_at_the_same_time_divide_shared_networks_alone() -> None:
+    for name, divided in (("Ethernet25", True), ("NDR", False)):
+        group = Group(1, 2, None, known_networks()[name])
+        alone, crowded = (collective_seconds("all_reduce", 1 << 30, group, concurrent) for concurrent in (1, 8))
+        assert crowded == pytest.approx(8 * alone, rel=0.01) if divided else crowded == alone
+
+
+def test_every_device_with_an_adapter_of_its_own_adds_bandwidth_between_nodes() -> None:
+    network = replace(known_networks()["NDR"], latency=0.0)
+    one, eight = (
+        collective_seconds("all_gather", 1 << 30, Group(g, 2, known_networks()["NVLink5"], network)) for g in (1, 8)
+    )
+    assert one > 4 * eight
+
+
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "concurrent"), [("all_reduced", 1, 1), ("all_reduce", -1, 1), ("all_reduce", 1, 0)]
+)
+def test_impossible_questions_are_errors(collective: Collective, nbytes: int, concurrent: int) -> None:
+    with pytest.raises(ValueError):
+        collective_seconds(collective, nbytes, Group(2, 1, known_networks()["PCIe4"]), concurrent)
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (1, 0), (2, 1), (1, 2)])
+def test_a_group_needs_devices_and_networks_between_them(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError):
+        Group(*shape)
+
+
+MEASURED = MeasuredCollectives(1, 2, (10, 100, 1000), {"all_reduce": (3.0, 2.0, 5.0)})
+
+
+@pytest.mark.parametrize(("nbytes", "seconds"), [(0, 3), (10, 3), (55, 3), (100, 3), (550, 4), (1000, 5), (3000, 15)])
+def test_measured_times_are_joined_by_lines_and_never_shrink(nbytes: int, seconds: float) -> None:
+    assert MEASURED.seconds("all_reduce", nbytes) == pytest.approx(seconds)
+
+
+def test_measured_times_replace_the_formula_for_groups_of_their_shape() -> None:
+    plain = Cluster.preset("4xL4", nodes=2)
+    cluster = replace(plain, measured_collectives=(MEASURED,))
+    pair, apart, three = (cluster.devices[:2], cluster.devices[3:5], cluster.devices[:3])
+    assert cluster.seconds("all_reduce", 1000, pair) == 5
+    assert cluster.seconds("all_gather", 1000, pair) == plain.seconds("all_gather", 1000, pair)
+    for group in (apart, three):
+        assert cluster.seconds("all_reduce", 1000, group) == plain.seconds("all_reduce", 1000, group)
+
+
+@pytest.mark.parametrize(("sizes", "times"), [((), ()), ((2, 1), (1.0, 1.0)), ((1, 2), (1.0,)), ((1, 2), (1.0, 0.0))])
+def test_measured_times_belong_to_ascending_sizes(sizes: tuple[int, ...], times: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError):
+        MeasuredCollectives(1, 2, sizes, {"all_reduce": times})
+
+
+def test_measuring_needs_processes() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        measure_collectives()
+
+
+def _measure(rank: int, rendezvous: str, results: "multiprocessing.Queue[MeasuredCollectives]") -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    results.put(measure_collectives(sizes=(1000, 8 << 20)))
+    dist.destroy_process_group()
+
+
+def test_processes_measure_every_collective_and_agree(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[MeasuredCollectives] = context.Queue()
+    processes = [context.Process(target=_measure, args=(i, str(tmp_path / "rendezvous"), results)) for i in range(2)]
+    for process in processes:
+        process.start()
+    measured, same = (results.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert measured == same
+    assert (measured.nodes, measured.per_node, measured.sizes) == (1, 2, (1000, 8 << 20))
+    assert set(measured.times) == set(COLLECTIVES)
+    for collective in COLLECTIVES:
+        assert 0 < measured.seconds(collective, 1000) <= measured.seconds(collective, 8 << 20)
+    assert measured.times["all_reduce"][1] > measured.times["all_reduce"][0]  # 8000 times the bytes
+    cluster = replace(Cluster.preset("2xcpu"), measured_collectives=(measured,))
+    assert cluster.seconds("all_reduce", 1000, cluster.devices) == measured.times["all_reduce"][0]

@@ -1,4 +1,4 @@
-"""Pipelines ordinary PyTorch models over the devices at hand, with the plan chosen by measurement and search."""
+"""Pipelines ordinary PyTorch models over devices, at hand or to come, by a plan that measurement and search chose."""
 
 from autopar.annotations import clear_hints, keep_together, pipeline_stage, recompute
 from autopar.api import compare, parallelize, plan, profile
@@ -17,6 +17,7 @@ from autopar.plandiff import PlanDiff
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
 from autopar.runtime.module import PipelinedModule
+from cost_models import Cluster
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "AutoparError",
     "AutoparWarning",
     "CaptureError",
+    "Cluster",
     "Comparison",
     "DeviceError",
     "InfeasibleError",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._export.passes import _node_metadata_hook
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
 from autopar.errors import CaptureError
@@ -34,6 +35,11 @@ NO_MODULE: str = _node_metadata_hook._EMPTY_NN_MODULE_STACK_KEY
 def tree_paths(tree: Any) -> list[str]:
     """A readable path for every leaf of `tree`, such as `kwargs['attention_mask']`, in flatten order."""
     return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` was made under a FakeTensorMode, which is public only for those who make the mode."""
+    return isinstance(tensor, FakeTensor)
 
 
 def backward_keeps_graph() -> bool:

@@ -17,7 +17,7 @@ from autopar.comparing import tune as run_tuning
 from autopar.errors import InputError
 from autopar.fingerprint import fingerprint
 from autopar.plan import Plan
-from autopar.profiling import capture_example, measure_costs, summarize
+from autopar.profiling import capture_example, estimate_costs, example_ahead, measure_costs, summarize
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
 from autopar.runtime.entries import Settings
@@ -26,11 +26,11 @@ from autopar.runtime.module import PipelinedModule
 from autopar.schedule import SCHEDULES
 from autopar.search.atoms import Constraints
 from autopar.search.planner import Options, find_plans, make_plan
-from cost_models import OPTIMIZER_STATE, Device, parse_devices
+from cost_models import OPTIMIZER_STATE, Cluster, Device, DeviceError, parse_devices
 
 log = logging.getLogger(__name__)
 
-Devices = Sequence[str | torch.device] | str | torch.device | None
+Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 TUNING_STEPS = 5  # of every plan that is tuned, after one that warms up
@@ -66,7 +66,7 @@ def parallelize(
     Args:
         model: any module that torch.export or torch.fx can capture. Its parameters stay its own.
         devices: strings or torch.device; `"cpu"` may be repeated (workers that share the cores), as may one GPU.
-            None: every visible GPU, else one CPU worker a core up to two.
+            None: every visible GPU, else one CPU worker a core up to two. Or `Cluster.from_devices(...)`.
         example_args, example_kwargs: an example call. With one of them it captures, profiles and plans at once,
             else on the first call.
         target, loss_fn: with the example, what `train_step` will be called with, so that the plan makes room for
@@ -118,8 +118,15 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """The plan that `parallelize` would follow for such a call. Takes the same options."""
+    """The plan that `parallelize` would follow for such a call. Takes the same options.
+
+    `devices` may be a cluster that is not at hand (`Cluster.preset`, `Cluster.from_toml`): then costs are estimated
+    from its data sheets, and `model` may be on the meta device or made under FakeTensorMode, so that no weights are
+    allocated. The plan is followed where such devices are: save it, and give it to `parallelize` as `plan`.
+    """
     _need_example("planning", example_args, example_kwargs)
+    if isinstance(devices, Cluster) and not devices.at_hand:
+        return _plan_ahead(model, devices, *_call(example_args, example_kwargs), **options)
     module = parallelize(model, devices, example_args=example_args, example_kwargs=example_kwargs, **options)
     try:
         assert module.plan is not None
@@ -141,14 +148,17 @@ def profile(
 ) -> Profile:
     """Seconds and bytes of every operator and module on every kind of device, and the links between the devices.
 
-    Measures what `parallelize` would, which then finds it in the cache. The model is unchanged by it. Arguments and
-    errors as for `parallelize`.
+    Measures what `parallelize` would, which then finds it in the cache; or estimates it for a cluster that is not at
+    hand, as `plan` does. The model is unchanged by it. Arguments and errors as for `parallelize`.
     """
     _need_example("profiling", example_args, example_kwargs)
     _need_target(loss_fn, target)
     _check_model(model)
-    parsed = parse_devices(devices)
     args, kwargs = _call(example_args, example_kwargs)
+    if isinstance(devices, Cluster) and not devices.at_hand:
+        ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
+        return summarize(estimate_costs(ahead, devices))
+    parsed = _at_hand(devices)
     example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
     return summarize(measure_costs(example, parsed, cache=cache))
 
@@ -259,6 +269,46 @@ def _as_the_model_allows(
     return dataclasses.replace(example, batching=dataclasses.replace(batching, obstacle=why)), options
 
 
+def _plan_ahead(
+    model: nn.Module,
+    cluster: Cluster,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    n_microbatches: int | None = None,
+    schedule: str | None = None,
+    max_replicas: int | None = None,
+    memory_limit: float | None = None,
+    optimizer: str = "adamw",
+    batch_norm: str = "per-microbatch",
+    batch_dim: int | dict[str, int | None] | None = None,
+    **others: Any,
+) -> Plan:
+    """The plan for devices that are not here."""
+    needless = {"cache", "verify", "compile", "watch_nan"}  # of measuring and of running
+    if wrong := sorted(set(others) - needless):
+        raise InputError(f"{', '.join(wrong)}: nothing can be run on {cluster.title}, which is not at hand")
+    options = _options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
+    settings = Settings(batch_dim, batch_norm)
+    example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
+    example, options = _as_the_model_allows(example, options, cluster.devices, batch_norm)
+    costs = estimate_costs(example, cluster, n_microbatches=options.n_microbatches)
+    found = make_plan(costs, options)
+    note = f"estimated from the data sheets of {cluster.title}, not measured"
+    return dataclasses.replace(found, notes=(note, *found.notes), model=fingerprint(model))
+
+
+def _at_hand(devices: Devices) -> tuple[Device, ...]:
+    """The devices to run on."""
+    if not isinstance(devices, Cluster):
+        return parse_devices(devices)
+    if not devices.at_hand:
+        raise DeviceError(f"{devices.title} is not at hand: autopar.plan plans for it, to be run where it is")
+    return devices.at_hand
+
+
 def _need_example(what: str, args: object, kwargs: object) -> None:
     if args is None and kwargs is None:
         raise InputError(f"{what} needs an example call: give example_args= or example_kwargs=")
@@ -287,6 +337,19 @@ def _checked(
     optimizer: str,
     batch_norm: str,
 ) -> tuple[tuple[Device, ...], Options]:
+    options = _options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
+    return _at_hand(devices), options
+
+
+def _options(
+    model: nn.Module,
+    n_microbatches: int | None,
+    schedule: str | None,
+    max_replicas: int | None,
+    memory_limit: float | None,
+    optimizer: str,
+    batch_norm: str,
+) -> Options:
     _check_model(model)
     for name, value in (("n_microbatches", n_microbatches), ("max_replicas", max_replicas)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -299,7 +362,7 @@ def _checked(
         raise InputError(f"optimizer must be one of {', '.join(OPTIMIZER_STATE)}, got {optimizer!r}")
     if batch_norm not in BATCH_NORM:
         raise InputError(f"batch_norm must be one of {', '.join(BATCH_NORM)}, got {batch_norm!r}")
-    return parse_devices(devices), Options(n_microbatches, schedule, max_replicas, memory_limit, optimizer)
+    return Options(n_microbatches, schedule, max_replicas, memory_limit, optimizer)
 
 
 def _check_model(model: object) -> None:

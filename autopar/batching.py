@@ -80,6 +80,8 @@ def study(program: Program, leaves: list[Any], *, verify: bool = True) -> Batchi
     proof = prove(program)
     if proof.verdict == "refuted":
         return _whole_only(program, leaves, flat, norms, obstacle or proof.why)
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
+        return _without_values(program, leaves, flat, norms, proof, obstacle)
     # (samples in the smaller part, together); where a part of one sample fails, parts of two may do.
     attempts = [(1, min(size, 3))] + ([(2, min(size, 5))] if size >= 4 else [])
     told = [_told(program, index, output, proof, verify) for index, output in enumerate(flat)]
@@ -99,6 +101,39 @@ def study(program: Program, leaves: list[Any], *, verify: bool = True) -> Batchi
             return replace(found, unproven="" if proof.verdict == "proven" else proof.why)
         obstacle = obstacle or found.obstacle
     return _whole_only(program, leaves, flat, norms, obstacle)
+
+
+def _without_values(
+    program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], proof: Proof, obstacle: str
+) -> Batching:
+    """What sizes alone show, of tensors on the meta device. Where the proof is open nothing can be compared: the batch
+    is taken for one that may be split, which the model's values will decide where there are some."""
+    rows = min(program.batch_size, 3)
+    whole, part = (observe(program.graph_module, _rows(program, leaves, 0, n)) for n in (rows, rows - 1))
+    dims: dict[str, int | None] = {}
+    for node, value in whole.items():
+        changed = changed_dims(value, part[node])
+        dims[node.name] = changed[0] if len(changed) == 1 else None
+    outputs = []
+    for index, output in enumerate(flat):
+        found = _told(program, index, output, proof, verify=False)
+        if found is None and isinstance(output, fx.Node) and isinstance(whole[output], torch.Tensor):
+            dim = dims[output.name]
+            found = Output("cat", dim) if dim is not None else Output("mean", weight=program.weights.get(index))
+        kept = Output("first") if isinstance(output, fx.Node) else Output("constant")
+        outputs.append(Output("sum") if index >= program.n_outputs else found or kept)
+    storages = {node.name: storages_of(value) for node, value in whole.items()}
+    why = obstacle or _written_buffer(program)
+    unproven = "" if proof.verdict == "proven" else f"{proof.why}, and there are no values to compare"
+    return Batching(tuple(outputs), why, norms, dims, storages, unproven=unproven)
+
+
+def _rows(program: Program, leaves: list[Any], start: int, stop: int) -> list[Any]:
+    """The flat inputs of some samples."""
+    return [
+        x if i.batch_dim is None else x.narrow(i.batch_dim, start, stop - start)
+        for x, i in zip(leaves, program.inputs, strict=True)
+    ]
 
 
 def _whole_only(program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], why: str) -> Batching:
@@ -126,15 +161,8 @@ def _look(
 ) -> _Finding:
     """Run on all `rows` samples and on the `first` of them and the rest; outputs that are not `told` are compared."""
     module = program.graph_module
-
-    def part(start: int, stop: int) -> list[Any]:
-        return [
-            x if i.batch_dim is None else x.narrow(i.batch_dim, start, stop - start)
-            for x, i in zip(samples, program.inputs, strict=True)
-        ]
-
     whole = observe(module, samples)
-    parts = [observe(module, part(0, first)), observe(module, part(first, rows))]
+    parts = [observe(module, _rows(program, samples, *ends)) for ends in ((0, first), (first, rows))]
     dims: dict[str, int | None] = {}
     obstacle = ""
     for node, value in whole.items():

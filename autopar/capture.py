@@ -6,6 +6,7 @@ evaluation are two captures, because dropout and batch norm are baked into the g
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import os
@@ -19,6 +20,7 @@ from torch import fx, nn
 
 from autopar import _torch, hooks
 from autopar.errors import InputError
+from autopar.repeated import fill_in, first_of_equals
 from autopar.tidy import tidy
 from autopar.tracing import assignments_told, check_call, lost_writes_told, trace
 
@@ -124,21 +126,26 @@ def capture(
     kwargs: dict[str, Any],
     *,
     batch_dim: int | dict[str, int | None] | None = None,
+    look_into_one: bool = False,
 ) -> Program:
     """Capture `model` as it is now (training or evaluation) for inputs like `args`, `kwargs`.
 
     `batch_dim`: the batch dimension of every tensor input whose size there equals the batch (default 0), or a dict
     from the names of inputs (a keyword, or a parameter of `forward`) to their batch dimension (None: shared by all
-    samples). Raises CaptureError; the model is left as it was.
+    samples). `look_into_one`: of equal layers of a list trace the first, and copy it for the others (`repeated`).
+    Raises CaptureError; the model is left as it was.
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
     leaves, in_spec = _torch.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     off = (_torch.no_global_hooks(), _torch.no_custom_functions())
-    with hooks.marked(model) as marks, assignments_told(model), lost_writes_told(model), off[0], off[1]:
+    once = first_of_equals(model) if look_into_one else contextlib.nullcontext()
+    with hooks.marked(model) as marks, assignments_told(model), lost_writes_told(model), off[0], off[1], once:
         # One row would be taken for a constant by export: what is captured for it serves no other batch size.
         traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
+    if look_into_one:
+        fill_in(traced.module, model)
     module = tidy(traced.module)
     hooks.join(module.graph, marks)
     module.recompile()

@@ -11,6 +11,7 @@ import operator
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from typer.core import TyperGroup
 
 import autopar
-from autopar import AutoparError, DeviceError, InputError, Plan
+from autopar import AutoparError, Cluster, DeviceError, InputError, Plan
 from autopar.demo import DEMOS, run_demo
 from autopar.schedule import SCHEDULES
 
@@ -54,6 +55,14 @@ Factory = Annotated[
 Devices = Annotated[
     str | None, typer.Option(help="For example cpu,cpu or cuda:0,cuda:1. Default: every GPU, else two CPU workers.")
 ]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="In place of devices at hand: a node of known ones, such as 8xH100, by their data sheets; or a TOML file.",
+    ),
+]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the cluster.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in seconds and bytes.")]
 Cache = Annotated[bool, typer.Option(help="Keep measurements on disk and take them from there.")]
 MicroBatches = Annotated[int | None, typer.Option("--n-microbatches", help="Micro-batches a batch.")]
@@ -106,9 +115,16 @@ def demo(
 
 
 @app.command()
-def profile(factory: Factory, devices: Devices = None, json: AsJson = False, cache: Cache = True) -> None:
+def profile(
+    factory: Factory,
+    devices: Devices = None,
+    cluster: ClusterName = None,
+    nodes: Nodes = 1,
+    json: AsJson = False,
+    cache: Cache = True,
+) -> None:
     """What every module and operator costs on every kind of device, and the links between the devices."""
-    found = autopar.profile(devices=devices, cache=cache, **_load(factory))
+    found = autopar.profile(devices=_devices(devices, cluster, nodes), cache=cache, **_load(factory))
     typer.echo(found.to_json() if json else found)
 
 
@@ -116,6 +132,8 @@ def profile(factory: Factory, devices: Devices = None, json: AsJson = False, cac
 def plan(
     factory: Factory,
     devices: Devices = None,
+    cluster: ClusterName = None,
+    nodes: Nodes = 1,
     n_microbatches: MicroBatches = None,
     schedule: ScheduleName = None,
     max_replicas: Replicas = None,
@@ -126,15 +144,16 @@ def plan(
     json: AsJson = False,
     cache: Cache = True,
 ) -> None:
-    """The fastest plan for a model."""
+    """The fastest plan for a model, on devices at hand or on a cluster that is not."""
+    options: dict[str, Any] = {"tune": tune} if tune else {}
     found = autopar.plan(
-        devices=devices,
+        devices=_devices(devices, cluster, nodes),
         n_microbatches=n_microbatches,
         schedule=schedule,
         max_replicas=max_replicas,
         memory_limit=memory_limit,
-        tune=tune,
         cache=cache,
+        **options,
         **_load(factory),
     )
     if save is not None:
@@ -185,6 +204,22 @@ def diff(
     """What one saved plan does otherwise than another. Exit status: 0, the same or not; 1 if a file holds no plan."""
     found = Plan.load(before).diff(Plan.load(after))
     typer.echo(found.to_json() if json else found)
+
+
+def _devices(devices: str | None, cluster: str | None, nodes: int) -> str | Cluster | None:
+    """Devices at hand, or the cluster that was named: by its file, or by the devices of a node."""
+    if cluster is None:
+        if nodes > 1:
+            raise typer.BadParameter("nodes are those of a cluster; give --cluster, too", param_hint="--nodes")
+        return devices
+    if devices is not None:
+        raise typer.BadParameter("give either devices at hand or a cluster", param_hint="--cluster")
+    if not cluster.endswith(".toml"):
+        return Cluster.preset(cluster, nodes)
+    if not Path(cluster).is_file():
+        raise typer.BadParameter(f"there is no file {cluster!r}", param_hint="--cluster")
+    found = Cluster.from_toml(cluster)
+    return replace(found, nodes=nodes) if nodes > 1 else found
 
 
 def _named_plan(entry: str) -> tuple[str, Plan]:

@@ -1,4 +1,4 @@
-"""Which micro-batch sizes to time on which devices, and timing them, or taking the times from the cache."""
+"""Costs by measurement: which micro-batch sizes to time on which devices, and timing them, unless the cache knows."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar import _torch
 from autopar.batching import Batching
 from autopar.capture import Program
+from autopar.costtable import Calls, CostTable, Progress
 from autopar.operators import captured_device, on_device, requires_grad_nodes, written_arguments
-from cost_models import Device, MeasurementCache, signature_key
-from cost_models.graphs import device_of, get_attribute
-from cost_models.profiler import GraphTimes, Loss, measure
+from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
+from cost_models.footprint import GraphBytes, measure_bytes
+from cost_models.graphs import get_attribute
+from cost_models.profiler import GraphTimes, measure, measure_accumulate
 from cost_models.repeats import ReducedGraph, reduce_graph
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 
 # Operators of the same sort that are timed; the rest take their mean. More tell more about noise and cost more time.
 _SAME_MEASURED = 3
@@ -31,41 +31,69 @@ _SAME_MEASURED = 3
 _SUSPICIOUS = 1.25
 
 
-@dataclass(frozen=True)
-class Calls:
-    """Example calls of a program at any number of samples."""
+class Measured:
+    """Costs of a program measured on devices at hand, or measured before (a `CostSource`).
 
-    program: Program
-    leaves: list[Any]  # flat inputs of the example
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
-    target: Any = None
+    `leaves`: the flat inputs of an example call. `n_microbatches`: measure at that micro-batch size only.
+    """
 
-    def inputs(self, rows: int) -> list[Any]:
-        """The flat inputs of the first `rows` samples."""
-        return [
-            x if i.batch_dim is None else x.detach().narrow(i.batch_dim, 0, rows)
-            for x, i in zip(self.leaves, self.program.inputs, strict=True)
-        ]
+    cluster = None
 
-    def loss(self, rows: int) -> Loss | None:
-        """The loss of the first `rows` samples as a function of the flat outputs."""
-        program, loss_fn = self.program, self.loss_fn
-        if loss_fn is None:
-            return None
-        part = _torch.tree_map(
-            lambda t: t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == program.batch_size else t,
-            self.target,
-        )
+    def __init__(
+        self,
+        program: Program,
+        batching: Batching,
+        leaves: list[Any],
+        devices: Sequence[Device],
+        *,
+        training: bool,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        target: Any = None,
+        n_microbatches: int | None = None,
+        cache: MeasurementCache | None = None,
+    ) -> None:
+        self.devices = tuple(devices)
+        self._program, self._batching, self._training = program, batching, training
+        self._calls = Calls(program, leaves, loss_fn, target)
+        self._n_microbatches, self._cache = n_microbatches, cache
 
-        def loss(outputs: tuple[Any, ...]) -> torch.Tensor:
-            output = _torch.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec)
-            device = device_of(outputs)
-            return loss_fn(output, _torch.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part))
+    def tables(self, progress: Progress) -> tuple[CostTable, ...]:
+        program, batching = self._program, self._batching
+        jobs = []
+        for kind in dict.fromkeys(d.kind for d in self.devices):
+            mine = [d for d in self.devices if d.kind == kind]
+            jobs += [(mine[0], workers, n) for workers, n in _sizes(mine, program, batching, self._n_microbatches)]
+        measuring = _Measuring(program, batching, self._calls, self._training, self._cache)
+        return _tables(measuring.run(jobs, progress))
 
-        return loss
+    def counted(self) -> GraphBytes:
+        batch = max(self._program.batch_size, 1)
+        rows = min(batch, 4) if self._batching.splittable else batch
+        # Copies: a view of the example would count the storage of its whole batch.
+        inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
+        return measure_bytes(self._program.graph_module, inputs, rows, self._training)
+
+    def links(self) -> dict[tuple[str, str], Link]:
+        key = signature_key("links", [(d.name, d.kind) for d in self.devices])
+        found = self._cache.get(key) if self._cache is not None else None
+        if found is not None:
+            return {(a, b): Link(latency, float(bandwidth)) for a, b, latency, bandwidth in found}
+        links = measure_links(self.devices)
+        if self._cache is not None:
+            self._cache.put(key, [(a, b, link.latency, str(link.bandwidth)) for (a, b), link in links.items()])
+        return links
+
+    def accumulate(self) -> float:
+        key = signature_key("accumulate", self.devices[0].kind)
+        found = self._cache.get(key) if self._cache is not None else None
+        if found is None:
+            found = measure_accumulate(self.devices[0].torch_device)
+            if self._cache is not None:
+                self._cache.put(key, found)
+        return float(found)
 
 
-def sizes(
+def _sizes(
     devices: Sequence[Device], program: Program, batching: Batching, n_microbatches: int | None
 ) -> list[tuple[int, int]]:
     """(busy workers, samples) to measure on devices of one kind: the whole batch alone, micro-batches with all
@@ -83,7 +111,7 @@ def sizes(
     return whole + few + [(together, size) for size in parts if (together, size) not in whole + few]
 
 
-class Measuring:
+class _Measuring:
     """Times of a program's operators."""
 
     def __init__(
@@ -144,6 +172,45 @@ class Measuring:
             for seconds in (times.forward, times.backward)
         )
         return GraphTimes(rows, workers, forward, backward, times.loss_forward, times.loss_backward)
+
+
+def _tables(measured: Sequence[tuple[Device, GraphTimes]]) -> tuple[CostTable, ...]:
+    groups: dict[tuple[str, int], list[GraphTimes]] = {}
+    for device, one in measured:
+        groups.setdefault((device.kind, one.workers), []).append(one)
+    tables = []
+    for (kind, workers), group in groups.items():
+        times = sorted(group, key=lambda t: t.rows)
+        trust = _evened(np.array([t.rows for t in times]), np.array([t.total for t in times]))
+        nodes = tuple(times[0].forward)
+        tables.append(
+            CostTable(
+                kind,
+                workers,
+                nodes,
+                tuple(t.rows for t in times),
+                trust * np.array([[t.forward[n] for n in nodes] for t in times]),
+                trust * np.array([[t.backward[n] for n in nodes] for t in times]),
+                trust * np.array([[t.loss_forward, t.loss_backward] for t in times]),
+            )
+        )
+    return tuple(tables)
+
+
+def _evened(rows: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """[rows, 1] factors that bring the measured totals half-way (geometrically) to the line `a + b rows` through them.
+
+    A search over micro-batch sizes finds the size whose measurement was luckiest; half of a deviation from the line
+    is taken for noise, half for the truth. The line is fitted to relative errors.
+    """
+    if len(rows) < 3:
+        return np.ones((len(rows), 1))
+    weighted = np.stack([1 / totals, rows / totals], axis=1)
+    (a, b), *_ = np.linalg.lstsq(weighted, np.ones(len(rows)), rcond=None)
+    line = a + b * rows
+    if a < 0 or b <= 0:  # no fixed cost: proportional to the samples
+        line = rows * (rows / totals).sum() / ((rows / totals) ** 2).sum()
+    return np.asarray(np.sqrt(line / totals))[:, None]
 
 
 def _disturbed(times: GraphTimes, same: Sequence[GraphTimes]) -> bool:

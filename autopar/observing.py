@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopar.capture import Program
 from autopar.tidy import aten
+from cost_models.graphs import storage_key
 
 _BATCH_NORM = {aten.batch_norm.default}
 DROPOUT = {
@@ -95,9 +96,9 @@ def changed_dims(a: Any, b: Any) -> list[int]:
 
 
 def storages_of(value: Any) -> frozenset[int]:
-    """Addresses of the storages that the tensors of a value live in."""
+    """Keys of the storages that the tensors of a value live in."""
     if isinstance(value, torch.Tensor):
-        return frozenset((value.untyped_storage().data_ptr(),)) if value.numel() else frozenset()
+        return frozenset((storage_key(value),)) if value.numel() else frozenset()
     if isinstance(value, (tuple, list)):
         return frozenset().union(*map(storages_of, value))
     return frozenset()

@@ -17,6 +17,7 @@ from autopar.errors import PlanError
 from autopar.fingerprint import differences
 from autopar.operators import compute_nodes, operator_keys, replicable_nodes
 from autopar.paths import ancestors, few, nearest
+from autopar.placeholders import stand_ins
 from autopar.plancheck import INTERLEAVED, places, rounds, violations
 from autopar.plandiff import PlanDiff, diff_plans
 from autopar.showing import explained, shown
@@ -156,12 +157,21 @@ class Plan:
         return cls(stages, n_microbatches, schedule, split=tuple(split.items()))
 
     def on(self, offered: Sequence[str], kinds: Sequence[str] | None = None) -> Plan:
-        """The plan for the devices `offered`: those that it calls "#0", "#1" ... get their names.
+        """The plan for the devices `offered`: those that it calls "#0", "#1" ... get their names, and those of a
+        cluster that was planned for ahead get the names of devices of the same kind.
 
         `kinds`: of the devices offered (`Device.kind`); the plan's predictions hold for those that it was made for.
         Raises PlanError if there are too few devices, names that the plan uses are not among them, or their kinds are
         others; lists all of it.
         """
+        here, lacking = stand_ins(
+            self.used_devices, dict(zip(self.devices, self.device_kinds, strict=False)), offered, kinds
+        )
+        if lacking:
+            raise PlanError(lacking)
+        if here:
+            stages = tuple(replace(s, devices=tuple(here.get(d, d) for d in s.devices)) for s in self.stages)
+            return replace(self, stages=stages, devices=tuple(offered), device_kinds=()).on(offered, kinds)
         used, n_stages = self.used_devices, len(self.stages)
         free = all(stage.devices == (f"#{s}",) for s, stage in enumerate(self.stages))
         turns = self.schedule == INTERLEAVED and free and len(offered) < n_stages

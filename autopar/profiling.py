@@ -13,12 +13,21 @@ from torch import nn
 
 from autopar import costgraph
 from autopar.costgraph import CostGraph
+from autopar.estimating import Estimated
+from autopar.measuring import Measured
 from autopar.report.profile import Cost, Pass, Profile
 from autopar.report.progress import progress_bar
 from autopar.runtime.entries import Settings
-from autopar.runtime.example import Example, examine, has_backward, under_default_device, untouched
+from autopar.runtime.example import (
+    Example,
+    examine,
+    has_backward,
+    under_default_device,
+    untouched,
+    without_values,
+)
 from autopar.runtime.passes import LossFunction
-from cost_models import Device, MeasurementCache
+from cost_models import Cluster, Device, Link, MeasurementCache
 
 
 def capture_example(
@@ -40,6 +49,20 @@ def capture_example(
     return Example(model, program, batching, args, kwargs, leaves, training, loss, target)
 
 
+def example_ahead(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    settings: Settings,
+) -> Example:
+    """The same for devices that are not at hand; parameters need not have values."""
+    model, args, kwargs, target = without_values(model, args, kwargs, target)
+    return capture_example(model, (), args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
+
+
 def measure_costs(
     example: Example, devices: Sequence[Device], *, n_microbatches: int | None = None, cache: bool = True
 ) -> CostGraph:
@@ -48,7 +71,7 @@ def measure_costs(
     `n_microbatches`: measure that micro-batch size only.
     """
     with _cache(cache) as store, progress_bar() as progress, untouched(example.model), torch.device("cpu"):
-        return costgraph.build(
+        source = Measured(
             example.program,
             example.batching,
             example.leaves,
@@ -58,8 +81,24 @@ def measure_costs(
             target=example.target,
             n_microbatches=n_microbatches,
             cache=store,
-            progress=progress,
         )
+        return costgraph.build(example.program, example.batching, source, training=example.training, progress=progress)
+
+
+def estimate_costs(example: Example, cluster: Cluster, *, n_microbatches: int | None = None) -> CostGraph:
+    """The same on devices that need not be there, from their data sheets."""
+    with progress_bar() as progress, untouched(example.model), torch.device("cpu"):
+        source = Estimated(
+            example.program,
+            example.batching,
+            example.leaves,
+            cluster,
+            training=example.training,
+            loss_fn=example.loss,
+            target=example.target,
+            n_microbatches=n_microbatches,
+        )
+        return costgraph.build(example.program, example.batching, source, training=example.training, progress=progress)
 
 
 def summarize(costs: CostGraph) -> Profile:
@@ -97,8 +136,19 @@ def summarize(costs: CostGraph) -> Profile:
     )
     graph = _drawable(costs.graph, operators, kinds[0])
     return Profile(
-        costs.batch_size, costs.training, kinds, tuple(operators.values()), modules, passes, dict(costs.links), graph
+        costs.batch_size, costs.training, kinds, tuple(operators.values()), modules, passes, _links(costs), graph
     )
+
+
+def _links(costs: CostGraph) -> dict[tuple[str, str], Link]:
+    """All links; of a cluster the first of every level."""
+    if costs.cluster is None:
+        return dict(costs.links)
+    first = costs.devices[0].name
+    found: dict[Link, tuple[str, str]] = {}
+    for device in costs.devices[1:]:
+        found.setdefault(costs.links[first, device.name], (first, device.name))
+    return {pair: link for link, pair in found.items()}
 
 
 def _by_module(graph: nx.DiGraph) -> dict[str, list[str]]:

@@ -16,7 +16,8 @@ import networkx as nx
 import numpy as np
 import torch
 
-from autopar.costgraph import CostGraph, CostTable
+from autopar.costgraph import CostGraph
+from autopar.costtable import CostTable
 from autopar.search.planner import Options, make_plan
 from benchmarks.output import Report, Table
 from cost_models import Device, Link

@@ -20,6 +20,7 @@ from autopar import PipelinedModule, Plan, costgraph
 from autopar.batching import study
 from autopar.capture import capture
 from autopar.costgraph import CostGraph
+from autopar.measuring import Measured
 from autopar.runtime.example import untouched
 from autopar.search.planner import Options, make_plan
 from benchmarks.figures import split_size_curve
@@ -161,9 +162,10 @@ def _cost_graph(workload: Workload) -> CostGraph:
         program = capture(workload.model, (), workload.inputs)
         bound = program.bind((), workload.inputs)
         assert bound is not None
-        return costgraph.build(
+        batching = study(program, bound[0])
+        source = Measured(
             program,
-            study(program, bound[0]),
+            batching,
             bound[0],
             parse_devices(list(DEVICES)),
             training=True,
@@ -171,6 +173,7 @@ def _cost_graph(workload: Workload) -> CostGraph:
             target=workload.target,
             cache=cache,
         )
+        return costgraph.build(program, batching, source, training=True)
 
 
 def _step_on_threads(workload: Workload, count: int) -> None:

@@ -24,10 +24,14 @@ BUSY_SECONDS = 30.0  # how long to wait for another process's write
 T = TypeVar("T")
 
 
+def cache_directory() -> Path:
+    """Where files are kept: $AUTOPAR_CACHE_DIR where that is set, else the user's cache directory."""
+    return Path(os.environ.get("AUTOPAR_CACHE_DIR") or platformdirs.user_cache_dir("autopar"))
+
+
 def default_cache_path() -> Path:
-    """The file that keeps measurements: in $AUTOPAR_CACHE_DIR where that is set, else in the user's cache directory."""
-    directory = os.environ.get("AUTOPAR_CACHE_DIR") or platformdirs.user_cache_dir("autopar")
-    return Path(directory) / f"measurements-v{CACHE_VERSION}.sqlite"
+    """The file that keeps measurements."""
+    return cache_directory() / f"measurements-v{CACHE_VERSION}.sqlite"
 
 
 def signature_key(*parts: Any) -> str:
@@ -123,9 +127,9 @@ class MeasurementCache:
 
     def _recover(self, error: Exception) -> sqlite3.Connection:
         """A connection that works in place of the one that met `error`; raises `error` if the file is not to blame."""
-        if self.path is not None and _is_corrupt(error):
+        if self.path is not None and is_corrupt(error):
             try:
-                aside = _move_aside(self.path)
+                aside = move_aside(self.path)
                 warnings.warn(f"measurement cache {self.path} is damaged ({error}); moved to {aside}", stacklevel=3)
                 return _connect(self.path)
             except (OSError, sqlite3.Error) as still:
@@ -160,12 +164,13 @@ def _version(connection: sqlite3.Connection) -> int:
     return connection.execute("PRAGMA user_version").fetchone()[0]
 
 
-def _is_corrupt(error: Exception) -> bool:
+def is_corrupt(error: Exception) -> bool:
+    """Whether a file that SQLite could not read is damaged, or none of SQLite's."""
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # the low byte of an extended code
     return primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def _move_aside(path: Path) -> Path:
+def move_aside(path: Path) -> Path:
     """Rename the file; its journal goes, or SQLite would roll it back into the next file of that name."""
     aside = path.with_name(path.name + ".corrupt")
     path.replace(aside)

@@ -18,6 +18,7 @@ from cost_models.efficiency import ComputeCurve, Efficiency, MemoryCurve
 from cost_models.graphs import synchronize, tensors_in
 from cost_models.kernels import COMPUTE_KINDS, MEMORY_KINDS, ComputeKind, Kernel, Kind, MemoryKind
 from cost_models.roofline import Rates
+from cost_models.specs import DeviceSpec
 from cost_models.work import count_call
 
 _aten = torch.ops.aten
@@ -31,6 +32,23 @@ class Calibration:
 
     rates: Rates
     efficiency: Efficiency
+
+    def spec(self, device: Device) -> DeviceSpec:
+        """The kind of `device` with these figures, for a cluster of such devices."""
+        peaks = {str(dtype).removeprefix("torch."): peak for dtype, peak in self.rates.peak_flops.items()}
+        source = f"measured, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
+        sources = dict.fromkeys(("peak_flops", "memory", "bandwidth", "launch", "curves"), source)
+        return DeviceSpec(
+            device.kind,
+            peaks,
+            device.memory,
+            self.rates.bandwidth,
+            1.0,
+            1.0,
+            self.rates.launch,
+            curves=self.efficiency.to_json(),
+            sources=sources,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value that `from_json` reads."""

@@ -17,10 +17,10 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, permutations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,6 +192,20 @@ class Cluster:
             return self.measured_links[first, second]
         return (self.intra_node if same_node else self.inter_node).link
 
+    @cached_property
+    def links(self) -> Mapping[tuple[str, str], Link]:
+        """The link of every ordered pair of devices by their names, made when it is asked for."""
+        return _Links(self)
+
+    def links_among(self, devices: Sequence[Device | str]) -> set[Link]:
+        """The different links between any two of the devices."""
+        names = [device if isinstance(device, str) else device.name for device in devices]
+        if self.measured_links:
+            return {self.link(a, b) for a, b in permutations(names, 2)}
+        counts = Counter(self.node_of(name) for name in names)
+        inside = {self.intra_node.link} if max(counts.values(), default=0) > 1 else set()
+        return inside | ({self.inter_node.link} if len(counts) > 1 else set())
+
     def level(self, devices: Sequence[Device | str]) -> Level:
         """The slowest level that a group spans: one device alone, devices of one node, or devices of several."""
         group = self.group(devices)
@@ -268,6 +282,26 @@ class Cluster:
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"{self.title}: {len(self.devices)} devices", *lines])
+
+
+class _Links(Mapping[tuple[str, str], Link]):
+    """A view of a cluster: a thousand devices have a million pairs."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def __getitem__(self, pair: tuple[str, str]) -> Link:
+        try:
+            return self._cluster.link(*pair)
+        except DeviceError as error:
+            raise KeyError(pair) from error
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return permutations((device.name for device in self._cluster.devices), 2)
+
+    def __len__(self) -> int:
+        n = len(self._cluster.devices)
+        return n * (n - 1)
 
 
 def _parse_node(text: str, own: Mapping[str, DeviceSpec]) -> tuple[DeviceSpec, ...]:

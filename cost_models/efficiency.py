@@ -26,6 +26,9 @@ from cost_models.kernels import COMPUTE_KINDS, MEMORY_KINDS, ComputeKind, Memory
 BEST_MATMUL = {"A100": 271 / 312, "H100": 795 / 989, "H200": 788 / 989}
 """Best measured bf16 product over the dense peak of the specification."""
 
+BEST_COPY = 4300 / 4800
+"""Measured bytes/s of a copy, read and written, over the specification, on an H200."""
+
 _CACHES = 20  # sizes tried for `MemoryCurve.cache`
 
 _ROUNDS = 5  # of reweighting; the second changes the third digit
@@ -93,19 +96,23 @@ class Efficiency:
     memory: Mapping[MemoryKind, MemoryCurve]
 
     @classmethod
-    def default(cls, best_matmul: float = float(np.mean(list(BEST_MATMUL.values())))) -> Self:
+    def default(
+        cls,
+        best_matmul: float = float(np.mean(list(BEST_MATMUL.values()))),
+        best_copy: float = BEST_COPY,
+    ) -> Self:
         """What may be expected of a data-centre GPU before one is measured.
 
         best: of products and convolutions (implicit products) `best_matmul`; of attention 0.73 forward and 0.63
-        backward (Dao, FlashAttention-2, 2023, section 4.1: A100); of copies 0.896 (H200: 4300 of 4800 GB/s), and the
-        other kernels that move bytes are taken for as good. The ramp of a product, 5 us, has no source but the
+        backward (Dao, FlashAttention-2, 2023, section 4.1: A100); of copies `best_copy`, and the other kernels that
+        move bytes are taken for as good. The ramp of a product, 5 us, has no source but the
         order of magnitude of its waves of tiles.
         """
         ramp = 5e-6
         product = ComputeCurve(best_matmul, ramp)
         compute: dict[ComputeKind, ComputeCurve] = dict.fromkeys(COMPUTE_KINDS, product)
         compute |= {"attention": ComputeCurve(0.73, ramp), "attention_backward": ComputeCurve(0.63, ramp)}
-        return cls(compute, {kind: MemoryCurve(4300 / 4800) for kind in MEMORY_KINDS})
+        return cls(compute, {kind: MemoryCurve(best_copy) for kind in MEMORY_KINDS})
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value that `from_json` reads."""

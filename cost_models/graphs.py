@@ -88,6 +88,19 @@ def private_module(module: nn.Module, private: Callable[[Any], Any]) -> nn.Modul
     return new
 
 
+def on_meta(value: Any) -> Any:
+    """A tensor of the same sizes and strides without storage; a module over such parameters; other values as is."""
+    if isinstance(value, nn.Module):
+        copy = private_module(value, on_meta)
+        return fx.GraphModule(copy, value.graph) if isinstance(value, fx.GraphModule) else copy
+    if not isinstance(value, torch.Tensor):
+        return value
+    meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=value.requires_grad)
+    return meta.requires_grad_(value.requires_grad)
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a result: itself, or those in a tuple or list."""
     if isinstance(value, torch.Tensor):
@@ -95,6 +108,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [t for item in value for t in tensors_in(item)]
     return []
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What the tensors of one storage have in common, while any of them lives; for those without memory, too, whose
+    address is 0. torch has no public identity of a storage."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:

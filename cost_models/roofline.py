@@ -19,6 +19,7 @@ from torch import fx
 
 from cost_models.efficiency import Efficiency
 from cost_models.kernels import ComputeKind, Kernel, MemoryKind
+from cost_models.specs import DeviceSpec
 from cost_models.work import count
 
 
@@ -40,6 +41,20 @@ class Rates:
             known = ", ".join(str(d) for d in self.peak_flops)
             raise ValueError(f"the device's FLOP/s are not known for {dtype}; known are {known}")
         return self.peak_flops[dtype]
+
+
+def rates_of(spec: DeviceSpec) -> Rates:
+    """What a data sheet states; float32 products on tensor cores where torch allows it just now."""
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return Rates(spec.by_dtype(tf32), spec.bandwidth, spec.launch)
+
+
+def efficiency_of(spec: DeviceSpec) -> Efficiency:
+    """How much of that its kernels reach: the curves that were measured of it, or else the usual ones, which end at
+    the fractions that its large kernels reach."""
+    if spec.curves:
+        return Efficiency.from_json(spec.curves)
+    return Efficiency.default(spec.flops_efficiency, spec.bandwidth_efficiency)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ _DEVICE_RULES: dict[str, Rule] = {
     "launch": _AMOUNT,
     "intra_node": _TEXT,
     "inter_node": _TEXT,
+    "curves": (lambda v: isinstance(v, Mapping), "a table, as `cost_models.calibrate` makes it"),
     "sources": _TEXTS,
 }
 _NETWORK_RULES: dict[str, Rule] = {
@@ -82,6 +83,7 @@ class DeviceSpec:
     launch: float  # s of overhead per kernel
     intra_node: str = "SharedMemory"  # name of the network it has within a node, unless told otherwise
     inter_node: str = "Ethernet25"  # and between nodes
+    curves: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of efficiency, where they were measured
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # where each field is from, and when
 
     def __post_init__(self) -> None:
@@ -227,3 +229,17 @@ def _data(file: str) -> dict[str, Any]:
 def _raise(where: str, problems: list[str]) -> None:
     if problems:
         raise DeviceError(f"{where}: " + "; ".join(problems))
+
+
+def describes(name: str, kind: str) -> bool:
+    """Whether a device at hand of `kind` (`Device.kind`: what its driver calls it) may be the kind of device `name`.
+
+    The parts of a known name are looked for as words, "A100-40" in "NVIDIA A100-SXM4-40GB"; "cpu" describes any CPU,
+    and a name of a file of one's own anything.
+    """
+    if name not in known_devices() or name == kind:
+        return True
+    if name == "cpu":
+        return re.search(r", \d+ threads?$", kind) is not None
+    words = [re.sub(r"(?<=[A-Z])(?=\d)", r"\\s*", part) for part in name.split("-")]
+    return all(re.search(rf"(?<![A-Za-z0-9]){word}(?:GB)?(?![A-Za-z0-9])", kind) for word in words)

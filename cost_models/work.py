@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cost_models.graphs import get_attribute, private_module, tensors_in
+from cost_models.graphs import get_attribute, on_meta, tensors_in
 from cost_models.kernels import FREE, Kernel, flops_of, formulas, kind_of, make_kernel
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def count(
         inputs = [_described(node, rows) for node in placeholders]
     walk = _Walk(module, rows)
     with torch.set_grad_enabled(training):
-        walk.run(*[_on_meta(x) for x in inputs])
+        walk.run(*[on_meta(x) for x in inputs])
     return walk.work
 
 
@@ -80,11 +80,11 @@ class _Walk(fx.Interpreter):
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         if n.op == "get_attr":
-            return _on_meta(get_attribute(self.root, str(n.target)))
+            return on_meta(get_attribute(self.root, str(n.target)))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         function: Any = n.target
         if n.op == "call_module":
-            function = _on_meta(get_attribute(self.root, str(n.target)))
+            function = on_meta(get_attribute(self.root, str(n.target)))
         elif n.op == "call_method":
             function = getattr(torch.Tensor, str(n.target))
         call = _Call(function, args, kwargs)
@@ -242,17 +242,6 @@ def _leaves(value: Any, kind: type[T]) -> list[T]:
 
 def _detached(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-
-def _on_meta(value: Any) -> Any:
-    """A tensor of the same sizes and strides without storage; a module over such parameters; other values as is."""
-    if isinstance(value, nn.Module):
-        copy = private_module(value, _on_meta)
-        return fx.GraphModule(copy, value.graph) if isinstance(value, fx.GraphModule) else copy
-    if not isinstance(value, torch.Tensor):
-        return value
-    meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return meta.requires_grad_(value.requires_grad)
 
 
 def _described(node: fx.Node, rows: int) -> Any:

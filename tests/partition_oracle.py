@@ -77,7 +77,7 @@ def objective(problem: Problem, stages: Stages) -> float:
         weight = 0.0 if problem.weight is None else sum(problem.weight[stage.kind, a] for a in stage.atoms)
         delayed = min(2 * weight, time)
         gradient = shared_bytes(problem.space.gradients, stage.atoms)
-        reduction = (stage.replicas - 1) * gradient * problem.kinds[stage.kind].reduce_seconds_per_byte
+        reduction = gradient * problem.kinds[stage.kind].reduction(stage.replicas)
         total += (time - delayed) if problem.sum_counts else 0.0
         slowest = max(slowest, (math.ceil(m / stage.replicas) - 1) * time + delayed + reduction)
     return total + slowest

@@ -18,7 +18,8 @@ from torch import nn
 
 import autopar
 from autopar import Comparison, InputError, Plan, PlanError
-from autopar.costgraph import CostGraph, CostTable
+from autopar.costgraph import CostGraph
+from autopar.costtable import CostTable
 from autopar.plan import Stage
 from autopar.report.tables import WIDTH
 from autopar.runtime.memory import MemoryWatch

@@ -13,6 +13,7 @@ import torch
 import transformers
 from models import bert, gpt2, t5, tokens
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar import CaptureError, _torch
 from autopar.capture import capture, module_path
@@ -62,6 +63,14 @@ def test_tree_paths_are_readable_and_in_the_order_of_leaves() -> None:
     paths = _torch.tree_paths(tree)
     assert paths == ["[0][0]", "[0][1]['mask']", "[1]['labels'][0]", "[1]['labels'][1]"]
     assert len(paths) == len(_torch.tree_leaves(tree))
+
+
+def test_fake_tensors_are_told_from_real_and_meta_ones() -> None:
+    with FakeTensorMode():
+        fake = nn.Linear(2, 2).weight
+    assert _torch.is_fake(fake)
+    assert not _torch.is_fake(torch.ones(2))
+    assert not _torch.is_fake(torch.empty(2, device="meta"))
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.batching import study
 from autopar.capture import Program, capture
 from autopar.costgraph import build
+from autopar.measuring import Measured
 from autopar.observing import observe
 from autopar.operators import operator_name, weight_shares
 from cost_models import parse_devices
@@ -171,6 +172,8 @@ def test_called_modules_count_their_own_parameters() -> None:
 def test_the_cost_graph_carries_the_shares() -> None:
     x = torch.randn(4, 8)
     program = capture(Partly().train(), (x,), {})
-    costs = build(program, study(program, [x]), [x], parse_devices(["cpu"]), training=True, n_microbatches=1)
+    batching = study(program, [x])
+    source = Measured(program, batching, [x], parse_devices(["cpu"]), training=True, n_microbatches=1)
+    costs = build(program, batching, source, training=True)
     carried = {name: costs.graph.nodes[name]["weight_share"] for name in costs.graph}
     assert carried == {node.name: share for node, share in weight_shares(program).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar import _torch
 from autopar.batching import Batching, study
 from autopar.capture import Program, capture
 from autopar.runtime.entries import Settings
 from autopar.runtime.passes import LossFunction
 from autopar.runtime.threads import neutral_state
+from cost_models.graphs import on_meta
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,27 @@ def examine(
     other state of the calling thread.
     """
     with untouched(model), neutral_state(device_types):
-        program = capture(model, args, kwargs, batch_dim=settings.batch_dim)
+        ahead = any(p.is_meta for p in model.parameters())  # nothing will run: what repeats need not be looked at
+        program = capture(model, args, kwargs, batch_dim=settings.batch_dim, look_into_one=ahead)
         bound = program.bind(args, kwargs)
         assert bound is not None, "a captured program takes the call that it was captured from"
         with torch.device("cpu"):
             return program, study(program, bound[0], verify=settings.verify)
+
+
+def without_values(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    """A call to plan for where parameters have sizes but no values (on the meta device, or made under
+    FakeTensorMode): a copy of the model and its inputs on the meta device. Any other call stays as it is."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(t.is_meta or _torch.is_fake(t) for t in tensors):
+        return model, args, kwargs, target
+    if not all(t.is_meta and not _torch.is_fake(t) for t in tensors):
+        own = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
+        model = copy.deepcopy(model, {id(t): on_meta(t) for t in [*tensors, *own]})
+    args, kwargs, target = _torch.tree_map(on_meta, (args, kwargs, target))
+    return model, args, kwargs, target
 
 
 def under_default_device(loss: LossFunction | None) -> LossFunction | None:

@@ -83,8 +83,7 @@ class Costs:
         """p_s in seconds."""
         terms, kind = self.terms[mode], self.problem.kinds[mode.kind]
         rounds = math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
-        sync = (replicas - 1) * kind.reduce_seconds_per_byte
-        return rounds * terms.time + sync * self.problem.space.tables.gradients + terms.delayed
+        return rounds * terms.time + kind.reduction(replicas) * self.problem.space.tables.gradients + terms.delayed
 
     def stages(self, bound: float) -> Stages:
         """All stages whose max term is at most `bound` (s), less those that others with fewer replicas make needless.

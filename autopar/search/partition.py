@@ -6,7 +6,7 @@ to split backwards, whose weight parts w_s are delayed into the bubble (Qi et al
 
     T = sum_s f_s + max_s p_s
     f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       the way of the first micro-batch
-    p_s = (ceil(m / r_s) - 1) t_s + d_s + (r_s - 1) gradient_bytes_s reduce_seconds_per_byte
+    p_s = (ceil(m / r_s) - 1) t_s + d_s + gradient_bytes_s reduction(r_s)
     t_s = forward and backward of its atoms, forward twice if it recomputes
           + latency + bytes x seconds_per_byte of its kind, for each direction of its incoming values that carries bytes
 

@@ -15,6 +15,9 @@ from cost_models import Device
 _STARTS = 8  # devices tried for the first stage
 # Devices of one kind whose memory differs by less than this factor are taken for equal, with the smaller memory.
 _SAME_MEMORY = 1.1
+_MOST_PLACED = 64
+# Bytes of gradients that are reduced together: the rate of large messages counts.
+_BUCKET = 1 << 28
 
 
 def group_devices(devices: Sequence[Device]) -> list[list[Device]]:
@@ -38,8 +41,7 @@ def group_devices(devices: Sequence[Device]) -> list[list[Device]]:
 def kind_of(costs: CostGraph, group: Sequence[Device], memory: float) -> Kind:
     """Devices that cost the same, with `memory` bytes each; transfers over the fastest of their links (`place` picks
     the devices)."""
-    names = {device.name for device in group}
-    links = [link for (a, b), link in costs.links.items() if a != b and b in names]
+    links = costs.links_into(group)
     return Kind(
         name=group[0].kind,
         count=len(group),
@@ -47,7 +49,17 @@ def kind_of(costs: CostGraph, group: Sequence[Device], memory: float) -> Kind:
         latency=min((link.latency for link in links), default=0.0) + ACTION_OVERHEAD,
         seconds_per_byte=1 / max((link.bandwidth for link in links), default=math.inf),
         reduce_seconds_per_byte=sync_seconds_per_byte(costs, group),
+        all_reduce=_all_reduce(costs, group),
     )
+
+
+def _all_reduce(costs: CostGraph, group: Sequence[Device]) -> tuple[float, ...]:
+    """Seconds per byte among the first 1, 2, .. devices of `group` that are processes of a cluster."""
+    if costs.cluster is None:
+        return ()
+    names = [device.name for device in group]
+    counts = range(1, len(names) + 1)
+    return tuple(costs.cluster.seconds("all_reduce", _BUCKET, names[:count]) / _BUCKET for count in counts)
 
 
 def place(
@@ -60,14 +72,14 @@ def place(
 ) -> tuple[tuple[str, ...], ...]:
     """Names of each stage's devices; with `chunks`, the stages of one round are repeated on the same devices.
 
-    Where all links are alike, devices are taken in the order in which they were given. Else, stage by stage, those to
-    which what it receives travels fastest from the stages already placed, tried from several devices for the first
-    stage; the seconds of all transfers of a micro-batch decide.
+    Where all links are alike, or devices are many, they are taken in the order in which they were given (a cluster's:
+    node by node). Else, stage by stage, those to which what it receives travels fastest from the stages already placed,
+    tried from several devices for the first stage; the seconds of all transfers of a micro-batch decide.
     """
     ranks = len(stages) // chunks
     kind_of = [stage.kind for stage in solution.stages[:ranks]]
     replicas = [stage.replicas for stage in solution.stages[:ranks]]
-    if costs.one_link is not None or not costs.links:
+    if costs.one_link is not None or not costs.links or len(costs.devices) > _MOST_PLACED:
         free = [[d.name for d in group] for group in groups]
         alike: list[tuple[str, ...]] = []
         for kind, number in zip(kind_of, replicas, strict=True):

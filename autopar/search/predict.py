@@ -278,9 +278,7 @@ def sync_seconds_per_byte(costs: CostGraph, devices: Sequence[Device]) -> float:
         return costs.accumulate
     if costs.one_link is not None:
         return float(costs.accumulate + 2 / costs.one_link.bandwidth)
-    names = {device.name for device in devices}
-    links = [link for (a, b), link in costs.links.items() if a in names and b in names]
-    slowest = min((link.bandwidth for link in links), default=np.inf)
+    slowest = min((link.bandwidth for link in costs.links_among(devices)), default=np.inf)
     return float(costs.accumulate + 2 / slowest)
 
 
@@ -351,6 +349,8 @@ def _sync_time(costs: CostGraph, content: _Content, names: Sequence[str]) -> flo
     """Seconds once a step: the gradients of the replicas are added up."""
     if not costs.training or len(names) == 1:
         return 0.0
+    if costs.cluster is not None:
+        return costs.cluster.seconds("all_reduce", content.trained, names)
     chosen = set(names)
     devices = [device for device in costs.devices if device.name in chosen]
     return (len(names) - 1) * content.trained * sync_seconds_per_byte(costs, devices)

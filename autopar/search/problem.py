@@ -100,8 +100,13 @@ class Kind:
     memory: float  # usable bytes on each; math.inf for no limit
     latency: float  # seconds a transfer into a device takes before its first byte
     seconds_per_byte: float  # of that transfer, counted to the stage that receives
-    reduce_seconds_per_byte: float  # of a replicated stage, once a step: seconds per gradient byte and extra replica
+    reduce_seconds_per_byte: float  # of a replicated stage, once a step, for every replica but the first
     send_seconds_per_byte: float = 0.0  # of a transfer out of the device, once for every value, counted to the sender
+    all_reduce: tuple[float, ...] = ()  # seconds per gradient byte for 1, 2, .. replicas, where not one adds up for all
+
+    def reduction(self, replicas: int) -> float:
+        """Seconds once a step for every gradient byte of a stage on so many of the devices."""
+        return self.all_reduce[replicas - 1] if self.all_reduce else (replicas - 1) * self.reduce_seconds_per_byte
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,9 @@ class Problem:
             _check(kind.memory >= 0, f"kind {kind.name!r}: memory must be a number of bytes >= 0, got {kind.memory}")
             for field in ("latency", "seconds_per_byte", "reduce_seconds_per_byte", "send_seconds_per_byte"):
                 check_costs(f"kind {kind.name!r}: {field}", getattr(kind, field))
+            missing = bool(kind.all_reduce) and len(kind.all_reduce) < min(kind.count, self.max_replicas)
+            _check(not missing, f"kind {kind.name!r}: all_reduce ends at {len(kind.all_reduce)} replicas")
+            check_costs(f"kind {kind.name!r}: all_reduce", kind.all_reduce)
 
     @property
     def n_atoms(self) -> int:

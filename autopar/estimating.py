@@ -1,0 +1,118 @@
+"""Costs by estimate: a program on the devices of a cluster that need not be there. Nothing is run or allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar import _torch
+from autopar.batching import Batching
+from autopar.capture import Program
+from autopar.costtable import Calls, CostTable, Progress
+from autopar.operators import captured_device, compute_nodes, on_device
+from cost_models import Cluster, Link
+from cost_models.footprint import GraphBytes, measure_bytes
+from cost_models.graphs import on_meta, private_copy, tensors_in
+from cost_models.roofline import efficiency_of, estimate, kernel_seconds, rates_of
+from cost_models.specs import DeviceSpec
+from cost_models.training_memory import FRAGMENTATION
+from cost_models.work import count_call
+
+META = torch.device("meta")
+
+
+class Estimated:
+    """Costs of a program on any cluster (a `CostSource`).
+
+    `leaves`: the flat inputs of an example call, on whatever device. `n_microbatches`: at that micro-batch size only.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        batching: Batching,
+        leaves: list[Any],
+        cluster: Cluster,
+        *,
+        training: bool,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        target: Any = None,
+        n_microbatches: int | None = None,
+    ) -> None:
+        self.cluster = cluster
+        # What gaps between blocks take is nobody's.
+        self.devices = tuple(replace(d, memory=int(d.memory / (1 + FRAGMENTATION["cuda"]))) for d in cluster.devices)
+        self._program, self._batching, self._training = program, batching, training
+        self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, _torch.tree_map(on_meta, target))
+        self._module = on_device(program.graph_module, captured_device(program), META)
+        self._n_microbatches = n_microbatches
+
+    def tables(self, progress: Progress) -> tuple[CostTable, ...]:
+        sizes = self._sizes()
+        nodes = tuple(node.name for node in compute_nodes(self._module.graph))
+        kinds = self.cluster.specs
+        forward, backward = (np.zeros((len(kinds), len(sizes), len(nodes))) for _ in range(2))
+        loss = np.zeros((len(kinds), len(sizes), 2))
+        for row, rows in enumerate(sizes):
+            progress(f"estimating {rows} samples", row / len(sizes))
+            for place, spec in enumerate(kinds.values()):
+                costs = estimate(
+                    self._module,
+                    rows,
+                    rates_of(spec),
+                    efficiency_of(spec),
+                    training=self._training,
+                    inputs=self._calls.inputs(rows),
+                )
+                forward[place, row] = [costs[name].forward_seconds for name in nodes]
+                backward[place, row] = [costs[name].backward_seconds for name in nodes]
+                loss[place, row] = self._loss(rows, spec)
+        return tuple(
+            CostTable(kind, 1, nodes, tuple(sizes), f, b, of)
+            for kind, f, b, of in zip(kinds, forward, backward, loss, strict=True)
+        )
+
+    def counted(self) -> GraphBytes:
+        batch = max(self._program.batch_size, 1)
+        rows = min(batch, 4) if self._batching.splittable else batch
+        return measure_bytes(self._module, self._inputs(rows), rows, self._training)
+
+    def links(self) -> Mapping[tuple[str, str], Link]:
+        return self.cluster.links
+
+    def accumulate(self) -> float:
+        """Both are read and one is written."""
+        return 3 / min(spec.bandwidth * spec.bandwidth_efficiency for spec in self.cluster.specs.values())
+
+    def _sizes(self) -> list[int]:
+        batch = max(self._program.batch_size, 1)
+        if not self._batching.splittable:
+            return [batch]
+        if self._n_microbatches is not None:
+            return sorted({-(-batch // self._n_microbatches), batch})
+        return sorted({batch, *(batch >> shift for shift in range(batch.bit_length()))})
+
+    def _inputs(self, rows: int) -> list[Any]:
+        """Tensors of their own: a view of the example would count the storage of its whole batch."""
+        return [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
+
+    def _loss(self, rows: int, spec: DeviceSpec) -> tuple[float, float]:
+        """Seconds of the loss outside the model, forward and backward."""
+        loss = self._calls.loss(rows)
+        if loss is None:
+            return 0.0, 0.0
+        with torch.no_grad():
+            outputs = private_copy(self._module, META)(*self._inputs(rows))
+        for tensor in tensors_in(outputs):
+            tensor.requires_grad_(self._training and tensor.is_floating_point())
+        _, work = count_call(lambda *flat: loss(flat), outputs)
+        rates, efficiency = rates_of(spec), efficiency_of(spec)
+        forward, backward = (
+            sum(kernel_seconds(kernel, rates, efficiency) for kernel in kernels)
+            for kernels in (work.forward, work.backward)
+        )
+        return forward, backward

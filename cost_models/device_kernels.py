@@ -1,0 +1,133 @@
+"""Operators that have one kernel on a device, and come apart into many on the meta device.
+
+What lies in memory differs: attention in one kernel never has its scores there, and a dropout on a GPU keeps one byte
+an element. Code that runs a graph on meta tensors to learn what a device would hold runs it under `DeviceKernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+
+_ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, functional.scaled_dot_product_attention)
+_DROPOUT = (torch.ops.aten.dropout.default, torch.dropout, functional.dropout)
+
+
+class DeviceKernels(TorchFunctionMode):
+    """Inside, attention and dropout of meta tensors save and allocate what they do on a device of `device_type`."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        substitutes: dict[Any, Callable[..., torch.Tensor | None]] = {}
+        if device_type == "cpu":
+            substitutes = dict.fromkeys(_ATTENTION, _attention_on_cpu)
+        elif device_type == "cuda":
+            substitutes = dict.fromkeys(_ATTENTION, _attention_on_gpu) | dict.fromkeys(_DROPOUT, _dropout_on_gpu)
+        self._substitutes = substitutes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        substitute = self._substitutes.get(func)
+        found = None if substitute is None else substitute(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is None else found
+
+
+def _attention_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """In one kernel, where torch would choose that; else None.
+
+    torch is asked with tensors of its own device that have these sizes and no memory to speak of.
+    """
+    choice = torch._fused_sdp_choice(  # there is no public one
+        _flat(query),
+        _flat(key),
+        _flat(value),
+        attn_mask=None if attn_mask is None else _flat(attn_mask),
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    if choice != SDPBackend.FLASH_ATTENTION.value:
+        return None
+    return _in_one_kernel(query, key, value, attn_mask)
+
+
+def _attention_on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """In one kernel, but where none on a GPU is made for it: a mask that wants a gradient, other than four dimensions,
+    double precision, and groups of heads with a mask or in single precision (torch.nn.attention.SDPBackend)."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    unfit = query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad) or query.dtype == torch.float64
+    if unfit or (query.shape[1] != key.shape[1] and (attn_mask is not None or not half)):
+        return None
+    return _in_one_kernel(query, key, value, attn_mask)
+
+
+def _dropout_on_gpu(
+    input: torch.Tensor, p: float = 0.5, train: bool = True, inplace: bool = False, *, training: bool | None = None
+) -> torch.Tensor | None:
+    """The kernel that keeps its mask as booleans; None where nothing is dropped, or all, or in place."""
+    if inplace or not (train if training is None else training) or not 0 < p < 1:
+        return None
+    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return dropped
+
+
+def _in_one_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    if mask is not None and mask.dtype == torch.bool:  # kernels add the mask to the scores
+        mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
+    attended: torch.Tensor = _Attention.apply(query, key, value, mask)
+    return attended
+
+
+class _Attention(torch.autograd.Function):
+    """The memory of attention in one kernel: keeps its arguments, its result and a number for every row of scores
+    (Dao et al., FlashAttention, 2022, algorithm 2). Values are of no account."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+        sums = query.new_empty((batch, heads, length), dtype=torch.promote_types(query.dtype, torch.float32))
+        ctx.save_for_backward(query, key, value, mask, out, sums)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        arguments = ctx.saved_tensors[:3]
+        return *(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in arguments), None
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of the same sizes and last stride in the memory of one row."""
+    size, stride = (tensor.shape[-1], tensor.stride(-1)) if tensor.dim() else (1, 1)
+    row = torch.empty(max(size * stride, 1), dtype=tensor.dtype, device="cpu")
+    strides = [0] * (tensor.dim() - 1) + [stride] * (tensor.dim() > 0)
+    return row.as_strided(tensor.shape, strides).detach().requires_grad_(tensor.requires_grad)

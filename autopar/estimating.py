@@ -45,7 +45,8 @@ class Estimated:
     ) -> None:
         self.cluster = cluster
         # What gaps between blocks take is nobody's.
-        self.devices = tuple(replace(d, memory=int(d.memory / (1 + FRAGMENTATION["cuda"]))) for d in cluster.devices)
+        gaps = {spec.name: FRAGMENTATION[spec.device_type] for spec in cluster.node}
+        self.devices = tuple(replace(d, memory=int(d.memory / (1 + gaps[d.kind]))) for d in cluster.devices)
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, _torch.tree_map(on_meta, target))
         self._module = on_device(program.graph_module, captured_device(program), META)
@@ -79,7 +80,8 @@ class Estimated:
     def counted(self) -> GraphBytes:
         batch = max(self._program.batch_size, 1)
         rows = min(batch, 4) if self._batching.splittable else batch
-        return measure_bytes(self._module, self._inputs(rows), rows, self._training)
+        (device_type, *_) = (spec.device_type for spec in self.cluster.node)
+        return measure_bytes(self._module, self._inputs(rows), rows, self._training, device_type)
 
     def links(self) -> Mapping[tuple[str, str], Link]:
         return self.cluster.links

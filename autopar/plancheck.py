@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autopar.schedule import SCHEDULES
 
 INTERLEAVED = "interleaved-1f1b"
+_MOST_NAMED = 4  # devices of a stage that a text lists
 _OTHER_RULES = ("n_microbatches", "source", "target")  # numbers of which more is asked than not to be negative
 
 
@@ -28,8 +29,15 @@ def rounds(groups: list[tuple[str, ...]]) -> int | None:
 
 def places(ranks: Iterable[Iterable[str]], chunks: int = 1) -> str:
     """How a text names the devices of a pipeline's places, each with `chunks` stages."""
-    once = " | ".join("+".join(names) for names in ranks)
+    once = " | ".join(replicas(tuple(names)) for names in ranks)
     return once if chunks == 1 else f"({once}) x {chunks}"
+
+
+def replicas(names: Sequence[str]) -> str:
+    """How a text names the devices of one stage: many of them by the first and the last."""
+    if len(names) <= _MOST_NAMED:
+        return "+".join(names)
+    return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
 def _counts(plan: Any) -> Iterator[str]:

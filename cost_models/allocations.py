@@ -39,7 +39,7 @@ class Allocations(TorchDispatchMode):
 
     def note(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """The places of the storages of `tensors`, each once; those not seen before appear now."""
-        places = {}
+        places: dict[int, None] = {}
         for tensor in tensors:
             key = storage_key(tensor)
             if key not in self._places:
@@ -84,7 +84,7 @@ _NUMBER: dict[torch.dtype, int | bool] = {torch.bool: True, torch.int64: 1, torc
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
     """To a tensor and to its storage; torch has no public way to know."""
-    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))
+    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))  # type: ignore[attr-defined]
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.fx.node import map_aggregate
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
@@ -20,7 +21,8 @@ _DROPOUT = (torch.ops.aten.dropout.default, torch.dropout, functional.dropout)
 
 
 class DeviceKernels(TorchFunctionMode):
-    """Inside, attention and dropout of meta tensors save and allocate what they do on a device of `device_type`."""
+    """Inside, attention and dropout of meta tensors save and allocate what they do on a device of `device_type`, and
+    tensors that are made anew are meta tensors, whatever device is asked for."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -32,9 +34,10 @@ class DeviceKernels(TorchFunctionMode):
         self._substitutes = substitutes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_aggregate((args, kwargs or {}), _meta_if_device)
         substitute = self._substitutes.get(func)
-        found = None if substitute is None else substitute(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if found is None else found
+        found = None if substitute is None else substitute(*args, **kwargs)
+        return func(*args, **kwargs) if found is None else found
 
 
 def _attention_on_cpu(
@@ -120,9 +123,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         arguments = ctx.saved_tensors[:3]
         return *(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in arguments), None
+
+
+def _meta_if_device(value: Any) -> Any:
+    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

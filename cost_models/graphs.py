@@ -52,14 +52,19 @@ def run_nodes(
 
 def private_copy(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """The graph over leaf tensors of its own that share storage with `module`'s parameters where they already lie on
-    `device`; gradients start as zeros so that every pass accumulates, like all micro-batches but the first."""
+    `device`, and with each other where those do; gradients start as zeros so that every pass accumulates, like all
+    micro-batches but the first."""
     replaced: dict[int, Any] = {}
+    moved: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def private(value: Any) -> Any:
         if id(value) in replaced:
             return replaced[id(value)]
         if isinstance(value, nn.Parameter):
-            new: Any = nn.Parameter(value.detach().to(device), requires_grad=value.requires_grad)
+            place = storage_key(value), value.storage_offset(), value.shape, value.stride()
+            if place not in moved:
+                moved[place] = value.detach().to(device)
+            new: Any = nn.Parameter(moved[place].detach(), requires_grad=value.requires_grad)
             if new.requires_grad:
                 new.grad = torch.zeros_like(new)
         elif isinstance(value, torch.Tensor):

@@ -89,6 +89,11 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         _raise(self.name, _problems(_DEVICE_RULES, type(self), table(self)))
 
+    @property
+    def device_type(self) -> str:
+        """"cpu" or "cuda", of torch.device."""
+        return "cpu" if self.name == "cpu" or describes("cpu", self.name) else "cuda"
+
     def by_dtype(self, tf32: bool = False) -> dict[torch.dtype, float]:
         """Peak FLOP/s of every floating dtype; `tf32` as in torch.backends.cuda.matmul.allow_tf32.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.plan import Plan
+from autopar.plancheck import replicas
 from autopar.report.tables import bullet, milliseconds, table
 from autopar.search.explain import Change, Explanation
 from autopar.showing import shown
@@ -40,7 +41,7 @@ def _headline(explained: Explanation) -> str:
     if bottleneck is None:
         return "The plan has no predictions: it was made by hand and not priced (compare does that)."
     shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
-    where = "+".join(bottleneck.devices)
+    where = replicas(bottleneck.devices)
     return (
         f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}.\n"
         f"Its step of {milliseconds(explained.plan.predicted_step_time)} ms is {shares}."

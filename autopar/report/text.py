@@ -11,6 +11,7 @@ from torch import fx
 from autopar.operators import compute_nodes
 from autopar.paths import ancestors
 from autopar.plan import Plan, Stage
+from autopar.plancheck import replicas
 from autopar.report.tables import WIDTH, bullet, megabytes, milliseconds, table
 from autopar.schedule import make_schedule
 from autopar.search.predict import plan_timeline
@@ -130,12 +131,12 @@ def _stages(plan: Plan) -> str:
     columns = ["stage", "devices", "modules"]
     ranges = module_ranges(plan)
     if all(stage.forward_time is None for stage in plan.stages):
-        rows = [[str(s), "+".join(stage.devices), ranges[s]] for s, stage in enumerate(plan.stages)]
+        rows = [[str(s), replicas(stage.devices), ranges[s]] for s, stage in enumerate(plan.stages)]
         return table(columns, rows, words=3)
     rows = [
         [
             str(s),
-            "+".join(stage.devices),
+            replicas(stage.devices),
             ranges[s],
             str(len(stage.operators)),
             milliseconds(stage.forward_time),

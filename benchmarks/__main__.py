@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar import AutoparWarning
-from benchmarks import models, overhead, partition_instances, peers, planning, training, zoo
+from benchmarks import estimates, models, overhead, partition_instances, peers, planning, training, zoo
 from benchmarks.machine import machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
 
@@ -39,12 +39,16 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
         "ResNet-50, GPT-2, BERT, T5, ViT, Llama and Mixtral: stages, times and errors against the plain model",
         lambda quick, _: zoo.run_zoo(quick),
     ),
+    "estimates": (
+        "ResNet-50, GPT-2, BERT, T5 and ViT estimated from kernel curves, and profiled, against their steps",
+        lambda quick, _: estimates.run_estimates(quick),
+    ),
     "partition_instances": (
         "the public pipeline-partitioning graphs of NeurIPS 2020 (--instances DIR) against their published optima",
         lambda _, folder: partition_instances.run_partition_instances(folder),
     ),
     "planning": (
-        "seconds and memory of the search on made-up graphs: 10,000 operators, 1,024 devices",
+        "seconds and memory of planning: 10,000 operators, 1,024 devices, Llama 3 70B on 128 H100",
         lambda quick, _: planning.run_planning(quick),
     ),
 }

@@ -1,6 +1,7 @@
-"""How long the search takes on graphs and clusters that no test machine has.
+"""How long planning takes for models and clusters that no test machine has.
 
-The cost graphs are made up: transformer layers (norm, query, key and value side by side, attention, projection, two
+Llamas are planned for from end to end: capture on the meta device, estimates from data sheets, search. The other cost
+graphs are made up: transformer layers (norm, query, key and value side by side, attention, projection, two
 matrix products, residual sums) whose times vary by a fifth, cut up finely enough to have as many operators as asked.
 """
 
@@ -11,11 +12,15 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import torch
+from torch.nn import functional
 
+import autopar
+from autopar import Plan
 from autopar.costgraph import CostGraph
 from autopar.costtable import CostTable
 from autopar.search.planner import Options, make_plan
@@ -52,20 +57,37 @@ CASES = {
     "10000_nodes_64_devices_of_two_kinds": Case(834, (32, 32), 256),
     "100_layers_1024_devices": Case(100, (1024,), 2048),
 }
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A Llama of Llama 3's proportions (Grattafiori et al., The Llama 3 Herd of Models, 2024, table 3), in bfloat16."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    key_value_heads: int
+    vocabulary: int
+    nodes: int  # of 8xH100
+    batch: int  # sequences of 4096 tokens
+
+
+AHEAD = {"llama_3_70b_128_h100": Llama(80, 8192, 28672, 64, 8, 128256, 16, 512)}
+QUICK_AHEAD = {"llama_of_4_layers_8_h100": Llama(4, 64, 128, 4, 2, 100, 1, 32)}
 QUICK = {"60_nodes_4_devices_of_two_kinds": Case(5, (2, 2), 16)}
 
 
 def run_planning(quick: bool) -> Report:
     """Every case in a process of its own, so that its peak memory is its own."""
     rows, data = [], {}
-    cases = QUICK if quick else CASES
-    for name in cases:
+    for name in [*QUICK, *QUICK_AHEAD] if quick else [*CASES, *AHEAD]:
         seconds, peak, text = _measured(name)
         data[name] = {"seconds": seconds, "peak_gb": peak}
         rows.append((name.replace("_", " "), f"{seconds:.1f}", f"{peak:.2f}", text))
     columns = ("case", "seconds", "peak GB", "plan")
-    table = Table("Planning time", columns, tuple(rows), "From a cost graph to the plan, the measuring left out.")
-    return Report("Planning time on made-up graphs", (table,), data, plain=True)
+    note = "Llamas from the model's code to the plan; the made-up ones from a cost graph, the measuring left out."
+    return Report("Planning time", (Table("Planning time", columns, tuple(rows), note),), data, plain=True)
 
 
 def _measured(name: str) -> tuple[float, float, str]:
@@ -78,10 +100,10 @@ def _measured(name: str) -> tuple[float, float, str]:
 
 def plan_case(name: str) -> None:
     """Plan a case and print its figures."""
-    case = {**CASES, **QUICK}[name]
-    costs = synthetic_costs(case)
+    made_up = {**CASES, **QUICK}.get(name)
+    costs = None if made_up is None else synthetic_costs(made_up)
     start = time.perf_counter()
-    plan = make_plan(costs, Options(loss_inside=True))
+    plan = _plan_ahead({**AHEAD, **QUICK_AHEAD}[name]) if costs is None else make_plan(costs, Options(loss_inside=True))
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     groups: dict[int, int] = {}
@@ -90,6 +112,31 @@ def plan_case(name: str) -> None:
     shape = " + ".join(f"{n} x {size}" for size, n in sorted(groups.items()))
     words = f"{len(plan.stages)} stages ({shape} devices), {plan.n_microbatches} micro-batches, {plan.schedule}"
     print(f"{seconds}|{peak}|{words}; {plan.optimality}")
+
+
+def _plan_ahead(case: Llama) -> Plan:
+    """A training step, the loss inside the pipeline."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=case.layers,
+        hidden_size=case.hidden,
+        intermediate_size=case.inner,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.key_value_heads,
+        vocab_size=case.vocabulary,
+        max_position_embeddings=8192,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16().train()
+        tokens = torch.empty(case.batch, 4096, dtype=torch.long)
+
+    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+    cluster = autopar.Cluster.preset("8xH100", nodes=case.nodes)
+    inputs = {"input_ids": tokens, "use_cache": False}
+    return autopar.plan(model, cluster, example_kwargs=inputs, target=tokens, loss_fn=loss)
 
 
 def synthetic_costs(case: Case, seed: int = 0) -> CostGraph:

@@ -90,12 +90,12 @@ def measure(subject: Subject, rounds: int) -> Row:
                 model.zero_grad(set_to_none=True)
 
         clear()
-        ours, theirs = (_step(model, subject.inputs) for model in models.values())
+        ours, theirs = (step(model, subject.inputs) for model in models.values())
         output_error = float((ours - theirs).abs().max() / theirs.abs().max())
         gradient_error = largest_gradient_error(pm, oracle)
         steps = {
-            "pipelined": lambda: _step(pm, subject.inputs),
-            "plain": lambda: _step(oracle, subject.inputs),
+            "pipelined": lambda: step(pm, subject.inputs),
+            "plain": lambda: step(oracle, subject.inputs),
         }
         seconds = interleave(steps, rounds, clear)
         pm.close()
@@ -130,7 +130,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Forward and backward; returns the largest floating-point output."""
     output = _largest(model(**inputs).values())
     output.square().mean().backward()

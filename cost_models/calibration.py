@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -33,21 +33,16 @@ class Calibration:
     rates: Rates
     efficiency: Efficiency
 
-    def spec(self, device: Device) -> DeviceSpec:
-        """The kind of `device` with these figures, for a cluster of such devices."""
+    def spec(self, measured: DeviceSpec) -> DeviceSpec:
+        """A kind of device that was measured, with these figures in place of its own."""
         peaks = {str(dtype).removeprefix("torch."): peak for dtype, peak in self.rates.peak_flops.items()}
-        source = f"measured, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
-        sources = dict.fromkeys(("peak_flops", "memory", "bandwidth", "launch", "curves"), source)
-        return DeviceSpec(
-            device.kind,
-            peaks,
-            device.memory,
-            self.rates.bandwidth,
-            1.0,
-            1.0,
-            self.rates.launch,
+        return replace(
+            measured,
+            peak_flops={**measured.peak_flops, **peaks},
+            bandwidth=self.rates.bandwidth,
+            launch=self.rates.launch,
             curves=self.efficiency.to_json(),
-            sources=sources,
+            sources={**measured.sources, "curves": measured.sources["peak_flops"]},
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from typing import Any, Literal
 
 import torch
 
+from cost_models.cache import MeasurementCache
+from cost_models.calibration import calibrate
 from cost_models.collectives import Collective, Group, collective_seconds
 from cost_models.device import Device, parse_devices
 from cost_models.errors import DeviceError
@@ -133,10 +135,18 @@ class Cluster:
         return cls(specs, nodes, inside, across)
 
     @classmethod
-    def from_devices(cls, devices: Sequence[str | torch.device] | str | Sequence[Device] | None = None) -> Cluster:
+    def from_devices(
+        cls,
+        devices: Sequence[str | torch.device] | str | Sequence[Device] | None = None,
+        *,
+        calibrated: bool = False,
+        cache: MeasurementCache | None = None,
+    ) -> Cluster:
         """The devices at hand as one node, measured in seconds: products, copies, launches and links of every kind.
 
         `devices`: as for `parse_devices`, or what it returned. The networks carry the slowest of the measured links.
+        `calibrated`: every kind is timed on all sorts of kernels, too, for estimates that know its efficiency by size;
+        that takes 10 to 30 seconds a kind, once if there is a `cache`. `to_toml` keeps the curves.
 
         Raises:
             DeviceError: as `parse_devices`.
@@ -146,7 +156,8 @@ class Cluster:
         specs = {}
         for worker in workers:
             if worker.kind not in specs:
-                specs[worker.kind] = measure_spec(worker)
+                spec = measure_spec(worker)
+                specs[worker.kind] = calibrate(worker, cache).spec(spec) if calibrated else spec
         links = measure_links(workers)
         latency = max((link.latency for link in links.values()), default=0.0)
         rate = min((link.bandwidth for link in links.values()), default=float("inf"))

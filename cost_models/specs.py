@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from cost_models.efficiency import Efficiency
 from cost_models.errors import DeviceError
+from cost_models.kernels import COMPUTE_KINDS, MEMORY_KINDS
 from cost_models.links import Link
 
 Rule = tuple[Callable[[Any], bool], str]  # (whether a value is right, what would be right)
@@ -28,6 +30,16 @@ def _number(value: Any) -> bool:
 
 def _named(values: Any, right: Callable[[Any], bool]) -> bool:
     return isinstance(values, Mapping) and all(isinstance(key, str) and right(value) for key, value in values.items())
+
+
+def _curves(value: Any) -> bool:
+    try:
+        found = Efficiency.from_json(value)
+    except (AttributeError, KeyError, TypeError):
+        return False
+    every = [curve for curves in (found.compute, found.memory) for curve in curves.values()]
+    complete = {*found.compute} == {*COMPUTE_KINDS} and {*found.memory} == {*MEMORY_KINDS}
+    return complete and all(_number(v) and v >= 0 for curve in every for v in asdict(curve).values())
 
 
 _RATE: Rule = (lambda v: _number(v) and v > 0, "a number > 0")
@@ -52,7 +64,7 @@ _DEVICE_RULES: dict[str, Rule] = {
     "launch": _AMOUNT,
     "intra_node": _TEXT,
     "inter_node": _TEXT,
-    "curves": (lambda v: isinstance(v, Mapping), "a table, as `cost_models.calibrate` makes it"),
+    "curves": (lambda v: v == {} or _curves(v), "a table of curves by kind of kernel, as of a calibrated cluster"),
     "sources": _TEXTS,
 }
 _NETWORK_RULES: dict[str, Rule] = {
@@ -91,7 +103,7 @@ class DeviceSpec:
 
     @property
     def device_type(self) -> str:
-        """"cpu" or "cuda", of torch.device."""
+        """ "cpu" or "cuda", of torch.device."""
         return "cpu" if self.name == "cpu" or describes("cpu", self.name) else "cuda"
 
     def by_dtype(self, tf32: bool = False) -> dict[torch.dtype, float]:

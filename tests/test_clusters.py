@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from cost_models import Cluster, Device, DeviceError, DeviceSpec, Link, Network, known_devices, known_networks
 from cost_models import cluster as cluster_module
+from cost_models.calibration import Calibration
+from cost_models.efficiency import Efficiency
+from cost_models.roofline import Rates, efficiency_of, rates_of
 
 GIB = 1 << 30
 
@@ -222,6 +225,37 @@ def test_devices_at_hand_are_measured() -> None:
     assert spec.bandwidth > 1e8
     assert 0 < spec.launch < 1e-2
     assert cluster.seconds("all_reduce", GIB, cluster.devices) >= 0
+
+
+def test_calibrated_curves_are_used_and_kept_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    curves = Efficiency.default(0.25)
+    found = Calibration(Rates({torch.float32: 5e10}, 2e10, 3e-6), curves)
+    monkeypatch.setattr(cluster_module, "calibrate", lambda device, cache: found)
+    cluster = Cluster.from_devices(["cpu", "cpu"], calibrated=True)
+    assert (cluster.node[0].peak_flops["float32"], cluster.node[0].launch) == (5e10, 3e-6)
+    assert efficiency_of(cluster.node[0]) == curves
+    (tmp_path / "here.toml").write_text(cluster.to_toml())
+    read = Cluster.from_toml(tmp_path / "here.toml")
+    assert read.node == cluster.node
+    assert efficiency_of(read.node[0]) == curves
+    assert read.devices[0].torch_device.type == "meta"
+    (tmp_path / "here.toml").write_text(cluster.to_toml().replace("best", "bets"))
+    with pytest.raises(DeviceError, match=r"curves must be a table of curves"):
+        Cluster.from_toml(tmp_path / "here.toml")
+
+
+def test_a_data_sheet_gives_the_rates_that_torch_may_use() -> None:
+    spec = known_devices()["A100-80"]
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert rates_of(spec).peak(torch.float32) == 19.5e12
+        torch.set_float32_matmul_precision("high")
+        assert rates_of(spec).peak(torch.float32) == 156e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert efficiency_of(spec).compute["matmul"].best == spec.flops_efficiency
+    assert {curve.best for curve in efficiency_of(spec).memory.values()} == {spec.bandwidth_efficiency}
 
 
 def test_measured_links_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:

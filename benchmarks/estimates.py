@@ -1,0 +1,73 @@
+"""Whole models estimated from kernel curves of this machine's CPU, and profiled in place, against their steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import autopar
+from autopar import Cluster
+from benchmarks.output import Report, Table
+from benchmarks.timing import interleave, threads
+from benchmarks.zoo import Subject, bert, gpt2, resnet, step, t5, vit
+from cost_models import MeasurementCache, parse_devices
+
+ROUNDS = 5
+MODELS: tuple[Callable[[bool], Subject], ...] = (resnet, gpt2, bert, t5, vit)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a forward and a backward on one thread."""
+
+    name: str
+    step: float  # median
+    profiled: float
+    estimated: float
+
+
+def run_estimates(quick: bool) -> Report:
+    """The device is calibrated once; the operators that make up the models are not measured for the estimates."""
+    with MeasurementCache() as cache:
+        here = Cluster.from_devices(parse_devices(["cpu", "cpu"])[:1], calibrated=True, cache=cache)
+    elsewhere = dataclasses.replace(here, at_hand=())
+    rows = [_row(build(quick), here, elsewhere) for build in MODELS]
+    data = {"rows": [dataclasses.asdict(row) for row in rows]}
+    return Report("Whole models, estimated and profiled, against their steps", (_table(rows),), data)
+
+
+def _row(subject: Subject, here: Cluster, elsewhere: Cluster) -> Row:
+    profiled, estimated = (_seconds(subject, cluster) for cluster in (here, elsewhere))
+    with threads(1):
+        steps = interleave({"step": lambda: step(subject.model, subject.inputs)}, ROUNDS)["step"]
+    return Row(subject.name, median(steps), profiled, estimated)
+
+
+def _seconds(subject: Subject, cluster: Cluster) -> float:
+    """Of the whole batch."""
+    profile = autopar.profile(subject.model, cluster, example_kwargs=subject.inputs, cache=False)
+    whole = max(profile.passes, key=lambda one: one.rows)
+    return whole.forward + whole.backward
+
+
+def _table(rows: list[Row]) -> Table:
+    cells = [
+        (
+            row.name,
+            f"{row.step * 1e3:.0f}",
+            f"{row.profiled * 1e3:.0f}",
+            f"{row.profiled / row.step:.2f}",
+            f"{row.estimated * 1e3:.0f}",
+            f"{row.estimated / row.step:.2f}",
+        )
+        for row in rows
+    ]
+    return Table(
+        "Forward and backward of four samples, one thread",
+        ("", "step, ms", "profiled, ms", "/ step", "estimated, ms", "/ step"),
+        tuple(cells),
+        "Profiled: every operator timed within whole passes. Estimated: from FLOPs, bytes and the device's efficiency "
+        "curves, no operator of the model having been run.",
+    )

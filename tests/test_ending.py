@@ -70,6 +70,7 @@ import signal, sys, threading, time
 import torch
 import autopar
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 torch.set_num_threads(1)
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
 plan = autopar.Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)

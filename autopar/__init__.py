@@ -1,7 +1,7 @@
 """Pipelines ordinary PyTorch models over devices, at hand or to come, by a plan that measurement and search chose."""
 
 from autopar.annotations import clear_hints, keep_together, pipeline_stage, recompute
-from autopar.api import compare, parallelize, plan, profile
+from autopar.api import accuracy, compare, parallelize, plan, profile
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
@@ -14,14 +14,16 @@ from autopar.errors import (
 )
 from autopar.plan import Plan
 from autopar.plandiff import PlanDiff
+from autopar.report.accuracy import Accuracy
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
+from autopar.report.step import StepProfile
 from autopar.runtime.module import PipelinedModule
+from autopar.version import __version__
 from cost_models import Cluster
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "Accuracy",
     "AutoparError",
     "AutoparWarning",
     "CaptureError",
@@ -36,6 +38,9 @@ __all__ = [
     "PlanDiff",
     "PlanError",
     "Profile",
+    "StepProfile",
+    "__version__",
+    "accuracy",
     "clear_hints",
     "compare",
     "keep_together",

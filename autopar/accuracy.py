@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,9 +22,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-import autopar
 from autopar.fingerprint import fingerprint
 from autopar.plan import Plan
+from autopar.version import __version__
 from cost_models import Device
 from cost_models.cache import BUSY_SECONDS, cache_directory, is_corrupt, move_aside
 
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 MOST_RECORDS = 10_000
 
 _FORMAT = 1  # of a record's JSON; records of another are skipped
-_NO_TABLE = "no such table"
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,13 @@ class Record:
         predicted_memory: int | None = None,
         measured_memory: int | None = None,
     ) -> Self:
-        """What is recorded of `steps` (seconds of each that counts) of a plan with predictions, run now on `devices`."""
+        """Of a plan with predictions that was just run on `devices`; `steps`: seconds of each that counts."""
         assert plan.predicted_step_time is not None
         assert plan.batch_size is not None
         used = plan.used_devices
         return cls(
             time=datetime.now(UTC),
-            autopar=autopar.__version__,
+            autopar=__version__,
             torch=str(torch.__version__),
             device_kinds=tuple(dict.fromkeys(device.kind for device in devices if device.name in used)),
             model=type(model).__name__,
@@ -131,6 +130,12 @@ class Record:
         return cls(**data)
 
 
+def costs_of(plan: Plan) -> str:
+    """What a plan's prediction was made from: "estimated" costs where its notes say so and nothing was run since."""
+    ahead = any(note.startswith("estimated from") for note in plan.notes)
+    return "estimated" if ahead and plan.measured_step_time is None else "measured"
+
+
 def history_path() -> Path:
     """The file that keeps the history, in the directory of the measurements (`cost_models.cache`)."""
     return cache_directory() / "accuracy.sqlite"
@@ -158,11 +163,10 @@ def recall(path: Path | None = None) -> tuple[Record, ...]:
     if not path.exists():
         return ()
     try:
-        with _connected(f"{path.resolve().as_uri()}?mode=ro") as connection:
+        with closing(_connect(f"{path.resolve().as_uri()}?mode=ro")) as connection:
             rows = connection.execute("SELECT record FROM records ORDER BY number").fetchall()
     except (OSError, sqlite3.Error) as error:
-        if _NO_TABLE not in str(error):  # what a process leaves that ends before its first record
-            log.warning("history %s cannot be read: %s", path, error)
+        log.warning("history %s cannot be read: %s", path, error)
         return ()
     found, skipped = [], 0
     for (text,) in rows:
@@ -177,7 +181,7 @@ def recall(path: Path | None = None) -> tuple[Record, ...]:
 
 def _append(path: Path, rows: list[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _connected(path.resolve().as_uri()) as connection, connection:
+    with closing(_connect(path.resolve().as_uri())) as connection, connection:
         connection.execute("BEGIN IMMEDIATE")  # whoever else writes is waited for
         connection.execute(
             "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY AUTOINCREMENT, record TEXT NOT NULL)"
@@ -186,7 +190,5 @@ def _append(path: Path, rows: list[Any]) -> None:
         connection.execute("DELETE FROM records WHERE number <= (SELECT MAX(number) FROM records) - ?", [MOST_RECORDS])
 
 
-@contextmanager
-def _connected(uri: str) -> Iterator[sqlite3.Connection]:
-    with closing(sqlite3.connect(uri, timeout=BUSY_SECONDS, uri=True)) as connection:
-        yield connection
+def _connect(uri: str) -> sqlite3.Connection:
+    return sqlite3.connect(uri, timeout=BUSY_SECONDS, uri=True)

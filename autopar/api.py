@@ -6,11 +6,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.accuracy import recall
 from autopar.annotations import read_hints, resolve
 from autopar.comparing import Call, run_comparison
 from autopar.comparing import tune as run_tuning
@@ -18,6 +20,7 @@ from autopar.errors import InputError
 from autopar.fingerprint import fingerprint
 from autopar.plan import Plan
 from autopar.profiling import capture_example, estimate_costs, example_ahead, measure_costs, summarize
+from autopar.report.accuracy import Accuracy
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
 from autopar.runtime.entries import Settings
@@ -85,7 +88,7 @@ def parallelize(
         verify: compare a few samples together with the same in parts, whatever is proven of the graph.
         compile: run every stage through torch.compile, with the backend named or, for True, its default.
         watch_nan: look at every value that leaves a stage, and name the operator that made the first NaN.
-        cache: keep measurements on disk.
+        cache: keep measurements on disk, and what was predicted and measured of steps (`accuracy`).
 
     Hints on modules (`pipeline_stage`, `recompute`, `keep_together`) constrain the search.
 
@@ -104,7 +107,7 @@ def parallelize(
     def decide(example: Example) -> Plan:
         return _decide(example, parsed, options, tuning, cache)
 
-    module = PipelinedModule(model, parsed, decide, plan=plan, settings=settings)
+    module = PipelinedModule(model, parsed, decide, plan=plan, settings=settings, record=cache)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*_call(example_args, example_kwargs), loss_fn=loss_fn, target=target)
     return module
@@ -207,7 +210,20 @@ def compare(
     # A plan made by hand may split the batch otherwise than the options do: then all sizes are measured.
     only = options.n_microbatches if all(plan is None for plan in plans.values()) else None
     costs = measure_costs(example, parsed, n_microbatches=only, cache=cache)
-    return run_comparison(Call(example, settings), plans, costs, options, repeats)
+    return run_comparison(Call(example, settings), plans, costs, options, repeats, record=cache)
+
+
+def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:
+    """How far predicted step times were from measured ones: the history beside the cache of measurements.
+
+    Every `compare`, every tuned plan and every `train_step(..., profile=True)` adds to it, unless it was called with
+    `cache=False`.
+
+    Args:
+        since: only what was measured from then on; local time where it has no zone.
+        kind: only plans on a kind of device whose name contains this, such as "H200".
+    """
+    return Accuracy.of(recall(), since=since, kind=kind)
 
 
 @dataclass(frozen=True)
@@ -237,7 +253,7 @@ def _decide(example: Example, devices: tuple[Device, ...], options: Options, tun
     found = find_plans(costs, options, tuning.finalists)
     plans = {f"automatic {rank}": plan for rank, plan in enumerate(found, 1)} | dict(tuning.candidates)
     call = Call(example, tuning.settings)
-    name, best, table = run_tuning(call, plans, costs, options, TUNING_STEPS)
+    name, best, table = run_tuning(call, plans, costs, options, TUNING_STEPS, record=cache)
     told = [
         f"{'*' if other == name else ''}{other} {predicted * 1e3:.4g} / {measured * 1e3:.4g} ms"
         for other, (predicted, measured) in table.items()

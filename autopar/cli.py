@@ -1,4 +1,4 @@
-"""The command line: `autopar demo`, `profile`, `plan`, `compare` and `diff`.
+"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `diff` and `accuracy`.
 
 Results go to stdout, as text or with --json as JSON; progress, warnings and errors to stderr. Exit status: 0, 1 where
 autopar cannot do it (the message says why), 2 for a command that is not understood.
@@ -192,6 +192,16 @@ def compare(
         cache=cache,
         **_load(factory),
     )
+    typer.echo(found.to_json() if json else found)
+
+
+@app.command()
+def accuracy(
+    kind: Annotated[str | None, typer.Option(help="Only devices whose kind contains this, such as H200.")] = None,
+    json: AsJson = False,
+) -> None:
+    """How far predicted steps were from measured ones, over all that compare, tune and profiled steps recorded."""
+    found = autopar.accuracy(kind=kind)
     typer.echo(found.to_json() if json else found)
 
 

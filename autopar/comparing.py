@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from autopar import _torch
+from autopar.accuracy import Record, remember
 from autopar.costgraph import CostGraph
 from autopar.errors import InputError
 from autopar.hooks import without_hooks
@@ -25,6 +25,7 @@ from autopar.runtime.entries import Settings
 from autopar.runtime.example import Example, untouched
 from autopar.runtime.memory import MemoryWatch
 from autopar.runtime.module import PipelinedModule
+from autopar.runtime.notes import timed
 from autopar.search.planner import Options, make_plan
 from autopar.search.predict import predict
 from cost_models import Device
@@ -51,7 +52,13 @@ class _Contestant:
 
 
 def run_comparison(
-    call: Call, plans: Mapping[str, Plan | None], costs: CostGraph, options: Options, repeats: int
+    call: Call,
+    plans: Mapping[str, Plan | None],
+    costs: CostGraph,
+    options: Options,
+    repeats: int,
+    *,
+    record: bool = False,
 ) -> Comparison:
     """Predict and measure every plan (None: the one that the search finds) and the plain model on the first device.
 
@@ -60,7 +67,7 @@ def run_comparison(
 
     Every contestant has a deep copy of the model, so that the user's keeps its parameters, gradients and running
     statistics; the random state is put back. Operators that run in the caller's thread have the first device's share
-    of threads.
+    of threads. `record`: every row goes into the history of predictions.
     """
     devices, example = costs.devices, call.example
     alone = Plan((Stage((devices[0].name,)),), n_microbatches=1)
@@ -79,15 +86,31 @@ def run_comparison(
         finally:
             for contestant in contestants:
                 contestant.close()
+    if record:
+        remember(
+            [
+                Record.of(
+                    row.plan,
+                    example.model,
+                    devices,
+                    row.steps,
+                    source="compare",
+                    predicted_memory=max(row.predicted_memory.values(), default=None),
+                    measured_memory=max(row.measured_memory.values(), default=None),
+                )
+                for row in rows
+            ]
+        )
     names = tuple(device.name for device in devices)
     return Comparison(rows[0], tuple(rows[1:]), names, costs.batch_size, example.training)
 
 
 def tune(
-    call: Call, plans: Mapping[str, Plan], costs: CostGraph, options: Options, repeats: int
+    call: Call, plans: Mapping[str, Plan], costs: CostGraph, options: Options, repeats: int, *, record: bool = False
 ) -> tuple[str, Plan, dict[str, tuple[float, float]]]:
     """The plan whose steps are fastest when all are run in turn, by name, with its measured time; and of each plan the
-    predicted and the measured seconds (medians). Copies of the model are run, as in `run_comparison`."""
+    predicted and the measured seconds (medians). Copies of the model are run, and `record` means the same, as in
+    `run_comparison`."""
     devices, example = costs.devices, call.example
     priced = {name: _priced(plan, example, costs, options) for name, plan in plans.items()}
     contestants: list[_Contestant] = []
@@ -100,6 +123,9 @@ def tune(
         finally:
             for contestant in contestants:
                 contestant.close()
+    if record:
+        pairs = zip(contestants, steps, strict=True)
+        remember([Record.of(c.plan, example.model, devices, seconds, source="tune") for c, seconds in pairs])
     measured = {c.name: statistics.median(seconds) for c, seconds in zip(contestants, steps, strict=True)}
     fastest = min(measured, key=lambda name: measured[name])
     table = {name: (plan.predicted_step_time or 0.0, measured[name]) for name, plan in priced.items()}
@@ -194,11 +220,8 @@ def _loss(output: Any, example: Example) -> torch.Tensor:
 def _timed(contestant: _Contestant, devices: Sequence[Device]) -> float:
     """Seconds of a step that starts without gradients."""
     contestant.model.zero_grad(set_to_none=True)
-    _synchronize(devices)
-    start = time.perf_counter()
-    contestant.step()
-    _synchronize(devices)
-    return time.perf_counter() - start
+    _, seconds = timed(contestant.step, devices)
+    return seconds
 
 
 def _memory(contestant: _Contestant, devices: Sequence[Device]) -> dict[str, int]:
@@ -230,8 +253,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _synchronize(devices: Sequence[Device]) -> None:
-    for place in {d.torch_device for d in devices if d.torch_device.type == "cuda"}:
-        torch.cuda.synchronize(place)

@@ -7,17 +7,15 @@ interpreter's lock), too.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from statistics import median
-from unittest.mock import patch
 
 from autopar import PipelinedModule
 from autopar.runtime.executable import Part
-from autopar.runtime.mail import Address, Mail
-from autopar.runtime.passes import Passes
+from autopar.runtime.mail import Mail
+from autopar.runtime.notes import Notes
 from autopar.runtime.threads import CallerState
 from autopar.schedule import Action, Phase, Schedule, chain
 from autopar.simulate import StageTimes, simulate
@@ -27,36 +25,17 @@ from benchmarks.models import Workload
 class Noted:
     """What every action of a step takes in it, waiting for messages left out."""
 
-    def __init__(self, step: Callable[[], object]) -> None:
-        self._step = step
+    def __init__(self, module: PipelinedModule, step: Callable[[], object]) -> None:
+        """`step`: one of the module's."""
+        self._module, self._step = module, step
         self.taken: list[dict[Action, float]] = []  # s, of every step so far
 
     def step(self) -> object:
         """The step itself; noting costs some microseconds an action."""
-        waited, seconds = threading.local(), dict[Action, float]()
-        receive, actions = Mail.receive, Passes.actions
-
-        def noted_receive(mail: Mail, slot: int, address: Address) -> object:
-            start = time.perf_counter()
-            try:
-                return receive(mail, slot, address)
-            finally:
-                waited.seconds += time.perf_counter() - start
-
-        def noted(phase: Phase, act: Callable[[Part, int], None]) -> Callable[[Part, int], None]:
-            def timed(part: Part, microbatch: int) -> None:
-                waited.seconds, start = 0.0, time.perf_counter()
-                act(part, microbatch)
-                seconds[Action(phase, part.stage.index, microbatch)] = time.perf_counter() - start - waited.seconds
-
-            return timed
-
-        def noted_actions(passes: Passes) -> dict[Phase, Callable[[Part, int], None]]:
-            return {phase: noted(phase, act) for phase, act in actions(passes).items()}
-
-        with patch.object(Mail, "receive", noted_receive), patch.object(Passes, "actions", noted_actions):
+        notes = Notes()
+        with self._module.noted(notes):
             result = self._step()
-        self.taken.append(seconds)
+        self.taken.append(notes.seconds())
         return result
 
 

@@ -162,7 +162,7 @@ def _measured(subject: Subject, m: int, rounds: int, effort: Effort, ranks: Rank
     systems = {AUTOPAR: System(f"{plan.places}, {plan.schedule}", _train_step(module, subject), here)}
     systems |= _gpipe(subject, m, effort.balancing, here) | _gloo(subject, m, effort.block_rounds, ranks, names)
     errors = _errors(subject, m, systems, here, clear)
-    alone, noted = Alone(module, workload), Noted(systems[AUTOPAR].step)
+    alone, noted = Alone(module, workload), Noted(module, systems[AUTOPAR].step)
     log.info("%s, %d micro-batches: comparing", workload.title, m)
     steps: dict[str, Callable[[], object]] = {name: system.step for name, system in systems.items()}
     steps[AUTOPAR] = noted.step

@@ -12,16 +12,20 @@ import torch
 from torch import fx, nn
 
 from autopar import _torch
+from autopar.accuracy import Record, costs_of, remember
 from autopar.batching import Batching
 from autopar.errors import InputError, warn
 from autopar.plan import Plan
+from autopar.report.step import StepProfile
 from autopar.report.text import module_text
 from autopar.runtime.autograd import Call, Step
 from autopar.runtime.batches import split_sizes
 from autopar.runtime.entries import Entry, Settings, build, model_state, one_microbatch
 from autopar.runtime.example import Example, examine, has_backward, under_default_device
 from autopar.runtime.memory import Watch
+from autopar.runtime.notes import Notes, timed
 from autopar.runtime.passes import LossFunction
+from autopar.runtime.plain import plain_call, plain_step
 from autopar.runtime.run import Run
 from autopar.runtime.threads import CallerState, Worker
 from cost_models.device import Device
@@ -38,7 +42,8 @@ _SHARED = (  # tables of a torch.nn.Module
 class PipelinedModule(nn.Module):
     """The model, pipelined. Called like the model; parameters, names and `state_dict` are the model's own.
 
-    `plan`: the plan in force (None until the first call). `stages`: one torch.fx.GraphModule a stage.
+    `plan`: the plan in force (None until the first call). `stages`: one torch.fx.GraphModule a stage. `last_profile`:
+    the step that `train_step` profiled last (None until it did).
     """
 
     def __init__(
@@ -49,8 +54,12 @@ class PipelinedModule(nn.Module):
         *,
         plan: Plan | None = None,
         settings: Settings | None = None,
+        record: bool = False,
     ) -> None:
-        """`decide(example)` makes a plan where none is given. Users call `autopar.parallelize` instead."""
+        """`decide(example)` makes a plan where none is given. Users call `autopar.parallelize` instead.
+
+        `record`: profiled steps go into the history of predictions (`autopar.accuracy`).
+        """
         super().__init__()
         self.__dict__["_model"] = model
         for table in _SHARED:  # the model's own, not copies: names, tensors, hooks and later changes are the model's
@@ -67,6 +76,9 @@ class PipelinedModule(nn.Module):
         self._workers: dict[str, Worker] = {}
         self._warned: set[str] = set()
         self._watch: Watch | None = None
+        self._notes: Notes | None = None
+        self._record = record
+        self.last_profile: StepProfile | None = None
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -82,7 +94,8 @@ class PipelinedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """A pipelined deep copy of the model with the same plan."""
         model = copy.deepcopy(self.unwrap(), memo)
-        new = PipelinedModule(model, self._devices, self._decide, plan=self._given, settings=self._settings)
+        given, settings = self._given, self._settings
+        new = PipelinedModule(model, self._devices, self._decide, plan=given, settings=settings, record=self._record)
         new._plan, new._plan_knows_loss, new._warned = self._plan, self._plan_knows_loss, set(self._warned)
         memo[id(self)] = new
         return new
@@ -152,7 +165,7 @@ class PipelinedModule(nn.Module):
         """What the model returns for the whole batch."""
         entry, leaves, batch = self._entry(args, kwargs, None, None)
         if entry.executable is None:
-            return self._direct(args, kwargs)
+            return plain_call(self.unwrap(), self._only_device, args, kwargs)
         run, wanted = self._run(entry, leaves, batch)
         inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
         parameters = [p for p in entry.executable.parameters if p.requires_grad]
@@ -163,21 +176,34 @@ class PipelinedModule(nn.Module):
             results = run.forward()
         return _torch.tree_unflatten(results[: entry.program.n_outputs], entry.program.out_spec)
 
-    def train_step(self, *args: Any, target: Any, loss_fn: LossFunction, **kwargs: Any) -> torch.Tensor:
+    def train_step(
+        self,
+        *args: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        profile: bool | Any = False,  # Any: for type checkers, a caller's **inputs might hold every keyword
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Forward and backward by the schedule; returns the detached mean loss of the batch.
 
         `loss_fn(output, target)` is called for every micro-batch inside the last stage, so that activations are freed
         early; it must be a mean over samples. Tensors in `target` with the batch's size in dimension 0 (or `batch_dim`)
         are split with it. Gradients are accumulated in `.grad` as after `loss.backward()`. Hooks of the root do not
         run: nobody sees the whole batch's output.
+
+        `profile`: note what the stages take, in `last_profile`, and record the step's time beside its prediction. The
+        step does the same as always. Capture and planning, where it is the first, come before and do not count, but the
+        first step warms up; and on GPUs every action is waited for, so that a profiled step is slower than others.
         """
         _check_target(target)
+        if profile:
+            with torch.enable_grad():
+                _, _, batch = self._entry(args, kwargs, loss_fn, target)
+            return self._profiled(lambda: self.train_step(*args, target=target, loss_fn=loss_fn, **kwargs), batch)
         with torch.enable_grad():
             entry, leaves, batch = self._entry(args, kwargs, loss_fn, target)
             if entry.executable is None:
-                loss = loss_fn(self._direct(args, kwargs), self._to_only_device(target))
-                loss.backward()
-                return loss.detach()
+                return plain_step(self.unwrap(), self._only_device, args, kwargs, loss_fn, target, self._notes)
             run, _ = self._run(entry, leaves, batch, loss_fn, target)
             inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
             parameters = [p for p in entry.executable.parameters if p.requires_grad]
@@ -196,20 +222,33 @@ class PipelinedModule(nn.Module):
         finally:
             self._watch = None
 
+    @contextmanager
+    def noted(self, notes: Notes) -> Iterator[None]:
+        """Inside, `notes` takes down what every action of a call takes."""
+        self._notes = notes
+        try:
+            yield
+        finally:
+            self._notes = None
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _direct(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The plain model on the plan's only device."""
-        args, kwargs = self._to_only_device((args, kwargs))
-        return self.unwrap().forward(*args, **kwargs)  # this module's call has run the hooks of the root
+    def _profiled(self, step: Callable[[], torch.Tensor], batch: int) -> torch.Tensor:
+        assert self._plan is not None
+        notes = Notes()
+        with self.noted(notes):
+            loss, seconds = timed(step, self._devices)
+        self.last_profile = notes.profile(self._plan, seconds, batch)
+        if self._record and self.last_profile.predicted is not None:
+            costs = costs_of(self._plan)
+            remember([Record.of(self._plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
+        return loss
 
-    def _to_only_device(self, tree: Any) -> Any:
+    @property
+    def _only_device(self) -> Device:
         assert self._plan is not None
         name = self._plan.used_devices[0]
-        device = next(d.torch_device for d in self._devices if d.name == name)
-        if device.type == "cpu":
-            return tree
-        return _torch.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
+        return next(d for d in self._devices if d.name == name)
 
     def _run(
         self,
@@ -238,6 +277,7 @@ class PipelinedModule(nn.Module):
             target=target,
             target_dims=(chosen, 0) if isinstance(chosen := self._settings.batch_dim, int) else (0,),
             watch=self._watch,
+            notes=self._notes,
         )
         return run, state.grad
 

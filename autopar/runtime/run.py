@@ -28,6 +28,7 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.faults import WAYS, explain
 from autopar.runtime.mail import Aborted, Mail
 from autopar.runtime.memory import Watch
+from autopar.runtime.notes import Notes
 from autopar.runtime.passes import LossFunction, Passes
 from autopar.runtime.threads import CallerState, Worker
 from autopar.schedule import Action, Phase
@@ -54,12 +55,13 @@ class Run:
         target: Any = None,
         target_dims: Sequence[int] = (0,),
         watch: Watch | None = None,
+        notes: Notes | None = None,
     ) -> None:
         """`leaves`: flat inputs; `sizes`: samples in each micro-batch; `outputs`: how the flat outputs combine.
 
         With `loss`, the last stage ends in loss(output, target) of every micro-batch, weighted by its samples; tensors
         in `target` are split on the first of `target_dims` that has the batch's size.
-        `watch`: for a device's name, a context that its worker works in.
+        `watch`: for a device's name, a context that its worker works in. `notes`: takes down what every action takes.
         """
         self.executable = executable
         self._passes = Passes(
@@ -69,7 +71,7 @@ class Run:
             outputs,
             grad=state.grad,
             seed=seed,
-            loss=loss,
+            loss=notes.loss(loss) if notes is not None and loss is not None else loss,
             target=target,
             target_dims=target_dims,
         )
@@ -77,6 +79,7 @@ class Run:
         self.input_gradients = self._passes.input_gradients
         self._state = state
         self._watch = watch
+        self._notes = notes
         self._failure: BaseException | None = None
         self._seconds: list[float] = []  # CPU seconds of every worker in one execution
 
@@ -106,7 +109,7 @@ class Run:
         """Have the schedule's actions done; `backward`: those that are no forwards alone."""
         executable, n_microbatches = self.executable, len(self._passes.sizes)
         workers = executable.workers
-        self._passes.mail = Mail(len(workers))
+        self._passes.mail = Mail(len(workers)) if self._notes is None else self._notes.mail(len(workers))
         self._seconds.clear()
         if executable.tiny and self._watch is None:
             lists = [(workers[0], executable.order(n_microbatches, training))]
@@ -171,6 +174,8 @@ class Run:
 
     def _act(self, actions: Slots) -> None:
         ways, parts = self._passes.actions(), self.executable.part
+        if self._notes is not None:
+            ways = self._notes.actions(ways)
         name_ranges = _torch.profiler_is_on()
         for _, (phase, stage, microbatch) in actions:
             if self._failure is not None:

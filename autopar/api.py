@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopar.accuracy import recall
 from autopar.annotations import read_hints, resolve
+from autopar.arguments import (
+    Devices,
+    at_hand,
+    check_model,
+    check_values,
+    checked,
+    checked_options,
+    example_call,
+    need_example,
+    need_target,
+)
 from autopar.comparing import Call, run_comparison
 from autopar.comparing import tune as run_tuning
 from autopar.errors import InputError
@@ -26,19 +36,14 @@ from autopar.report.profile import Profile
 from autopar.runtime.entries import Settings
 from autopar.runtime.example import Example
 from autopar.runtime.module import PipelinedModule
-from autopar.schedule import SCHEDULES
+from autopar.runtime.passes import LossFunction
 from autopar.search.atoms import Constraints
 from autopar.search.planner import Options, find_plans, make_plan
-from cost_models import OPTIMIZER_STATE, Cluster, Device, DeviceError, parse_devices
+from cost_models import Cluster, Device
 
 log = logging.getLogger(__name__)
 
-Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
-LossFunction = Callable[[Any, Any], torch.Tensor]
-
 TUNING_STEPS = 5  # of every plan that is tuned, after one that warms up
-
-BATCH_NORM = ("per-microbatch", "deferred", "exact")
 
 
 def parallelize(
@@ -95,7 +100,7 @@ def parallelize(
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: when planning.
     """
-    parsed, options = _checked(
+    parsed, options = checked(
         model, devices, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm
     )
     settings = Settings(batch_dim, batch_norm, compile=compile, watch_nan=watch_nan, verify=verify)
@@ -109,7 +114,7 @@ def parallelize(
 
     module = PipelinedModule(model, parsed, decide, plan=plan, settings=settings, record=cache)
     if example_args is not None or example_kwargs is not None:
-        module.prepare(*_call(example_args, example_kwargs), loss_fn=loss_fn, target=target)
+        module.prepare(*example_call(example_args, example_kwargs), loss_fn=loss_fn, target=target)
     return module
 
 
@@ -127,9 +132,9 @@ def plan(
     from its data sheets, and `model` may be on the meta device or made under FakeTensorMode, so that no weights are
     allocated. The plan is followed where such devices are: save it, and give it to `parallelize` as `plan`.
     """
-    _need_example("planning", example_args, example_kwargs)
+    need_example("planning", example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:
-        return _plan_ahead(model, devices, *_call(example_args, example_kwargs), **options)
+        return _plan_ahead(model, devices, *example_call(example_args, example_kwargs), **options)
     module = parallelize(model, devices, example_args=example_args, example_kwargs=example_kwargs, **options)
     try:
         assert module.plan is not None
@@ -154,14 +159,15 @@ def profile(
     Measures what `parallelize` would, which then finds it in the cache; or estimates it for a cluster that is not at
     hand, as `plan` does. The model is unchanged by it. Arguments and errors as for `parallelize`.
     """
-    _need_example("profiling", example_args, example_kwargs)
-    _need_target(loss_fn, target)
-    _check_model(model)
-    args, kwargs = _call(example_args, example_kwargs)
+    need_example("profiling", example_args, example_kwargs)
+    need_target(loss_fn, target)
+    check_model(model)
+    args, kwargs = example_call(example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:
         ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
         return summarize(estimate_costs(ahead, devices))
-    parsed = _at_hand(devices)
+    check_values(model)
+    parsed = at_hand(devices)
     example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
     return summarize(measure_costs(example, parsed, cache=cache))
 
@@ -197,13 +203,13 @@ def compare(
 
     The other arguments and the errors are those of `parallelize`; no plan holds optimizer state here.
     """
-    _need_example("comparing", example_args, example_kwargs)
-    _need_target(loss_fn, target)
+    need_example("comparing", example_args, example_kwargs)
+    need_target(loss_fn, target)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     plans = {"auto": None} if plans is None else plans
-    parsed, options = _checked(model, devices, n_microbatches, schedule, max_replicas, memory_limit, "none", batch_norm)
-    args, kwargs = _call(example_args, example_kwargs)
+    parsed, options = checked(model, devices, n_microbatches, schedule, max_replicas, memory_limit, "none", batch_norm)
+    args, kwargs = example_call(example_args, example_kwargs)
     settings = Settings(batch_dim, batch_norm)
     example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
     example, options = _as_the_model_allows(example, options, parsed, batch_norm)
@@ -306,7 +312,7 @@ def _plan_ahead(
     needless = {"cache", "verify", "compile", "watch_nan"}  # of measuring and of running
     if wrong := sorted(set(others) - needless):
         raise InputError(f"{', '.join(wrong)}: nothing can be run on {cluster.title}, which is not at hand")
-    options = _options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
+    options = checked_options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
     settings = Settings(batch_dim, batch_norm)
     example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
     example, options = _as_the_model_allows(example, options, cluster.devices, batch_norm)
@@ -314,78 +320,6 @@ def _plan_ahead(
     found = make_plan(costs, options)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
     return dataclasses.replace(found, notes=(note, *found.notes), model=fingerprint(model))
-
-
-def _at_hand(devices: Devices) -> tuple[Device, ...]:
-    """The devices to run on."""
-    if not isinstance(devices, Cluster):
-        return parse_devices(devices)
-    if not devices.at_hand:
-        raise DeviceError(f"{devices.title} is not at hand: autopar.plan plans for it, to be run where it is")
-    return devices.at_hand
-
-
-def _need_example(what: str, args: object, kwargs: object) -> None:
-    if args is None and kwargs is None:
-        raise InputError(f"{what} needs an example call: give example_args= or example_kwargs=")
-
-
-def _need_target(loss_fn: LossFunction | None, target: object) -> None:
-    if loss_fn is not None and target is None:
-        raise InputError("loss_fn needs target=: what loss_fn(output, target) compares the output with")
-
-
-def _call(args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise InputError(f"example_args must be a tuple of arguments, got {type(args).__name__}; write (x,)")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise InputError(f"example_kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
-    return tuple(args or ()), dict(kwargs or {})
-
-
-def _checked(
-    model: nn.Module,
-    devices: Devices,
-    n_microbatches: int | None,
-    schedule: str | None,
-    max_replicas: int | None,
-    memory_limit: float | None,
-    optimizer: str,
-    batch_norm: str,
-) -> tuple[tuple[Device, ...], Options]:
-    options = _options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
-    return _at_hand(devices), options
-
-
-def _options(
-    model: nn.Module,
-    n_microbatches: int | None,
-    schedule: str | None,
-    max_replicas: int | None,
-    memory_limit: float | None,
-    optimizer: str,
-    batch_norm: str,
-) -> Options:
-    _check_model(model)
-    for name, value in (("n_microbatches", n_microbatches), ("max_replicas", max_replicas)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise InputError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if memory_limit is not None and not memory_limit > 0:
-        raise InputError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}")
-    if optimizer not in OPTIMIZER_STATE:
-        raise InputError(f"optimizer must be one of {', '.join(OPTIMIZER_STATE)}, got {optimizer!r}")
-    if batch_norm not in BATCH_NORM:
-        raise InputError(f"batch_norm must be one of {', '.join(BATCH_NORM)}, got {batch_norm!r}")
-    return Options(n_microbatches, schedule, max_replicas, memory_limit, optimizer)
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, PipelinedModule):
-        raise InputError("the model is pipelined already; give model.unwrap()")
 
 
 def _with_overrides(plan: Plan, n_microbatches: int | None, schedule: str | None) -> Plan:

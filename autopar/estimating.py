@@ -17,10 +17,9 @@ from autopar.operators import captured_device, compute_nodes, on_device
 from cost_models import Cluster, Link
 from cost_models.footprint import GraphBytes, measure_bytes
 from cost_models.graphs import on_meta, private_copy, tensors_in
-from cost_models.roofline import efficiency_of, estimate, kernel_seconds, rates_of
-from cost_models.specs import DeviceSpec
+from cost_models.roofline import efficiency_of, price, rates_of
 from cost_models.training_memory import FRAGMENTATION
-from cost_models.work import count_call
+from cost_models.work import OperatorWork, count, count_call
 
 META = torch.device("meta")
 
@@ -60,18 +59,15 @@ class Estimated:
         loss = np.zeros((len(kinds), len(sizes), 2))
         for row, rows in enumerate(sizes):
             progress(f"estimating {rows} samples", row / len(sizes))
+            work = count(self._module, rows, training=self._training, inputs=self._calls.inputs(rows))
+            of_loss = self._loss(rows)
             for place, spec in enumerate(kinds.values()):
-                costs = estimate(
-                    self._module,
-                    rows,
-                    rates_of(spec),
-                    efficiency_of(spec),
-                    training=self._training,
-                    inputs=self._calls.inputs(rows),
-                )
-                forward[place, row] = [costs[name].forward_seconds for name in nodes]
-                backward[place, row] = [costs[name].backward_seconds for name in nodes]
-                loss[place, row] = self._loss(rows, spec)
+                rates, efficiency = rates_of(spec), efficiency_of(spec)
+                costs = [price(work[name], rates, efficiency) for name in nodes]
+                forward[place, row] = [cost.forward_seconds for cost in costs]
+                backward[place, row] = [cost.backward_seconds for cost in costs]
+                whole = price(of_loss, rates, efficiency)
+                loss[place, row] = whole.forward_seconds, whole.backward_seconds
         return tuple(
             CostTable(kind, 1, nodes, tuple(sizes), f, b, of)
             for kind, f, b, of in zip(kinds, forward, backward, loss, strict=True)
@@ -102,19 +98,13 @@ class Estimated:
         """Tensors of their own: a view of the example would count the storage of its whole batch."""
         return [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
 
-    def _loss(self, rows: int, spec: DeviceSpec) -> tuple[float, float]:
-        """Seconds of the loss outside the model, forward and backward."""
+    def _loss(self, rows: int) -> OperatorWork:
+        """What the loss outside the model does."""
         loss = self._calls.loss(rows)
         if loss is None:
-            return 0.0, 0.0
+            return OperatorWork((), ())
         with torch.no_grad():
             outputs = private_copy(self._module, META)(*self._inputs(rows))
         for tensor in tensors_in(outputs):
             tensor.requires_grad_(self._training and tensor.is_floating_point())
-        _, work = count_call(lambda *flat: loss(flat), outputs)
-        rates, efficiency = rates_of(spec), efficiency_of(spec)
-        forward, backward = (
-            sum(kernel_seconds(kernel, rates, efficiency) for kernel in kernels)
-            for kernels in (work.forward, work.backward)
-        )
-        return forward, backward
+        return count_call(lambda *flat: loss(flat), outputs)[1]

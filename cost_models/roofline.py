@@ -20,7 +20,7 @@ from torch import fx
 from cost_models.efficiency import Efficiency
 from cost_models.kernels import ComputeKind, Kernel, MemoryKind
 from cost_models.specs import DeviceSpec
-from cost_models.work import count
+from cost_models.work import OperatorWork, count
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,24 @@ def estimate(
     Raises:
         ValueError: FLOP/s for the dtype of a product are not known.
     """
-    result = {}
-    for name, work in count(module, rows, training=training, inputs=inputs).items():
-        result[name] = OperatorEstimate(
-            sum(k.flops for k in work.forward),
-            sum(k.flops for k in work.backward),
-            sum(k.nbytes for k in work.forward),
-            sum(k.nbytes for k in work.backward),
-            sum(kernel_seconds(k, rates, efficiency) for k in work.forward),
-            sum(kernel_seconds(k, rates, efficiency) for k in work.backward),
-        )
-    return result
+    counted = count(module, rows, training=training, inputs=inputs)
+    return {name: price(work, rates, efficiency) for name, work in counted.items()}
+
+
+def price(work: OperatorWork, rates: Rates, efficiency: Efficiency) -> OperatorEstimate:
+    """What work that was counted costs on a device.
+
+    Raises:
+        ValueError: FLOP/s for the dtype of a product are not known.
+    """
+    return OperatorEstimate(
+        sum(k.flops for k in work.forward),
+        sum(k.flops for k in work.backward),
+        sum(k.nbytes for k in work.forward),
+        sum(k.nbytes for k in work.backward),
+        sum(kernel_seconds(k, rates, efficiency) for k in work.forward),
+        sum(kernel_seconds(k, rates, efficiency) for k in work.backward),
+    )
 
 
 def kernel_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:

@@ -248,6 +248,12 @@ def test_what_needs_the_devices_is_refused_for_a_cluster_that_is_not_here() -> N
             call(model, H100, example_kwargs=inputs)
 
 
+@pytest.mark.parametrize("call", [autopar.parallelize, autopar.plan, autopar.profile, autopar.compare])
+def test_a_model_without_values_is_not_run(call: Any) -> None:
+    with pytest.raises(InputError, match=r"'transformer\.wte\.weight' has no values .*Cluster\.preset"):
+        call(on_meta(gpt2), ["cpu", "cpu"], example_kwargs=call_of(gpt2))
+
+
 def test_a_cluster_at_hand_is_measured_like_its_devices() -> None:
     model = gpt2()
     cluster = dataclasses.replace(Cluster.preset("2xcpu"), at_hand=parse_devices(["cpu", "cpu"]))

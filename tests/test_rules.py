@@ -17,6 +17,7 @@ from torch import fx
 from autopar.rules import RULES, Dims, Kind, Rule, bind, read
 from autopar.rules.calls import quotient
 from autopar.rules.views import factorise
+from autopar.sharding.local import local_call
 
 sizes = st.builds(Sizes, *[st.integers(2, 4)] * 4)
 
@@ -60,23 +61,15 @@ def local_shape(shape: Any, dims: Dims, rule: Rule, index: str, length: int) -> 
 
 def rerun(target: Any, args: Any, kwargs: Any, swap: dict[int, Any], shape: list[int]) -> list[torch.Tensor]:
     """The call with other operands; sizes among its arguments follow the local `shape` of the result."""
-    name = target.overloadpacket.__name__
 
     def swapped(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [swapped(v) for v in value]
         return swap.get(id(value), value)
 
-    args = [swapped(a) for a in args]
-    if name in ("view", "reshape", "_unsafe_view", "expand", "broadcast_to"):
-        args[1] = shape
-    elif name in ("view_as", "reshape_as", "expand_as"):
-        args[1] = torch.empty(shape)
-    elif name == "_reshape_alias":
-        args[1:] = [shape, torch.empty(shape).stride()]
-    elif name == "unflatten":
-        args[2] = shape[args[1] : args[1] + len(args[2])]
-    result = target(*args, **{k: swapped(v) for k, v in kwargs.items()})
+    swapped_args, swapped_kwargs = [swapped(a) for a in args], {k: swapped(v) for k, v in kwargs.items()}
+    target, args, kwargs = local_call(target, swapped_args, swapped_kwargs, shape)
+    result = target(*args, **kwargs)
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 

@@ -1,0 +1,89 @@
+"""How a tensor lies on a mesh: one placement an axis, as of torch.distributed.tensor.
+
+A layout is a tuple of numbers, one an axis: d >= 0 for Shard(d), REPLICATE, or PARTIAL (the tensor is the sum of what
+the devices along the axis have). Where several axes shard one dimension, the first of them is the outermost:
+
+    mesh 2 x 2, layout (0, 0): device (i, j) has quarter 2 i + j of dimension 0
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from autopar.errors import InputError
+
+Layout = tuple[int, ...]
+
+REPLICATE = -1
+PARTIAL = -2
+
+
+def placements(layout: Layout) -> tuple[Placement, ...]:
+    """The layout in torch's words."""
+    other: dict[int, Placement] = {REPLICATE: Replicate(), PARTIAL: Partial()}
+    return tuple(other[code] if code < 0 else Shard(code) for code in layout)
+
+
+def from_placements(given: Sequence[Placement]) -> Layout:
+    """Torch's words as a layout. Raises InputError for placements that none has (a maximum, say)."""
+
+    def code(one: Placement) -> int:
+        if isinstance(one, Shard):
+            return one.dim
+        if isinstance(one, Replicate):
+            return REPLICATE
+        if isinstance(one, Partial) and one.reduce_op == "sum":
+            return PARTIAL
+        raise InputError(f"a placement must be Shard(dim), Replicate() or Partial(), got {one}")
+
+    return tuple(map(code, given))
+
+
+def layouts(shape: Sequence[int], mesh: Sequence[int], *, partial: bool = True) -> list[Layout]:
+    """All layouts of a tensor on a mesh of this shape in which every device has an equal part; the replicated one is
+    first. On an axis of one device there is nothing but REPLICATE."""
+    codes = [REPLICATE, *range(len(shape)), *([PARTIAL] if partial else [])]
+    every = itertools.product(*(codes if n > 1 else [REPLICATE] for n in mesh))
+    return [layout for layout in every if fits(layout, shape, mesh)]
+
+
+def fits(layout: Layout, shape: Sequence[int], mesh: Sequence[int]) -> bool:
+    """Whether every dimension comes apart evenly."""
+    return all(
+        size % math.prod(n for n, c in zip(mesh, layout, strict=True) if c == d) == 0 for d, size in enumerate(shape)
+    )
+
+
+def parts(layout: Layout, mesh: Sequence[int]) -> int:
+    """Into how many parts the tensor is cut."""
+    return math.prod(n for n, code in zip(mesh, layout, strict=True) if code >= 0)
+
+
+def local_shape(layout: Layout, shape: Sequence[int], mesh: Sequence[int]) -> tuple[int, ...]:
+    """What each device has."""
+    return tuple(
+        size // math.prod(n for n, code in zip(mesh, layout, strict=True) if code == d) for d, size in enumerate(shape)
+    )
+
+
+def slices(layout: Layout, shape: Sequence[int], mesh: Sequence[int], place: Sequence[int]) -> tuple[slice, ...]:
+    """Which entries the device at `place` has (of a PARTIAL one: to which its sum counts)."""
+    found = []
+    for d, size in enumerate(shape):
+        number, count = 0, 1
+        for n, code, here in zip(mesh, layout, place, strict=True):
+            if code == d:
+                number, count = number * n + here, count * n
+        found.append(slice(number * size // count, (number + 1) * size // count))
+    return tuple(found)
+
+
+def dual(layout: Layout) -> Layout:
+    """The layout of the gradient that an operator computes of an operand in `layout`, or needs of a result in it: each
+    of several replicas is read by one device, so that their gradients add up; and what is added up has the gradient
+    of the sum."""
+    return tuple({REPLICATE: PARTIAL, PARTIAL: REPLICATE}.get(code, code) for code in layout)

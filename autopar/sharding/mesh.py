@@ -1,0 +1,86 @@
+"""Devices in a grid, and what collectives along its axes take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.errors import InputError
+from cost_models import Cluster, Collective
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The devices of a stage in a grid whose last axis runs fastest, as of torch.distributed's DeviceMesh:
+
+        axis "data", 2 long     0  1  2  3      axis "model", 4 long
+                                4  5  6  7
+
+    Raises:
+        InputError: an axis shorter than one, names that are not one an axis and different, or another number of
+            devices than the axes multiply to.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]  # of the axes
+    devices: tuple[str, ...]  # names, the last axis running fastest
+
+    def __post_init__(self) -> None:
+        if any(n < 1 for n in self.shape):
+            raise InputError(f"the axes of a mesh have at least one device, got {self.shape}")
+        if len(self.names) != len(self.shape) or len(set(self.names)) < len(self.names):
+            raise InputError(f"a mesh of shape {self.shape} needs {len(self.shape)} different names, got {self.names}")
+        if len(self.devices) != self.size or len(set(self.devices)) < self.size:
+            raise InputError(
+                f"a mesh of shape {self.shape} needs {self.size} different devices, got {len(set(self.devices))} "
+                f"different of {len(self.devices)}"
+            )
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def grid(self) -> np.ndarray:
+        """Names in an array of the mesh's shape."""
+        return np.array(self.devices, dtype=object).reshape(self.shape)
+
+    def line(self, axis: int) -> tuple[str, ...]:
+        """The devices along an axis, from the first on: those that take part in one collective."""
+        first = np.moveaxis(self.grid, axis, 0).reshape(self.shape[axis], -1)[:, 0]
+        return tuple(first)
+
+    def place(self, device: int) -> tuple[int, ...]:
+        """Where a device, by its number, is along every axis."""
+        return tuple(int(i) for i in np.unravel_index(device, self.shape))
+
+    def seconds(self, collective: Collective, nbytes: float, axis: int, cluster: Cluster) -> float:
+        """Seconds of a collective in all lines along `axis` at once; `nbytes` as for `collective_seconds`."""
+        line = self.line(axis)
+        if len(line) == 1:
+            return 0.0
+        # Lines that run through the same nodes share what their devices share.
+        nodes = {cluster.node_of(name) for name in line}
+        here = sum(cluster.node_of(name) in nodes for name in self.devices)
+        return cluster.seconds(collective, nbytes, line, max(1, here // len(line)))
+
+
+def divisors(n: int) -> list[int]:
+    """Ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def mesh_shapes(n: int, axes: int) -> list[tuple[int, ...]]:
+    """All shapes of `axes` axes with n devices."""
+    if axes == 1:
+        return [(n,)]
+    return [(d, *rest) for d in divisors(n) for rest in mesh_shapes(n // d, axes - 1)]
+
+
+def make_mesh(shape: Sequence[int], devices: Sequence[str], names: Sequence[str] | None = None) -> Mesh:
+    """A mesh over `devices`; axes are called "axis0", "axis1" .. where they have no names."""
+    return Mesh(tuple(shape), tuple(names or (f"axis{i}" for i in range(len(shape)))), tuple(devices))

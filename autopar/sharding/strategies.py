@@ -1,0 +1,123 @@
+"""The strategies of an operator: what each axis of a mesh may do with it, from its line of index notation.
+
+Along every axis one of these, and so all combinations over the axes (an index that several axes take is cut by the
+first of them first):
+
+```
+    linear  *b k, n k, n -> *b n ; 02 12
+      b1     x Shard(0)   w Replicate  bias Replicate  -> y Shard(0)      kept: data parallelism
+      n      x Replicate  w Shard(0)   bias Shard(0)   -> y Shard(1)      kept: columns
+      k      x Shard(1)   w Shard(1)   bias Partial    -> y Partial       summed: rows
+      02     x Partial    w Replicate  bias Partial    -> y Partial       linear in x (and the bias)
+      12     x Replicate  w Partial    bias Partial    -> y Partial       linear in w
+      -      all Replicate                                                every device does the same work
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.rules.notation import Dims, Kind, Rule
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
+
+REPEATED = "-"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How one operator is split over a mesh."""
+
+    axes: tuple[str, ...]  # along each: the index, the operands in which it is linear, or REPEATED
+    inputs: tuple[Layout, ...]  # of the rule's operands
+    outputs: tuple[Layout, ...]  # of the tensors it returns
+    share: float  # of the work that each device does
+    scale: float = 1.0  # what the results are multiplied with: a mean over parts is that of their means
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What one axis may do."""
+
+    name: str
+    inputs: tuple[int, ...]  # a code of each operand's layout
+    outputs: tuple[int, ...]
+    index: str | None  # that is cut
+    averaged: bool = False
+
+
+def strategies(rule: Rule, mesh: Sequence[int]) -> list[Strategy]:
+    """All strategies of an operator over a mesh of this shape; the first repeats it everywhere.
+
+    Sizes must be numbers. Parts are even: an index whose size an axis does not divide is not cut by it.
+    """
+    ways = list(_ways(rule))
+    found: dict[tuple[object, ...], Strategy] = {}
+    for chosen in itertools.product(*(ways if n > 1 else ways[:1] for n in mesh)):
+        cut: dict[str, int] = {}
+        for way, n in zip(chosen, mesh, strict=True):
+            if way.index is not None:
+                cut[way.index] = cut.get(way.index, 1) * n
+        if any(rule.sizes[index] % n for index, n in cut.items()):
+            continue
+        scale = math.prod(1 / n for way, n in zip(chosen, mesh, strict=True) if way.averaged)
+        inputs = tuple(tuple(way.inputs[i] for way in chosen) for i in range(len(rule.operands)))
+        outputs = tuple(tuple(way.outputs[i] for way in chosen) for i in range(len(rule.outputs)))
+        one = Strategy(tuple(way.name for way in chosen), inputs, outputs, 1 / math.prod(cut.values()), scale)
+        found.setdefault((inputs, outputs, scale), one)
+    return list(found.values())
+
+
+def repeated(n_inputs: int, n_outputs: int, axes: int) -> Strategy:
+    """For an operator without a rule: every device does all of it, which is always right."""
+    whole = (REPLICATE,) * axes
+    return Strategy((REPEATED,) * axes, (whole,) * n_inputs, (whole,) * n_outputs, 1.0)
+
+
+def _ways(rule: Rule) -> Iterator[_Way]:
+    nothing = tuple(REPLICATE for _ in rule.operands), tuple(REPLICATE for _ in rule.outputs)
+    yield _Way(REPEATED, *nothing, None)
+    for index, kind in rule.kinds.items():
+        if kind is Kind.WHOLE or rule.sizes[index] == 1:
+            continue
+        inputs = [_place(dims, index, rule) for dims in rule.inputs]
+        outputs = [_place(dims, index, rule) for dims in rule.outputs]
+        if None in inputs or None in outputs:
+            continue
+        if kind is not Kind.KEPT:
+            outputs = [PARTIAL for _ in outputs]
+        if kind is Kind.SUMMED:
+            added = [i in rule.addends and code == REPLICATE for i, code in enumerate(inputs)]
+            if any(a and not _is_tensor(rule, i) for i, a in enumerate(added)):
+                continue
+            inputs = [PARTIAL if a else code for a, code in zip(added, inputs, strict=True)]
+        yield _Way(index, _codes(inputs), _codes(outputs), index, kind is Kind.AVERAGED)
+    for group in rule.linear:
+        if all(_is_tensor(rule, i) for i in group):
+            inputs = [PARTIAL if i in group else REPLICATE for i in range(len(rule.operands))]
+            name = "".join(map(str, sorted(group)))
+            yield _Way(name, _codes(inputs), tuple(PARTIAL for _ in rule.outputs), None)
+
+
+def _codes(found: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(code for code in found if code is not None)
+
+
+def _place(dims: Dims, index: str, rule: Rule) -> int | None:
+    """The dimension that cutting `index` cuts into blocks; REPLICATE without it, None where it would not be blocks: an
+    index inside of another one in a folded dimension."""
+    for d, inside in enumerate(dims):
+        if index in inside:
+            outer = inside[: inside.index(index)]
+            return d if all(rule.sizes[i] == 1 for i in outer) else None
+    return REPLICATE
+
+
+def _is_tensor(rule: Rule, operand: int) -> bool:
+    """Rather than a number, which is the same everywhere."""
+    return isinstance(rule.operands[operand], (torch.fx.Node, torch.Tensor))

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar import AutoparWarning
-from benchmarks import estimates, models, overhead, partition_instances, peers, planning, training, zoo
+from benchmarks import estimates, memory, models, overhead, partition_instances, peers, planning, training, zoo
 from benchmarks.machine import machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
 
@@ -42,6 +42,10 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
     "estimates": (
         "ResNet-50, GPT-2, BERT, T5 and ViT estimated from kernel curves, and profiled, against their steps",
         lambda quick, _: estimates.run_estimates(quick),
+    ),
+    "memory": (
+        "training steps of ResNet-50, GPT-2, BERT and T5: bytes predicted without running them, and measured",
+        lambda quick, _: memory.run_memory(quick),
     ),
     "partition_instances": (
         "the public pipeline-partitioning graphs of NeurIPS 2020 (--instances DIR) against their published optima",

@@ -1,13 +1,11 @@
 """Bytes in use over time, told by the storages of tensors that come and go.
 
 A dispatch mode sees the results of every kernel, forward and backward, and a weak reference tells when a storage is
-freed. Where it lies does not matter: on the meta device a pass takes no memory and computes nothing, but its tensors
-live and die as anywhere else.
+freed. On the meta device a pass takes no memory and computes nothing, but its tensors live and die as anywhere else.
 """
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable
 from functools import cache, partial
@@ -20,26 +18,30 @@ from cost_models.graphs import storage_key, tensors_in
 
 _aten = torch.ops.aten
 
+_NUMBERS = {torch.bool: True, torch.int64: 1, torch.int32: 1}
+"""What `item()` tells of a tensor without values, by dtype; 1.0 for the others."""
+
 
 class Allocations(TorchDispatchMode):
-    """Notes every storage that appears inside, and its end.
+    """Notes every storage on the meta device that appears inside, and its end.
 
-    `block`: sizes are rounded up to multiples of so many bytes. `events` has the place of a storage in `nbytes` when
-    it appears, and its complement (~place) when it is freed.
+    `block`: sizes are rounded up to multiples of so many bytes.
     """
 
     def __init__(self, block: int = 1) -> None:
         super().__init__()
-        self.nbytes: list[int] = []
-        self.events: list[int] = []
+        self.nbytes: list[int] = []  # of every storage
+        self.remade: list[int] = []  # places of storages that a backward made by running operators again
+        self.events: list[int] = []  # the place of a storage in `nbytes` as it appears, ~place as it is freed
+        self.in_backward = False
         self._block = block
         self._places: dict[int, int] = {}  # of storages that live
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._last_reference = references_to_the_only_gradient()
+        self._last_reference = _references_to_a_gradient()
 
     def note(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        """The places of the storages of `tensors`, each once; those not seen before appear now."""
-        places: dict[int, None] = {}
+        """The places of the storages of `tensors`; those that were not seen before appear now."""
+        places = []
         for tensor in tensors:
             key = storage_key(tensor)
             if key not in self._places:
@@ -48,38 +50,40 @@ class Allocations(TorchDispatchMode):
                 self._references[key] = weakref.ref(storage, partial(self._gone, key))
                 self.events.append(len(self.nbytes))
                 self.nbytes.append(-(-storage.nbytes() // self._block) * self._block)
-            places[self._places[key]] = None
-        return list(places)
+                if self.in_backward and torch.is_grad_enabled():
+                    self.remade.append(self._places[key])
+            places.append(self._places[key])
+        return places
+
+    def living(self) -> list[int]:
+        """The places of the storages that live."""
+        return list(self._places.values())
 
     def _gone(self, key: int, _: Any) -> None:
-        self._references.pop(key, None)
+        del self._references[key]
         self.events.append(~self._places.pop(key))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        meta = any(t.is_meta for t in tensors_in(args))
-        if func is _aten._local_scalar_dense.default and meta:
-            return _NUMBER.get(args[0].dtype, 1.0)
-        if func is _aten.add.Tensor and not torch.is_grad_enabled() and self._sums_gradients(*args):
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:
+            return _NUMBERS.get(args[0].dtype, 1.0)
+        if func is _aten.add.Tensor and self._autograd_adds_in_place(*args):
             return args[0]
-        result = func(*args, **kwargs)
-        self.note(tensors_in(result))
+        result = func(*args, **(kwargs or {}))
+        self.note(t for t in tensors_in(result) if t.is_meta)
         return result
 
-    def _sums_gradients(self, first: Any, second: Any) -> bool:
-        """Whether autograd would add the second to the first in place, had it not seen a dispatch mode: where nobody
-        else holds the first (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp)."""
+    def _autograd_adds_in_place(self, first: Any, second: Any) -> bool:
+        """Whether this is a sum of two gradients that goes to the place of the first, which nobody else holds. Where a
+        dispatch mode looks on autograd does not do so (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
+        """
         return (
-            isinstance(first, torch.Tensor)
+            self.in_backward
+            and not torch.is_grad_enabled()
             and isinstance(second, torch.Tensor)
             and first.shape == second.shape
             and first.untyped_storage().nbytes() >= first.numel() * first.element_size()  # else it is expanded
             and _references(first) == self._last_reference
         )
-
-
-_NUMBER: dict[torch.dtype, int | bool] = {torch.bool: True, torch.int64: 1, torch.int32: 1}
-"""What `item()` of a tensor without values gives; 1.0 for the other dtypes."""
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
@@ -88,8 +92,8 @@ def _references(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @cache
-def references_to_the_only_gradient() -> tuple[int, int]:
-    """What `_references` counts of a gradient that autograd alone holds when it adds another to it: looked up, since it
+def _references_to_a_gradient() -> tuple[int, int]:
+    """What `_references` counts of a gradient that autograd alone holds when it adds another one: looked up, since it
     depends on how torch hands tensors over to Python."""
     found: list[tuple[int, int]] = []
 
@@ -100,9 +104,8 @@ def references_to_the_only_gradient() -> tuple[int, int]:
             return func(*args, **(kwargs or {}))
 
     with torch.enable_grad():
-        x = torch.empty(2, device="meta", requires_grad=True)
-        both = x.exp(), x.sin()
-        roots = [operator.mul(y, 2.0) for y in both]
+        x = torch.empty(2, device="meta", requires_grad=True) * 2
+        total = x.exp() * x.sin()
         with Look():
-            torch.autograd.backward(roots, [torch.empty_like(y) for y in roots])
+            total.backward(torch.empty_like(total))
     return found[0]

@@ -45,8 +45,9 @@ def run_nodes(
         del args, kwargs, value
         for source in node.all_input_nodes:  # free what is not needed any more, as the real program does
             remaining[source] -= 1
-            if not remaining[source]:
-                values.pop(source, None)
+        for last in (node, *node.all_input_nodes):
+            if not remaining[last]:
+                values.pop(last, None)
     raise ValueError("the graph has no output node")
 
 

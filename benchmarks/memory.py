@@ -1,0 +1,283 @@
+"""Memory of training steps of models of transformers: predicted without running them, and as they allocate it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.capture import capture
+from benchmarks.output import Report, Table
+from cost_models.recomputation import nodes_inside
+from cost_models.step_memory import step_memory
+
+log = logging.getLogger(__name__)
+
+MOMENTS = ("forward", "backward", "step")
+
+# Optimizer, and whether every layer keeps its inputs alone.
+VARIANTS = (("adamw", False), ("sgd", False), ("adamw", True))
+
+MAKERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "adamw": torch.optim.AdamW,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that returns its loss, and a call of it."""
+
+    name: str
+    batch: str  # in words
+    model: nn.Module
+    inputs: dict[str, torch.Tensor]
+    layers: tuple[str, ...]  # modules whose children are the layers
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step of one model."""
+
+    name: str
+    batch: str
+    parameters: int
+    optimizer: str
+    recompute: bool
+    first: bool  # of all steps: the optimizer's states appear in it
+    moment: str  # of the predicted peak
+    predicted: int  # bytes, peak
+    measured: int  # bytes, peak
+    predicted_moments: dict[str, int]  # bytes, peak of each
+    measured_moments: dict[str, int]
+    seconds: float  # that the prediction took, once captured
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def run_memory(quick: bool) -> Report:
+    rows: list[Row] = []
+    for build in BUILDERS:
+        for optimizer, recompute in VARIANTS:
+            rows += measure(build(quick), optimizer, recompute)
+            gc.collect()  # modules and graphs refer to each other, and the next model needs the memory
+    data = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
+    return Report("Memory of a training step on a CPU", (_table(rows), _moments(rows)), {"rows": data})
+
+
+def measure(subject: Subject, optimizer: str, recompute: bool) -> Iterator[Row]:
+    """The first step and the one after it."""
+    log.info("%s, %s%s", subject.name, optimizer, ", layers recomputed" if recompute else "")
+    model, inputs = subject.model.train(), subject.inputs
+    program = capture(model, (), inputs)
+    leaves, _ = program.bind((), inputs) or ([], 0)
+    layers = [(f"{path}.{name}", layer) for path in subject.layers for name, layer in _children(model, path)]
+    groups = [nodes_inside(program.graph, path) for path, _ in layers] if recompute else []
+    predictions = []
+    for first in (True, False):
+        start = time.perf_counter()
+        found = step_memory(program.graph_module, leaves, optimizer=optimizer, recompute=groups, first=first)
+        predictions.append((found, time.perf_counter() - start))
+    if recompute:
+        for _, layer in layers:
+            checkpointed(layer)
+    real = steps(model, inputs, MAKERS[optimizer](model.parameters()), count=2)
+    for first, (found, seconds), peaks in zip((True, False), predictions, real, strict=True):
+        yield Row(
+            name=subject.name,
+            batch=subject.batch,
+            parameters=sum(p.numel() for p in model.parameters()),
+            optimizer=optimizer,
+            recompute=recompute,
+            first=first,
+            moment=found.moment,
+            predicted=found.peak.total,
+            measured=max(peaks.values()),
+            predicted_moments={moment: getattr(found, moment).total for moment in MOMENTS},
+            measured_moments=peaks,
+            seconds=seconds,
+        )
+
+
+# -- real steps -------------------------------------------------------------------------------------------------------
+
+
+def steps(
+    model: nn.Module, inputs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, count: int
+) -> list[dict[str, int]]:
+    """By moment, the most bytes in use in each of `count` steps on a CPU: parameters, buffers, inputs, the optimizer's
+    states, and whatever is allocated. The model returns an object with its loss, which is held to the step's end."""
+    found = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        base = nbytes([*model.parameters(), *model.buffers(), *inputs.values(), *states])
+        held: list[Any] = []
+        actions: tuple[Callable[[], Any], ...] = (
+            lambda held=held: held.append(model(**inputs)),  # type: ignore[misc]
+            lambda held=held: held[0].loss.backward(),  # type: ignore[misc]
+            optimizer.step,
+        )
+        peaks = {}
+        for moment, action in zip(MOMENTS, actions, strict=True):
+            most, more = allocated(action)
+            peaks[moment] = base + most
+            base += more
+        found.append(peaks)
+    return found
+
+
+def allocated(action: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that PyTorch's CPU allocator gave out more than it got back: at the most, and in the end."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most, now
+
+
+def nbytes(values: Iterable[Any]) -> int:
+    """Bytes of the storages of all tensors among `values`, each once."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def checkpointed(layer: nn.Module) -> None:
+    """Make a layer keep its inputs alone, and run again for its backward."""
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _children(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    return iter(model.get_submodule(path).named_children())
+
+
+# -- the models -------------------------------------------------------------------------------------------------------
+
+_QUICK_VOCABULARY = 500
+
+
+def resnet(quick: bool) -> Subject:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    batch, size = (2, 64) if quick else (32, 224)
+    labels: dict[str, Any] = {"num_labels": 1000}
+    inputs = {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(1000, (batch,))}
+    layers = tuple(f"resnet.encoder.stages.{stage}.layers" for stage in range(4))
+    model = ResNetForImageClassification(ResNetConfig(**labels))
+    return Subject("ResNet-50", f"{batch} images of {size} x {size}", model, inputs, layers)
+
+
+def gpt2(quick: bool) -> Subject:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    tiny: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": _QUICK_VOCABULARY}
+    config = GPT2Config(use_cache=False, **(tiny if quick else {}))
+    tokens, batch = _text(config.vocab_size, *((2, 32) if quick else (4, 512)))
+    return Subject("GPT-2", batch, GPT2LMHeadModel(config), tokens, ("transformer.h",))
+
+
+def bert(quick: bool) -> Subject:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    tiny: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    tiny |= {"num_attention_heads": 4, "vocab_size": _QUICK_VOCABULARY}
+    config = BertConfig(**(tiny if quick else {}))
+    tokens, batch = _text(config.vocab_size, *((2, 32) if quick else (8, 256)))
+    return Subject("BERT-base", batch, BertForMaskedLM(config), tokens, ("bert.encoder.layer",))
+
+
+def t5(quick: bool) -> Subject:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    tiny: dict[str, Any] = {"num_layers": 2, "d_model": 64, "d_ff": 128, "num_heads": 4, "d_kv": 16}
+    tiny["vocab_size"] = _QUICK_VOCABULARY
+    common: dict[str, Any] = {"use_cache": False, "decoder_start_token_id": 0}
+    config = T5Config(**common, **(tiny if quick else {}))
+    tokens, batch = _text(config.vocab_size, *((2, 32) if quick else (8, 256)))
+    return Subject("T5-small", batch, T5ForConditionalGeneration(config), tokens, ("encoder.block", "decoder.block"))
+
+
+BUILDERS: tuple[Callable[[bool], Subject], ...] = (resnet, gpt2, bert, t5)
+
+
+def _text(vocabulary: int, batch: int, length: int) -> tuple[dict[str, torch.Tensor], str]:
+    tokens = torch.randint(vocabulary, (batch, length))
+    return {"input_ids": tokens, "labels": tokens}, f"{batch} sequences of {length} tokens"
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def _table(rows: list[Row]) -> Table:
+    return Table(
+        "Peak of the step",
+        (
+            "model",
+            "batch",
+            "parameters, millions",
+            "optimizer",
+            "layers recomputed",
+            "step",
+            "peak in",
+            "predicted MB",
+            "measured MB",
+            "error",
+            "prediction s",
+        ),
+        tuple(
+            (
+                row.name,
+                row.batch,
+                f"{row.parameters / 1e6:.1f}",
+                *_variant(row),
+                row.moment,
+                f"{row.predicted / 1e6:.0f}",
+                f"{row.measured / 1e6:.0f}",
+                f"{row.error:+.1%}",
+                f"{row.seconds:.2f}",
+            )
+            for row in rows
+        ),
+        "Predicted from the captured graph on the meta device. Measured: what PyTorch's CPU allocator gives out during "
+        "the step, with what is there before it (parameters, buffers, the batch, the optimizer's states). float32, "
+        "dropout as the models have it, gradients set to None before the step, the output held to its end.",
+    )
+
+
+def _moments(rows: list[Row]) -> Table:
+    return Table(
+        "Predicted / measured MB by moment",
+        ("model", "optimizer", "layers recomputed", "step", *MOMENTS),
+        tuple(
+            (
+                row.name,
+                *_variant(row),
+                *(f"{row.predicted_moments[m] / 1e6:.0f} / {row.measured_moments[m] / 1e6:.0f}" for m in MOMENTS),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _variant(row: Row) -> tuple[str, str, str]:
+    return row.optimizer, "yes" if row.recompute else "no", "first" if row.first else "later"

@@ -83,7 +83,7 @@ def parallelize(
         n_microbatches: micro-batches a batch. schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1".
         max_replicas: most devices one stage may hold; 1 for a pure pipeline.
         memory_limit: bytes usable on each device (default: what it has free).
-        optimizer: whose state the memory must hold: "none", "sgd", "momentum", "adam" or "adamw".
+        optimizer: whose state the memory must hold: "none", "sgd", "momentum", "adam", "adamw" or "adafactor".
         batch_norm: "per-microbatch": statistics of each micro-batch, as DataParallel and DDP do; "deferred": the same,
             but the running statistics are those of whole batches; "exact": the batch stays whole if the model has
             batch norm in training.

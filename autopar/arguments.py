@@ -14,7 +14,7 @@ from autopar.runtime.module import PipelinedModule
 from autopar.runtime.passes import LossFunction
 from autopar.schedule import SCHEDULES
 from autopar.search.planner import Options
-from cost_models import OPTIMIZER_STATE, Cluster, Device, DeviceError, parse_devices
+from cost_models import OPTIMIZERS, Cluster, Device, DeviceError, parse_devices
 
 Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
 
@@ -71,8 +71,8 @@ def checked_options(
         raise InputError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if memory_limit is not None and not memory_limit > 0:
         raise InputError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}")
-    if optimizer not in OPTIMIZER_STATE:
-        raise InputError(f"optimizer must be one of {', '.join(OPTIMIZER_STATE)}, got {optimizer!r}")
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     if batch_norm not in BATCH_NORM:
         raise InputError(f"batch_norm must be one of {', '.join(BATCH_NORM)}, got {batch_norm!r}")
     return Options(n_microbatches, schedule, max_replicas, memory_limit, optimizer)

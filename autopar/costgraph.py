@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import networkx as nx
 import torch
@@ -32,6 +33,14 @@ from autopar.operators import (
 from cost_models import Cluster, Device, Link
 from cost_models.footprint import GraphBytes
 from cost_models.graphs import storage_key
+
+
+class Weight(NamedTuple):
+    """A parameter or buffer that an operator reads."""
+
+    nbytes: int
+    trained: bool
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
     key, operator, module, source; position in program order; replicable, grad; weight_share (the fraction of its
     backward's time that only gradients of parameters need, see `weight_shares`); repeatable (it may run again for its
     backward); bytes for the whole batch: output (of its result), gradient (of what flows back), fresh (newly
-    allocated), saved = {storage: bytes}; parameters = {name: (bytes, trained)};
+    allocated), saved = {storage: bytes}; parameters = {name: Weight};
     batched: the bytes grow with the batch. Edges carry the bytes that flow.
     Graph attributes: fused (groups of nodes that stay together), order (pairs of nodes of which the first must not run
     in a later stage although the second does not read it), outputs (nodes that the caller reads).
@@ -139,7 +148,7 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
     graph.graph["outputs"] = [n.name for n in output_node.all_input_nodes if n.name in graph]
 
 
-def _parameters(module: fx.GraphModule, node: fx.Node) -> dict[str, tuple[int, bool]]:
+def _parameters(module: fx.GraphModule, node: fx.Node) -> dict[str, Weight]:
     found: dict[str, torch.Tensor] = {}
     for source in node.all_input_nodes:
         if source.op == "get_attr":
@@ -150,4 +159,7 @@ def _parameters(module: fx.GraphModule, node: fx.Node) -> dict[str, tuple[int, b
         child = module.get_submodule(str(node.target))
         found |= {f"{node.target}.{n}": t for n, t in [*child.named_parameters(), *child.named_buffers()]}
     # A tied tensor has several names; its storage is what a stage holds once.
-    return {str(storage_key(t)): (t.numel() * t.element_size(), t.requires_grad) for t in found.values()}
+    return {
+        str(storage_key(t)): Weight(t.numel() * t.element_size(), t.requires_grad, tuple(t.shape))
+        for t in found.values()
+    }

@@ -115,7 +115,7 @@ def summarize(costs: CostGraph) -> Profile:
 
     def cost(name: str, inside: Sequence[str]) -> Cost:
         nodes = [costs.graph.nodes[n] for n in inside]
-        parameters = {p: nbytes for node in nodes for p, (nbytes, _) in node["parameters"].items()}
+        parameters = {p: weight.nbytes for node in nodes for p, weight in node["parameters"].items()}
         saved = {storage: nbytes for node in nodes for storage, nbytes in node["saved"].items()}
         return Cost(
             name,

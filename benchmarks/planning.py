@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan
-from autopar.costgraph import CostGraph
+from autopar.costgraph import CostGraph, Weight
 from autopar.costtable import CostTable
 from autopar.search.planner import Options, make_plan
 from benchmarks.output import Report, Table
@@ -186,7 +186,7 @@ def _graph(case: Case, random: np.random.Generator) -> tuple[nx.DiGraph, dict[st
                 gradient=nbytes,
                 fresh=nbytes,
                 saved={storage: nbytes},
-                parameters={node: (int(parameter), True)} if parameter else {},
+                parameters={node: Weight(int(parameter), True, (int(parameter) // 4,))} if parameter else {},
                 weight_share=0.5 if parameter else 0.0,
                 repeatable=True,
             )

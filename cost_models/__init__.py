@@ -12,13 +12,13 @@ from cost_models.efficiency import Efficiency
 from cost_models.errors import DeviceError
 from cost_models.links import Link, fit_link, measure_link, measure_links
 from cost_models.measured_collectives import MeasuredCollectives, measure_collectives
-from cost_models.memory import OPTIMIZER_STATE, available_memory, optimizer_state_bytes
+from cost_models.memory import OPTIMIZERS, available_memory, optimizer_state_bytes
 from cost_models.roofline import OperatorEstimate, Rates, efficiency_of, estimate, rates_of
 from cost_models.specs import DeviceSpec, Network, known_devices, known_networks
 
 __all__ = [
     "COLLECTIVES",
-    "OPTIMIZER_STATE",
+    "OPTIMIZERS",
     "Calibration",
     "Cluster",
     "Collective",

@@ -18,7 +18,7 @@ from torch import nn
 
 import autopar
 from autopar import Comparison, InputError, Plan, PlanError
-from autopar.costgraph import CostGraph
+from autopar.costgraph import CostGraph, Weight
 from autopar.costtable import CostTable
 from autopar.plan import Stage
 from autopar.report.tables import WIDTH
@@ -58,7 +58,7 @@ def line_of(*seconds: float, skips: tuple[tuple[int, int], ...] = ()) -> CostGra
             gradient=800.0,
             fresh=800.0,
             saved={i: 1600.0},
-            parameters={f"p{i}": (4000, True)},
+            parameters={f"p{i}": Weight(4000, True, (1000,))},
         )
     for a, b in {*((i, i + 1) for i in range(len(seconds) - 1)), *skips}:
         graph.add_edge(f"n{a}", f"n{b}", nbytes=800.0)

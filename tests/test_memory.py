@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cost_models import OPTIMIZER_STATE, DeviceError, available_memory, memory, optimizer_state_bytes
+from cost_models import OPTIMIZERS, DeviceError, available_memory, memory, optimizer_state_bytes
 
 MAKERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -30,17 +30,18 @@ def test_optimizer_state_is_what_torch_allocates(optimizer: str, dtype: torch.dt
         for tensor in steps.state[parameter].values()
         if torch.is_tensor(tensor) and tensor.shape == parameter.shape
     )
-    assert optimizer_state_bytes(optimizer, sum(parameter.nbytes for parameter in model.parameters())) == allocated
+    counted = sum(optimizer_state_bytes(optimizer, p.nbytes, p.shape) for p in model.parameters())
+    assert counted == allocated
 
 
 def test_no_optimizer_has_no_state() -> None:
-    assert optimizer_state_bytes("none", 4096) == 0
-    assert set(OPTIMIZER_STATE) == {"none", *MAKERS}
+    assert optimizer_state_bytes("none", 4096, (32, 32)) == 0
+    assert set(OPTIMIZERS) == {"none", "adafactor", *MAKERS}
 
 
 def test_an_unknown_optimizer_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'lion'.*none, sgd, momentum, adam, adamw"):
-        optimizer_state_bytes("lion", 1)
+        optimizer_state_bytes("lion", 4, (1,))
 
 
 def test_free_ram_is_some_of_the_machines() -> None:

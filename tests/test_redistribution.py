@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from autopar import InputError
-from autopar.sharding import PARTIAL, REPLICATE, Layout, Mesh, Move, Redistribution, dual, layouts, placements, slices
+from autopar.sharding import PARTIAL, REPLICATE, Layout, Mesh, Move, Redistribution, layouts, placements, slices
 from autopar.sharding.layouts import from_placements, local_shape
 from autopar.sharding.mesh import make_mesh, mesh_shapes
 from cost_models import Cluster
@@ -145,7 +145,6 @@ def test_layouts_are_torchs_placements(layout: Layout) -> None:
     told = placements(layout)
     assert from_placements(told) == layout
     assert placements((0, REPLICATE, PARTIAL)) == (Shard(0), Replicate(), Partial())
-    assert dual(dual(layout)) == layout
     with pytest.raises(InputError, match="max"):
         from_placements([Partial("max")])
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
-from autopar.costgraph import CostGraph
+from autopar.costgraph import CostGraph, Weight
 from autopar.errors import InputError
 from autopar.search.cuts import AtomGraph
 from autopar.search.problem import Shared, Value
@@ -45,7 +45,7 @@ class Atoms:
     nodes: tuple[tuple[str, ...], ...]  # operators of each atom, in program order
     edges: frozenset[tuple[int, int]]  # (atom, atom that runs later)
     values: tuple[Value, ...]
-    parameters: tuple[tuple[Shared, bool], ...]  # bytes, and whether it is trained
+    parameters: tuple[tuple[Shared, Weight], ...]
     saved: tuple[Shared, ...]
     transient: np.ndarray  # [n] bytes
     pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage)
@@ -112,7 +112,7 @@ def gather(
     atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
     saved: dict[int, float] = {}
     savers: dict[int, set[int]] = defaultdict(set)
-    parameters: dict[str, tuple[int, bool]] = {}
+    parameters: dict[str, Weight] = {}
     readers: dict[str, set[int]] = defaultdict(set)
     transient = np.zeros(len(nodes))
     for name, data in graph.nodes(data=True):
@@ -122,8 +122,8 @@ def gather(
         for storage, nbytes in data["saved"].items():
             saved[storage] = max(nbytes, saved.get(storage, 0.0))
             savers[storage].add(atom)
-        for parameter, cost in data["parameters"].items():
-            parameters[parameter] = cost
+        for parameter, weight in data["parameters"].items():
+            parameters[parameter] = weight
             readers[parameter].add(atom)
         transient[atom] = max(transient[atom], data["fresh"] + data["output"] + data["gradient"])
     pairs = {(atom_of[a], atom_of[b]) for a, b in order if a in atom_of and b in atom_of}
@@ -132,7 +132,7 @@ def gather(
         tuple(nodes),
         frozenset((a, b) for a, b in pairs if a != b),
         _values(costs, atom_of),
-        tuple((Shared(float(n), tuple(sorted(readers[p]))), trained) for p, (n, trained) in parameters.items()),
+        tuple((Shared(float(w.nbytes), tuple(sorted(readers[p]))), w) for p, w in parameters.items()),
         tuple(Shared(n, tuple(sorted(savers[s]))) for s, n in saved.items()),
         transient,
         tuple(sorted({(atom_of[name], stage) for name, stage in stage_of.items() if name in atom_of})),

@@ -289,11 +289,11 @@ class Searching:
 
     def _space_of(self, cuts: np.ndarray) -> Space:
         costs, atoms = self.costs, self.atoms
-        trained = [s for s, t in atoms.parameters if t and costs.training]
+        trained = [shared for shared, weight in atoms.parameters if weight.trained and costs.training]
         resident = []
-        for shared, is_trained in atoms.parameters:
-            state = optimizer_state_bytes(self.options.optimizer, int(shared.nbytes))
-            more = shared.nbytes + state if is_trained and costs.training else 0.0
+        for shared, weight in atoms.parameters:
+            state = optimizer_state_bytes(self.options.optimizer, weight.nbytes, weight.shape)
+            more = shared.nbytes + state if weight.trained and costs.training else 0.0
             resident.append(Shared(shared.nbytes + more, shared.atoms))
         return Space(
             cuts=cuts,

@@ -121,7 +121,7 @@ def simulated(
     by_rows = {
         (k, r): atom_times(costs, atoms, k, arrangement.busy, r) for k in dict.fromkeys(kinds) for r in set(rows)
     }
-    contents = _contents(atoms, arrangement)
+    contents = _contents(atoms, arrangement, conditions.optimizer)
     stages, memory = [], []
     for index, (inside, content) in enumerate(zip(arrangement.stages, contents, strict=True)):
         mine, again = list(inside), arrangement.recompute[index]
@@ -137,7 +137,7 @@ def simulated(
                 _sync_time(costs, content, arrangement.devices[index]),
             )
         )
-        memory.append(_stage_memory(costs, atoms, conditions, inside, content, again, rows))
+        memory.append(_stage_memory(costs, atoms, inside, content, again, rows))
     schedule = make_schedule(
         arrangement.schedule,
         m,
@@ -165,7 +165,7 @@ def as_plan(
     m = arrangement.n_microbatches
     order = {name: data["position"] for name, data in costs.graph.nodes(data=True)}
     peaks = timeline.peak_memory or ()
-    contents = _contents(atoms, arrangement)
+    contents = _contents(atoms, arrangement, conditions.optimizer)
     stages = []
     for index, (inside, kind, names) in enumerate(
         zip(arrangement.stages, _kinds(costs, arrangement), arrangement.devices, strict=True)
@@ -173,7 +173,7 @@ def as_plan(
         mine = list(inside)
         times = atom_times(costs, atoms, kind, arrangement.busy, costs.batch_size / m)
         content, again, rows = contents[index], arrangement.recompute[index], _rows(costs.batch_size, m)
-        memory = _stage_memory(costs, atoms, conditions, inside, content, again, rows)
+        memory = _stage_memory(costs, atoms, inside, content, again, rows)
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=order.__getitem__)
         stages.append(
             Stage(
@@ -262,13 +262,6 @@ def atom_times(costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: fl
     return Times(f, b, w)
 
 
-def resident_bytes(nbytes: float, trained: bool, costs: CostGraph, optimizer: str) -> float:
-    """Bytes that a parameter takes on its device: itself, its gradient, the optimizer's state."""
-    if not (trained and costs.training):
-        return nbytes
-    return 2 * nbytes + optimizer_state_bytes(optimizer, int(nbytes))
-
-
 def sync_seconds_per_byte(costs: CostGraph, devices: Sequence[Device]) -> float:
     """Once a step, for every gradient byte of a stage and every replica beyond the first.
 
@@ -322,19 +315,22 @@ class _Content:
 
     parameters: float = 0.0
     trained: float = 0.0  # of them
+    state: float = 0.0  # of the optimizer
     saved: float = 0.0
     received: float = 0.0
     received_gradient: float = 0.0  # that it sends back for what it received
 
 
-def _contents(atoms: Atoms, arrangement: Arrangement) -> list[_Content]:
+def _contents(atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[_Content]:
     """What every stage holds and receives."""
     stage_of = {atom: i for i, inside in enumerate(arrangement.stages) for atom in inside}
     contents = [_Content() for _ in arrangement.stages]
-    for shared, trained in atoms.parameters:
+    for shared, weight in atoms.parameters:
         for stage in {stage_of[atom] for atom in shared.atoms}:
             contents[stage].parameters += shared.nbytes
-            contents[stage].trained += shared.nbytes if trained else 0.0
+            if weight.trained:
+                contents[stage].trained += shared.nbytes
+                contents[stage].state += optimizer_state_bytes(optimizer, weight.nbytes, weight.shape)
     for shared in atoms.saved:
         for stage in {stage_of[atom] for atom in shared.atoms}:
             contents[stage].saved += shared.nbytes
@@ -359,7 +355,6 @@ def _sync_time(costs: CostGraph, content: _Content, names: Sequence[str]) -> flo
 def _stage_memory(
     costs: CostGraph,
     atoms: Atoms,
-    conditions: Conditions,
     inside: Collection[int],
     content: _Content,
     recompute: bool,
@@ -372,7 +367,7 @@ def _stage_memory(
     return StageMemory(
         parameters=int(content.parameters),
         gradients=int(trained),
-        optimizer=optimizer_state_bytes(conditions.optimizer, int(trained)),
+        optimizer=int(content.state) if costs.training else 0,
         activation=tuple(int(kept * s) for s in share),
         transient=int(transient * max(share)),
     )

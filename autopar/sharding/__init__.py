@@ -1,6 +1,6 @@
 """Operators split over a mesh of devices: layouts, what changes one into another, and the strategies of an operator."""
 
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, dual, layouts, placements, slices
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, layouts, placements, slices
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import Move, Redistribution
 
@@ -11,7 +11,6 @@ __all__ = [
     "Mesh",
     "Move",
     "Redistribution",
-    "dual",
     "layouts",
     "placements",
     "slices",

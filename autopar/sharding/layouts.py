@@ -80,10 +80,3 @@ def slices(layout: Layout, shape: Sequence[int], mesh: Sequence[int], place: Seq
                 number, count = number * n + here, count * n
         found.append(slice(number * size // count, (number + 1) * size // count))
     return tuple(found)
-
-
-def dual(layout: Layout) -> Layout:
-    """The layout of the gradient that an operator computes of an operand in `layout`, or needs of a result in it: each
-    of several replicas is read by one device, so that their gradients add up; and what is added up has the gradient
-    of the sum."""
-    return tuple({REPLICATE: PARTIAL, PARTIAL: REPLICATE}.get(code, code) for code in layout)

@@ -64,6 +64,10 @@ class Redistribution:
         """[from, to] by number of the layout; inf where there is no way."""
         return self._shortest[0]
 
+    def between(self, before: Layout, after: Layout) -> float:
+        """Seconds."""
+        return float(self.seconds[self.number[before], self.number[after]])
+
     def path(self, before: Layout, after: Layout) -> tuple[Move, ...]:
         """The fastest way. Raises KeyError for what is no layout of the tensor, ValueError where there is no way."""
         here, there = self.number[before], self.number[after]

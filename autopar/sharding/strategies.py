@@ -27,6 +27,7 @@ from autopar.rules.notation import Dims, Kind, Rule
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
 
 REPEATED = "-"
+_DUAL = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class Strategy:
     outputs: tuple[Layout, ...]  # of the tensors it returns
     share: float  # of the work that each device does
     scale: float = 1.0  # what the results are multiplied with: a mean over parts is that of their means
+
+    def gradient_in(self, operand: int) -> Layout:
+        """Of the gradient that is computed of an operand: along an axis that cuts something the devices' gradients of
+        what all of them read add up; where all do the same work they are the same."""
+        pairs = zip(self.axes, self.inputs[operand], strict=True)
+        return tuple(REPLICATE if axis == REPEATED else _DUAL.get(code, code) for axis, code in pairs)
+
+    def gradient_out(self, result: int) -> Layout:
+        """Of the gradient that is needed of a result: of addends, that of their sum."""
+        return tuple(REPLICATE if code == PARTIAL else code for code in self.outputs[result])
 
 
 @dataclass(frozen=True)

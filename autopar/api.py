@@ -17,6 +17,7 @@ from autopar.arguments import (
     Devices,
     at_hand,
     check_model,
+    check_optimizer,
     check_values,
     checked,
     checked_options,
@@ -29,7 +30,14 @@ from autopar.comparing import tune as run_tuning
 from autopar.errors import InputError
 from autopar.fingerprint import fingerprint
 from autopar.plan import Plan
-from autopar.profiling import capture_example, estimate_costs, example_ahead, measure_costs, summarize
+from autopar.profiling import (
+    capture_example,
+    estimate_costs,
+    example_ahead,
+    measure_costs,
+    summarize,
+    training_step,
+)
 from autopar.report.accuracy import Accuracy
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
@@ -151,25 +159,30 @@ def profile(
     example_kwargs: dict[str, Any] | None = None,
     target: Any = None,
     loss_fn: LossFunction | None = None,
+    optimizer: str | None = None,
     batch_dim: int | dict[str, int | None] | None = None,
     cache: bool = True,
 ) -> Profile:
     """Seconds and bytes of every operator and module on every kind of device, and the links between the devices.
 
     Measures what `parallelize` would, which then finds it in the cache; or estimates it for a cluster that is not at
-    hand, as `plan` does. The model is unchanged by it. Arguments and errors as for `parallelize`.
+    hand, as `plan` does. The model is unchanged by it. With `optimizer`, also what a whole training step has in memory
+    on one device, moment by moment, told without running it. Other arguments and errors as for `parallelize`.
     """
+    check_optimizer(optimizer or "none")
     need_example("profiling", example_args, example_kwargs)
     need_target(loss_fn, target)
     check_model(model)
     args, kwargs = example_call(example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:
         ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
-        return summarize(estimate_costs(ahead, devices))
+        memory = training_step(ahead, optimizer, devices.node[0].device_type) if optimizer else None
+        return summarize(estimate_costs(ahead, devices), memory)
     check_values(model)
     parsed = at_hand(devices)
     example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
-    return summarize(measure_costs(example, parsed, cache=cache))
+    memory = training_step(example, optimizer, parsed[0].torch_device.type) if optimizer else None
+    return summarize(measure_costs(example, parsed, cache=cache), memory)
 
 
 def compare(

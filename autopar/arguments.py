@@ -71,11 +71,15 @@ def checked_options(
         raise InputError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if memory_limit is not None and not memory_limit > 0:
         raise InputError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}")
-    if optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    check_optimizer(optimizer)
     if batch_norm not in BATCH_NORM:
         raise InputError(f"batch_norm must be one of {', '.join(BATCH_NORM)}, got {batch_norm!r}")
     return Options(n_microbatches, schedule, max_replicas, memory_limit, optimizer)
+
+
+def check_optimizer(optimizer: str) -> None:
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
 
 
 def check_model(model: object) -> None:

@@ -120,11 +120,13 @@ def profile(
     devices: Devices = None,
     cluster: ClusterName = None,
     nodes: Nodes = 1,
+    optimizer: Annotated[str | None, typer.Option(help="Also what a training step with it has in memory.")] = None,
     json: AsJson = False,
     cache: Cache = True,
 ) -> None:
     """What every module and operator costs on every kind of device, and the links between the devices."""
-    found = autopar.profile(devices=_devices(devices, cluster, nodes), cache=cache, **_load(factory))
+    place = _devices(devices, cluster, nodes)
+    found = autopar.profile(devices=place, optimizer=optimizer, cache=cache, **_load(factory))
     typer.echo(found.to_json() if json else found)
 
 

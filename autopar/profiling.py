@@ -11,10 +11,13 @@ import networkx as nx
 import torch
 from torch import nn
 
-from autopar import costgraph
+from autopar import _torch, costgraph
 from autopar.costgraph import CostGraph
+from autopar.costtable import Calls
+from autopar.errors import InputError
 from autopar.estimating import Estimated
 from autopar.measuring import Measured
+from autopar.operators import captured_device, on_device
 from autopar.report.profile import Cost, Pass, Profile
 from autopar.report.progress import progress_bar
 from autopar.runtime.entries import Settings
@@ -28,6 +31,8 @@ from autopar.runtime.example import (
 )
 from autopar.runtime.passes import LossFunction
 from cost_models import Cluster, Device, Link, MeasurementCache
+from cost_models.graphs import on_meta
+from cost_models.step_memory import StepMemory, step_memory
 
 
 def capture_example(
@@ -101,7 +106,20 @@ def estimate_costs(example: Example, cluster: Cluster, *, n_microbatches: int | 
         return costgraph.build(example.program, example.batching, source, training=example.training, progress=progress)
 
 
-def summarize(costs: CostGraph) -> Profile:
+def training_step(example: Example, optimizer: str, device_type: str) -> StepMemory:
+    """What a training step of the whole batch has in memory on one device. Raises InputError if nothing trains."""
+    if not example.training:
+        raise InputError("memory of a training step: the model is in evaluation mode, or nothing in it is trained")
+    program = example.program
+    calls = Calls(program, [on_meta(x) for x in example.leaves], example.loss, _torch.tree_map(on_meta, example.target))
+    batch = max(program.batch_size, 1)
+    with torch.device("cpu"):
+        module = on_device(program.graph_module, captured_device(program), torch.device("meta"))
+        loss = calls.loss(batch)
+        return step_memory(module, calls.inputs(batch), loss=loss, optimizer=optimizer, device_type=device_type)
+
+
+def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
     """The cost graph as a profile: one device of each kind, the whole batch."""
     kinds = tuple(dict.fromkeys(device.kind for device in costs.devices))
     names = list(costs.graph)
@@ -136,7 +154,15 @@ def summarize(costs: CostGraph) -> Profile:
     )
     graph = _drawable(costs.graph, operators, kinds[0])
     return Profile(
-        costs.batch_size, costs.training, kinds, tuple(operators.values()), modules, passes, _links(costs), graph
+        costs.batch_size,
+        costs.training,
+        kinds,
+        tuple(operators.values()),
+        modules,
+        passes,
+        _links(costs),
+        memory,
+        graph,
     )
 
 

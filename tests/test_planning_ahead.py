@@ -292,6 +292,24 @@ def test_a_profile_of_a_cluster_estimates_every_operator() -> None:
     assert "0.0:H100 -> 1.0:H100" in str(fast)
 
 
+def test_a_profile_tells_what_a_training_step_has_in_memory() -> None:
+    model = gpt2().train()
+    given = {"example_kwargs": call_of(gpt2), "target": torch.zeros(8, 12, 64), "loss_fn": squared}
+    parameters = sum(p.nbytes for p in model.parameters())
+    for devices, subject in ((["cpu"], model), (H100, on_meta(gpt2))):
+        found = autopar.profile(subject, devices, optimizer="adamw", **given)  # type: ignore[arg-type]
+        assert found.memory is not None
+        step = found.memory.step
+        assert parameters <= step.parameters == step.gradients <= 1.1 * parameters  # a GPU rounds every tensor up
+        assert step.optimizer == 2 * step.parameters
+        assert "transient" in str(found)
+    assert autopar.profile(model, ["cpu"], **given).memory is None  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="adafactor"):
+        autopar.profile(model, ["cpu"], optimizer="lion", **given)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="evaluation"):
+        autopar.profile(model.eval(), ["cpu"], optimizer="sgd", example_kwargs=call_of(gpt2))
+
+
 def test_replicas_of_a_cluster_reduce_their_gradients_as_its_network_does() -> None:
     cluster = Cluster.preset("8xH100")
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))

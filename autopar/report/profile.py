@@ -11,6 +11,7 @@ import networkx as nx
 
 from autopar.report.tables import megabytes, milliseconds, table
 from cost_models import Link
+from cost_models.step_memory import StepMemory
 
 _MOST_MODULES = 30  # rows of the table; modules are shown to the depth that fits
 _MOST_OPERATORS = 12
@@ -60,6 +61,7 @@ class Profile:
     modules: tuple[Cost, ...]  # every module after the one that contains it
     passes: tuple[Pass, ...]
     links: Mapping[tuple[str, str], Link]  # (from, to), names of devices
+    memory: StepMemory | None  # of a training step of the whole batch on one device, if it was asked for
     graph: nx.DiGraph = field(repr=False, compare=False)
 
     @property
@@ -100,6 +102,8 @@ class Profile:
                 for (a, b), link in self.links.items()
             ]
             parts.append(table(["link", "latency us", "bandwidth GB/s"], links))
+        if self.memory is not None:
+            parts.append(f"A training step of the whole batch on one device:\n\n{self.memory}")
         return "\n\n".join(parts)
 
     def to_json(self) -> str:
@@ -120,6 +124,7 @@ class Profile:
                 }
                 for (source, target), link in self.links.items()
             ],
+            "memory": None if self.memory is None else asdict(self.memory),
         }
         return json.dumps(data, indent=1, allow_nan=False)
 

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -112,19 +113,38 @@ def no_global_hooks() -> Iterator[None]:
             table.update(hooks)
 
 
+def _unknown_output(error: BaseException) -> type | None:
+    """The class that `error` speaks of. torch 2.11 looks for the returned object itself in a table of classes, and
+    stumbles over one that cannot be hashed, as dataclasses cannot."""
+    found = re.search(r"<class '([\w.]+)'> in output", str(error))
+    if found:
+        module_name, _, class_name = found[1].rpartition(".")
+        cls = getattr(sys.modules.get(module_name), class_name, None)
+        return cls if isinstance(cls, type) else None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asked = [f.f_locals["cls"] for f in frames if f.f_code.co_name == "is_opaque_type" and "cls" in f.f_locals]
+    return type(asked[-1]) if asked and isinstance(error, TypeError) else None
+
+
+def compile_for_threads(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """torch.compile for functions that several threads call. torch 2.11 knows only for the whole process whether
+    anything is being traced, and refuses calls of compiled functions while another thread compiles one: from here on
+    such a call runs the function as it is."""
+    torch._dynamo.config.error_on_nested_fx_trace = False
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend)
+    return compiled
+
+
 def register_output_type(error: BaseException, model: nn.Module) -> bool:
     """Teach torch's trees the output class that `error` (of torch.export) calls unknown; False if we cannot.
 
     Dataclasses are registered by their fields. Caches of transformers models are registered by transformers' own
     functions, whose place depends on its version.
     """
-    found = re.search(r"<class '([\w.]+)'> in output", str(error))
-    if not found:
-        return False
-    module_name, _, class_name = found[1].rpartition(".")
-    cls = getattr(sys.modules.get(module_name), class_name, None)
+    cls = _unknown_output(error)
     if cls is None:
         return False
+    module_name = cls.__module__
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         torch.export.register_dataclass(cls)
         return True

@@ -39,8 +39,21 @@ def separate_layers(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         recurrent = getattr(node.target, "overloadpacket", None) in _RECURRENT
         if recurrent and not node.kwargs and all(user.target is operator.getitem for user in node.users):
+            _correct(node)
             with graph.inserting_before(node):
                 _separate(graph, node)
+
+
+def _correct(node: fx.Node) -> None:
+    """Final states have the sizes of the initial ones; torch 2.11 records others in `meta["val"]`."""
+    if "val" not in node.meta:
+        return
+    hx = node.args[2 if node.target._overloadname == "data" else 1]  # type: ignore[union-attr]
+    states = [hx] if isinstance(hx, fx.Node) else list(hx)  # type: ignore[arg-type]
+    values = (node.meta["val"][0], *(state.meta["val"] for state in states))
+    node.meta["val"] = values
+    for user in node.users:
+        user.meta["val"] = values[user.args[1]]  # type: ignore[index]
 
 
 def _separate(graph: fx.Graph, node: fx.Node) -> None:

@@ -188,7 +188,7 @@ def _export(
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
                 exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             break
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             if attempt == 3 or not _torch.register_output_type(error, model):
                 raise
     module = exported.module()

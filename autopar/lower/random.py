@@ -6,6 +6,7 @@ thread carries a generator seeded by (step, micro-batch, stage); the functions h
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -131,6 +132,21 @@ def lower_random(graph: fx.Graph, module: fx.GraphModule) -> bool:
             node.target = from_global_generator
         else:
             _through_global_generator(graph, node)
+    return found
+
+
+def keep_from_compiler(module: fx.GraphModule) -> None:
+    """Have torch.compile call the functions here rather than look into them: a thread's generator is nothing that it
+    could carry along (torch 2.11 drops it without a word)."""
+    for node in module.graph.nodes:
+        if node.target in (dropout, scaled_dot_product_attention, from_global_generator):
+            node.target = _uncompiled(node.target)
+    module.recompile()
+
+
+@functools.cache
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = torch.compiler.disable(function)
     return found
 
 

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar import _torch
 from autopar.capture import Program
 from autopar.lower import Lowered, StageProgram, replica
+from autopar.lower.random import keep_from_compiler
 from autopar.operators import captured_device, compute_nodes, get_attribute
 from autopar.runtime.threads import Worker
 from autopar.schedule import Action, Schedule, chain, execute, make_schedule
@@ -219,9 +221,11 @@ class Executable:
                 buffers[name] = tensors[name] = tensor.detach().to(device, copy=own)
         module = replica(stage, tensors, device, captured)
         slot = self.workers.index(worker)
-        compute = module.forward
+        compute: Callable[..., Any] = module.forward
         if self.compiled and not stage.hooked:  # hooks are to run, not to be traced
-            compute = torch.compile(compute, backend="inductor" if self.compiled is True else self.compiled)
+            keep_from_compiler(module)
+            backend = "inductor" if self.compiled is True else self.compiled
+            compute = _torch.compile_for_threads(module.forward, backend)
         return Part(slot, stage, number, worker, module, compute, leaves, buffers, recompute, predicted_bytes, versions)
 
     def refresh(self) -> None:

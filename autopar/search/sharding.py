@@ -1,0 +1,343 @@
+"""One strategy for every operator of a graph on a mesh, so that kernels and collectives take the least time.
+
+Variables are operators, parameters and inputs; options their strategies and layouts. Between what makes a tensor and
+what reads it lies a redistribution, forward from the one's layout to the other's, backward the gradient's way back:
+
+    linear --- [y: columns] -- redistribution -- [x: rows] --- gelu            R(out, in) + R(dual(in), dual(out))
+
+A parameter is stored in one layout, its optimizer's state in the same or a finer one (ZeRO: Rajbhandari et al., 2020).
+Read as it is stored, its gradient is summed up over all micro-batches before it is reduced, once a step; stored in
+parts and gathered to be read (ZeRO 3, FSDP), it is gathered for every forward and backward, and its gradient scattered.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar.observing import observe
+from autopar.search.elimination import Choices, Edge, Selection, select
+from autopar.sharding.layouts import REPLICATE, Layout, layouts, parts
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.options import Ends, Options, OptionTable
+from autopar.sharding.redistribution import Move, Redistribution
+from autopar.sharding.strategies import Strategy
+from cost_models import Cluster, optimizer_state_bytes
+from cost_models.footprint import measure_bytes
+from cost_models.graphs import get_attribute, storage_key, tensors_in
+from cost_models.roofline import efficiency_of, rates_of
+from cost_models.work import OperatorWork, count
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a parameter, or an input, lies on the mesh."""
+
+    layout: Layout
+    state: Layout  # of the optimizer's state
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One redistribution that a step needs."""
+
+    tensor: str  # node that made it, or parameter
+    reader: str  # node that reads it
+    backward: bool  # of its gradient
+    once: bool  # a step, rather than a micro-batch
+    moves: tuple[Move, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(move.seconds for move in self.moves)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What was chosen."""
+
+    mesh: Mesh
+    strategies: Mapping[str, Strategy]  # by node
+    stored: Mapping[str, Stored]  # by parameter's name, or input's
+    collectives: tuple[Collective, ...]
+    seconds: float  # of one micro-batch, and of what happens once a step its share
+    nbytes: float  # on each device: parameters, gradients, optimizer's state, what is kept for the backward
+    bound: float  # s: no choice is faster
+    proven: bool
+    width: int  # of the elimination
+    unruled: tuple[str, ...]  # operators that every device does, for want of a rule
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to choose strategies for."""
+
+    module: fx.GraphModule  # a flat graph with parameters on the meta device
+    inputs: Sequence[Any]  # of one micro-batch, on the meta device
+    rows: int  # samples in it
+    cluster: Cluster
+    n_microbatches: int = 1
+    training: bool = True
+    optimizer: str = "adamw"
+    in_flight: int = 1  # micro-batches whose activations are kept at once
+
+
+def choose(
+    task: Task,
+    mesh: Mesh,
+    *,
+    memory: float = float("inf"),
+    fixed: Mapping[str, Strategy] | None = None,
+) -> Sharding:
+    """The fastest strategies on `mesh` that need at most `memory` bytes on each device.
+
+    `fixed`: strategies that operators must have. Raises InfeasibleError where nothing fits the memory.
+    """
+    return _Problem(task, mesh).solve(memory, fixed or {})
+
+
+class _Facts:
+    """What does not depend on the mesh."""
+
+    def __init__(self, task: Task) -> None:
+        self.values: dict[fx.Node, Any] = observe(task.module, list(task.inputs))
+        self.work = count(task.module, task.rows, training=task.training, inputs=list(task.inputs))
+        counted = measure_bytes(task.module, list(task.inputs), task.rows, task.training, "cuda")
+        kept: set[int] = set()
+        self.saved: dict[str, int] = {}
+        for name, storages in counted.saved.items():  # what several operators keep counts to the first
+            self.saved[name] = sum(nbytes for key, nbytes in storages if key not in kept)
+            kept |= {key for key, _ in storages}
+        self.trained = {node.name for node in _gradients(task.module)} if task.training else set[str]()
+
+
+@dataclass(frozen=True)
+class _Link:
+    """An edge of the problem, and what it is about."""
+
+    tensor: str
+    reader: str
+    outs: tuple[Any, ...]  # layouts by label, see `_Made`
+    ins: tuple[Ends, ...]
+    redistribution: Redistribution
+    kind: str  # "input", "activation" or "parameter"
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Where a tensor comes from: its variable, and of every option the label of its layouts."""
+
+    variable: int
+    labels: np.ndarray
+    layouts: tuple[Any, ...]  # by label: Ends, or Stored
+    kind: str
+    name: str
+
+
+class _Problem:
+    """The variables and edges of one graph on one mesh. What is alike shares its arrays."""
+
+    def __init__(self, task: Task, mesh: Mesh, facts: _Facts | None = None) -> None:
+        self.task, self.mesh = task, mesh
+        self.facts = facts or _Facts(task)
+        kinds = {device.name: device.kind for device in task.cluster.devices}
+        spec = task.cluster.specs[kinds[mesh.devices[0]]]
+        self.table = OptionTable(mesh.shape, rates_of(spec), efficiency_of(spec), training=task.training)
+        self.made: dict[Any, list[_Made]] = {}  # node -> of each of its tensors
+        self.names: list[str] = []
+        self.seconds: list[np.ndarray] = []
+        self.nbytes: list[np.ndarray] = []
+        self.edges: list[Edge] = []
+        self.links: list[_Link] = []
+        self.options: dict[str, tuple[int, Options]] = {}
+        self.stored: dict[str, tuple[int, tuple[Stored, ...]]] = {}
+        self._shared: dict[Any, Any] = {}
+        by_storage: dict[int, _Made] = {}
+        for node in task.module.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._add_given(node, by_storage)
+            elif node.op != "output" and tensors_in(self.facts.values[node]):
+                self._add_operator(node)
+        self._add_outputs()
+
+    def solve(self, memory: float, fixed: Mapping[str, Strategy]) -> Sharding:
+        kept = {}
+        for name, strategy in fixed.items():
+            variable, options = self.options[name]
+            kept[variable] = options.strategies.index(strategy)
+        choices = Choices(tuple(self.seconds), tuple(self.nbytes), tuple(self.edges), kept)
+        return self._told(select(choices, memory))
+
+    # -- variables --------------------------------------------------------------------------------------------------
+
+    def _variable(self, name: str, seconds: np.ndarray, nbytes: np.ndarray) -> int:
+        self.names.append(name)
+        self.seconds.append(seconds)
+        self.nbytes.append(nbytes)
+        return len(self.names) - 1
+
+    def _add_given(self, node: fx.Node, by_storage: dict[int, _Made]) -> None:
+        """An input, in any layout at no cost, or a parameter."""
+        value = get_attribute(self.task.module, str(node.target)) if node.op == "get_attr" else self.facts.values[node]
+        if not isinstance(value, torch.Tensor):
+            return
+        key = storage_key(value)
+        if node.op == "get_attr" and key in by_storage:
+            self.made[node] = [by_storage[key]]  # tied: one tensor
+            return
+        trained = node.op == "get_attr" and self.task.training and value.requires_grad
+        layout_of, seconds, nbytes = self._shared_by(
+            ("given", tuple(value.shape), value.dtype, trained, node.op), lambda: self._given(value, trained, node.op)
+        )
+        name = str(node.target)
+        variable = self._variable(name, seconds, nbytes)
+        labels = self._shared_by(("labels", len(layout_of)), lambda: np.arange(len(layout_of)))
+        made = _Made(variable, labels, layout_of, "parameter" if trained else "input", name)
+        self.made[node] = [made]
+        self.stored[name] = (variable, layout_of)
+        by_storage[key] = made
+
+    def _given(self, value: torch.Tensor, trained: bool, op: str) -> tuple[tuple[Stored, ...], np.ndarray, np.ndarray]:
+        every = layouts(value.shape, self.mesh.shape, partial=False)
+        pairs = [(a, b) for a in every for b in (every if trained else [a]) if _finer(b, a)]
+        nbytes = value.numel() * value.element_size() if op == "get_attr" else 0
+        state = optimizer_state_bytes(self.task.optimizer, nbytes, value.shape) if trained else 0
+        held = [
+            nbytes * (2 if trained else 1) / parts(layout, self.mesh.shape) + state / parts(finer, self.mesh.shape)
+            for layout, finer in pairs
+        ]
+        return tuple(Stored(*pair) for pair in pairs), np.zeros(len(pairs)), np.array(held)
+
+    def _add_operator(self, node: fx.Node) -> None:
+        values = self.facts.values
+        if node.target is operator.getitem:
+            source, place = node.args
+            assert isinstance(source, fx.Node)
+            if not isinstance(values[source], torch.Tensor):
+                before = [v for v in values[source][:place] if isinstance(v, torch.Tensor)]
+                self.made[node] = [self.made[source][len(before)]]
+                return
+        work = self.facts.work.get(node.name, OperatorWork((), ()))
+        options, operands = self.table.of(node, values, work)
+        saved = self.facts.saved.get(node.name, 0) * self.task.in_flight
+        nbytes = self._shared_by(("kept", id(options), saved), lambda: options.kept * saved)
+        variable = self._variable(node.name, options.seconds, nbytes)
+        self.options[node.name] = (variable, options)
+        self.made[node] = [
+            _Made(variable, labels, known, "activation", node.name)
+            for labels, known in zip(options.output_labels, options.outputs, strict=True)
+        ]
+        for place, operand in enumerate(operands):
+            if isinstance(operand, fx.Node) and operand in self.made:
+                self._connect(operand, variable, node.name, options.input_labels[place], options.inputs[place])
+
+    def _add_outputs(self) -> None:
+        """Numbers, such as a loss, are wanted whole everywhere; other results stay as they are."""
+        (results,) = self.task.module.graph.output_node().args
+        whole = (REPLICATE,) * len(self.mesh.shape)
+        for node in {n: None for n in results if isinstance(n, fx.Node) and n in self.made}:  # type: ignore[union-attr]
+            if isinstance(value := self.facts.values[node], torch.Tensor) and value.dim() == 0:
+                nothing = self._shared_by("nothing", lambda: np.zeros(1))
+                zero = self._shared_by("zero", lambda: np.zeros(1, dtype=int))
+                sink = self._variable(f"output {node.name}", nothing, nothing)
+                self._connect(node, sink, "output", zero, ((whole, whole),))
+
+    # -- edges ------------------------------------------------------------------------------------------------------
+
+    def _connect(self, tensor: fx.Node, reader: int, name: str, labels: np.ndarray, ins: tuple[Ends, ...]) -> None:
+        value = self.facts.values[tensor]
+        (made,) = self.made[tensor]
+        gradient = tensor.name in self.facts.trained
+        shape, floating = tuple(value.shape), value.is_floating_point()
+        redistribution = self._shared_by(
+            ("redistribution", shape, value.element_size(), floating),
+            lambda: Redistribution(shape, value.element_size(), self.mesh, self.task.cluster, partial=floating),
+        )
+        link = _Link(made.name, name, made.layouts, ins, redistribution, made.kind, gradient)
+        key = ("edge", shape, value.dtype, made.kind, made.layouts, ins, gradient)
+        self.edges.append(
+            Edge(made.variable, reader, made.labels, labels, self._shared_by(key, lambda: self._cost(link)))
+        )
+        self.links.append(link)
+
+    def _cost(self, link: _Link) -> np.ndarray:
+        """[layouts made, layouts read] seconds of a micro-batch."""
+        m = self.task.n_microbatches
+        found = np.empty((len(link.outs), len(link.ins)))
+        for i, out in enumerate(link.outs):
+            for j, into in enumerate(link.ins):
+                ways = _ways(link, out, into, self.task.training)
+                found[i, j] = sum(
+                    times * link.redistribution.between(a, b) / (m if once else 1) for a, b, _, once, times in ways
+                )
+        return found
+
+    def _shared_by(self, key: Any, make: Any) -> Any:
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    # -- the answer -------------------------------------------------------------------------------------------------
+
+    def _told(self, found: Selection) -> Sharding:
+        option = found.options
+        moves = []
+        for edge, link in zip(self.edges, self.links, strict=True):
+            out = link.outs[edge.out[option[edge.source]]]
+            into = link.ins[edge.into[option[edge.target]]]
+            for a, b, backward, once, times in _ways(link, out, into, self.task.training):
+                path = link.redistribution.path(a, b)
+                if any(move.collective for move in path):
+                    moves += [Collective(link.tensor, link.reader, backward, once, path)] * times
+        return Sharding(
+            self.mesh,
+            {name: options.strategies[option[v]] for name, (v, options) in self.options.items()},
+            {name: known[option[v]] for name, (v, known) in self.stored.items()},
+            tuple(moves),
+            found.seconds,
+            found.bytes,
+            found.bound,
+            found.proven,
+            found.width,
+            tuple(name for name, (_, options) in self.options.items() if not options.ruled),
+        )
+
+
+def _ways(link: _Link, out: Any, into: Ends, training: bool) -> list[tuple[Layout, Layout, bool, bool, int]]:
+    """(from, to, of the gradient, once a step, how often) of all redistributions between a maker and a reader."""
+    layout, gradient = into
+    if link.kind == "activation":
+        made, wanted = out
+        back = [(gradient, wanted, True, False, 1)] if link.gradient and training else []
+        return [(made, layout, False, False, 1), *back]
+    if link.kind == "input":
+        return [(out.layout, layout, False, False, 1)]
+    again = [(out.state, out.layout, False, True, 1)]  # what the optimizer wrote
+    if out.layout == layout:
+        return [(gradient, out.state, True, True, 1), *again]
+    return [(out.layout, layout, False, False, 2), (gradient, out.layout, True, False, 1), *again]
+
+
+def _finer(state: Layout, layout: Layout) -> bool:
+    """Whether `state` is `layout` with some of its replicated axes cut."""
+    return all(a == b or b == REPLICATE for a, b in zip(state, layout, strict=True))
+
+
+def _gradients(module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes through which a gradient flows."""
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = get_attribute(module, str(node.target))
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                found.add(node)
+        elif any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found

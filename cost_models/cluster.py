@@ -167,7 +167,10 @@ class Cluster:
     @cached_property
     def specs(self) -> dict[str, DeviceSpec]:
         """The kinds of devices by name, which is their `Device.kind`."""
-        return {spec.name: spec for spec in reversed(self.node)}
+        found: dict[str, DeviceSpec] = {}
+        for spec in self.node:
+            found.setdefault(spec.name, spec)
+        return found
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -280,7 +283,7 @@ class Cluster:
 
     def __str__(self) -> str:
         rows = [("device", "a node", "memory", "bandwidth", "peak TFLOP/s (reached)")]
-        for name, spec in reversed(self.specs.items()):
+        for name, spec in self.specs.items():
             peaks = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in spec.peak_flops.items())
             count = sum(s.name == name for s in self.node)
             memory, rate = f"{spec.memory / 1e9:.4g} GB", f"{spec.bandwidth / 1e9:.4g} GB/s"

@@ -13,11 +13,25 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar import AutoparWarning
-from benchmarks import estimates, memory, models, overhead, partition_instances, peers, planning, training, zoo
+from benchmarks import (
+    accuracy,
+    estimates,
+    memory,
+    models,
+    overhead,
+    partition_instances,
+    peers,
+    planning,
+    planning_time,
+    published,
+    training,
+    zoo,
+)
+from benchmarks.hybrid_tables import TableError
 from benchmarks.machine import machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
 
-# What each shows, and how it runs: quickly or not, with the folder of --instances.
+# What each shows, and how it runs: quickly or not, with the folder of --instances or --tables.
 BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] = {
     "tutorial": (
         "ResNet-50 on two CPU devices: the split-size curve of PyTorch's model-parallel tutorial",
@@ -47,19 +61,32 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
         "training steps of ResNet-50, GPT-2, BERT and T5: bytes predicted without running them, and measured",
         lambda quick, _: memory.run_memory(quick),
     ),
+    "accuracy": (
+        "predicted against measured steps of plans for ResNet-50, GPT-2, BERT, T5 and ViT under five constraints",
+        lambda quick, _: accuracy.run_accuracy(quick),
+    ),
     "partition_instances": (
         "the public pipeline-partitioning graphs of NeurIPS 2020 (--instances DIR) against their published optima",
         lambda _, folder: partition_instances.run_partition_instances(folder),
+    ),
+    "planning_time": (
+        "seconds and memory of choosing sharding strategies for Llamas on meshes of 64 devices",
+        lambda quick, _: planning_time.run_planning_time(quick),
     ),
     "planning": (
         "seconds and memory of planning: 10,000 operators, 1,024 devices, Llama 3 70B on 128 H100",
         lambda quick, _: planning.run_planning(quick),
     ),
+    "published": (
+        "published training runs (--tables DIR): step times by the cost models, and plans by a search beside theirs",
+        lambda quick, folder: published.run_published(folder, quick),
+    ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 (also where there is nothing to run), 1 for a missing package, 2 for a name that is none."""
+    """The exit status: 0 (also where there is nothing to run), 1 for a missing package, 2 for a name that is none or a
+    table that cannot be read."""
     options = _parser().parse_args(arguments)
     if options.list:
         print(_listing())
@@ -73,20 +100,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", AutoparWarning)  # batch norm of micro-batches is what is measured here
     header = machine_header()
     try:
-        report = BENCHMARKS[options.name][1](options.quick, options.instances)
+        report = BENCHMARKS[options.name][1](options.quick, options.instances or options.tables)
+    except TableError as error:
+        print(error, file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         print(f"{error}; the benchmarks need it: pip install transformers matplotlib", file=sys.stderr)
         return 1
     if report is None:
-        print(
-            f"skipped: no instances in {options.instances}; give --instances DIR, the folder with LayerGraphs/ and "
-            "OperatorGraphs/ of github.com/msr-fiddle/dnn-partitioning"
-        )
+        print(_nothing_to_run(options))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 160)
     show(report, header, console)
     _write(report, header, options, console)
     return 0
+
+
+def _nothing_to_run(options: argparse.Namespace) -> str:
+    if options.name == "published":
+        return f"skipped: no tables in {options.tables}; give --tables DIR, a folder of csv files of published runs"
+    return (
+        f"skipped: no instances in {options.instances}; give --instances DIR, the folder with LayerGraphs/ and "
+        "OperatorGraphs/ of github.com/msr-fiddle/dnn-partitioning"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="tiny models and few steps: shows that it runs, no more")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--instances", type=Path, metavar="DIR", help="of partition_instances")
+    parser.add_argument("--tables", type=Path, metavar="DIR", help="of published")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: NAME.json in the results directory")
     parser.add_argument("--figure", type=Path, metavar="OUT.png", help="default: NAME.png in the results directory")
     return parser

@@ -15,6 +15,7 @@ Both are linear in their parameters but for `cache`, hence a least-squares fit o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -32,6 +33,31 @@ BEST_COPY = 4300 / 4800
 _CACHES = 20  # sizes tried for `MemoryCurve.cache`
 
 _ROUNDS = 5  # of reweighting; the second changes the third digit
+
+
+TILES = ((256, 128), (128, 256))
+"""Rows and columns of a result that a unit computes at a time: the largest and most efficient of cuBLAS (NVIDIA, Matrix
+Multiplication Background User's Guide, 2023, section 2.3)."""
+
+
+def filled(sizes: Sequence[int], units: int) -> float:
+    """Fraction of what `units` multiprocessors compute that is of use in a matrix product whose result has `sizes`.
+
+        |#######|#######|##     |    the tiles of the result are computed in waves of `units`: the last wave, and tiles
+        | wave 1| wave 2| wave 3|    at the edges, are full or not (section 3 of the guide)
+
+    Of TILES the better. 1 for results that are no more than a wave, for which libraries have smaller tiles, and where
+    the number of units is not known (0).
+    """
+    *batch, rows, columns = sizes if len(sizes) > 1 else (1, 1)
+    count, best = math.prod(batch), 0.0
+    for height, width in TILES:
+        tiles = count * -(-rows // height) * -(-columns // width)
+        if not units or tiles <= units:
+            return 1.0
+        waves = -(-tiles // units)
+        best = max(best, count * rows * columns / (waves * units * height * width))
+    return best
 
 
 @dataclass(frozen=True)
@@ -100,18 +126,20 @@ class Efficiency:
         cls,
         best_matmul: float = float(np.mean(list(BEST_MATMUL.values()))),
         best_copy: float = BEST_COPY,
+        best_attention: float = 0.73,
     ) -> Self:
         """What may be expected of a data-centre GPU before one is measured.
 
-        best: of products and convolutions (implicit products) `best_matmul`; of attention 0.73 forward and 0.63
-        backward (Dao, FlashAttention-2, 2023, section 4.1: A100); of copies `best_copy`, and the other kernels that
-        move bytes are taken for as good. The ramp of a product, 5 us, has no source but the
-        order of magnitude of its waves of tiles.
+        best: of products and convolutions (implicit products) `best_matmul`; of attention `best_attention` forward and
+        63/73 of it backward (Dao, FlashAttention-2, 2023, section 4.1: 0.73 and 0.63 on an A100); of copies
+        `best_copy`, and the other kernels that move bytes are taken for as good. The ramp of a product, 5 us, has no
+        source but the order of magnitude of its waves of tiles.
         """
         ramp = 5e-6
         product = ComputeCurve(best_matmul, ramp)
         compute: dict[ComputeKind, ComputeCurve] = dict.fromkeys(COMPUTE_KINDS, product)
-        compute |= {"attention": ComputeCurve(0.73, ramp), "attention_backward": ComputeCurve(0.63, ramp)}
+        backward = ComputeCurve(best_attention * 63 / 73, ramp)
+        compute |= {"attention": ComputeCurve(best_attention, ramp), "attention_backward": backward}
         return cls(compute, {kind: MemoryCurve(best_copy) for kind in MEMORY_KINDS})
 
     def to_json(self) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Kernel:
     read: int  # bytes
     written: int  # bytes
     skipped: float = 0.0  # fraction of the FLOPs that the kernel leaves out: what a causal mask hides
+    sizes: tuple[int, ...] = ()  # of a matrix product's result
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +92,8 @@ def make_kernel(
         read[0] = written = min(written, max(read[1:]))
     floating = [t.dtype for t in [*reads, *writes] if t.is_floating_point()]
     dtypes = [*floating, *(t.dtype for t in [*reads, *writes]), torch.float32]
-    return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped)
+    sizes = tuple(writes[0].shape) if kind == "matmul" and writes else ()
+    return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped, sizes)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

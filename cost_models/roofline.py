@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cost_models.efficiency import Efficiency
+from cost_models.efficiency import Efficiency, filled
 from cost_models.kernels import ComputeKind, Kernel, MemoryKind
 from cost_models.specs import DeviceSpec
 from cost_models.work import OperatorWork, count
@@ -30,6 +30,7 @@ class Rates:
     peak_flops: Mapping[torch.dtype, float]  # FLOP/s of dense products by the dtype of the factors
     bandwidth: float  # bytes/s of its memory
     launch: float  # s: starting a kernel
+    units: int = 0  # multiprocessors, among which the tiles of a product are divided; 0: not known
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s at `dtype`.
@@ -44,9 +45,12 @@ class Rates:
 
 
 def rates_of(spec: DeviceSpec) -> Rates:
-    """What a data sheet states; float32 products on tensor cores where torch allows it just now."""
+    """What a data sheet states; float32 products on tensor cores where torch allows it just now.
+
+    Curves that were measured know the device's units already.
+    """
     tf32 = torch.get_float32_matmul_precision() != "highest"
-    return Rates(spec.by_dtype(tf32), spec.bandwidth, spec.launch)
+    return Rates(spec.by_dtype(tf32), spec.bandwidth, spec.launch, 0 if spec.curves else spec.units)
 
 
 def efficiency_of(spec: DeviceSpec) -> Efficiency:
@@ -54,7 +58,7 @@ def efficiency_of(spec: DeviceSpec) -> Efficiency:
     the fractions that its large kernels reach."""
     if spec.curves:
         return Efficiency.from_json(spec.curves)
-    return Efficiency.default(spec.flops_efficiency, spec.bandwidth_efficiency)
+    return Efficiency.default(spec.flops_efficiency, spec.bandwidth_efficiency, spec.attention_efficiency)
 
 
 @dataclass(frozen=True)
@@ -112,5 +116,5 @@ def kernel_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> floa
         return moving + rates.launch
     moving = efficiency.memory["pointwise"].seconds(kernel.nbytes, rates.bandwidth)
     curve = efficiency.compute[cast(ComputeKind, kernel.kind)]
-    flops = kernel.flops * (1 - kernel.skipped)
+    flops = kernel.flops * (1 - kernel.skipped) / filled(kernel.sizes, rates.units)
     return max(curve.seconds(flops, kernel.nbytes, rates.peak(kernel.dtype), rates.bandwidth), moving) + rates.launch

@@ -47,6 +47,7 @@ _FINITE_RATE: Rule = (lambda v: _number(v) and 0 < v < math.inf, "a finite numbe
 _FRACTION: Rule = (lambda v: _number(v) and 0 < v <= 1, "a fraction > 0 and <= 1")
 _AMOUNT: Rule = (lambda v: _number(v) and 0 <= v < math.inf, "a finite number >= 0")
 _GAIN: Rule = (lambda v: _number(v) and 1 <= v < math.inf, "a finite number >= 1")
+_COUNT: Rule = (lambda v: type(v) is int and v >= 0, "an integer >= 0")
 _FLAG: Rule = (lambda v: isinstance(v, bool), "true or false")
 _TEXT: Rule = (lambda v: isinstance(v, str), "a string")
 _TEXTS: Rule = (lambda v: _named(v, _TEXT[0]), "a table of strings")
@@ -62,6 +63,8 @@ _DEVICE_RULES: dict[str, Rule] = {
     "flops_efficiency": _FRACTION,
     "bandwidth_efficiency": _FRACTION,
     "launch": _AMOUNT,
+    "attention_efficiency": _FRACTION,
+    "units": _COUNT,
     "intra_node": _TEXT,
     "inter_node": _TEXT,
     "curves": (lambda v: v == {} or _curves(v), "a table of curves by kind of kernel, as of a calibrated cluster"),
@@ -93,6 +96,8 @@ class DeviceSpec:
     flops_efficiency: float  # fraction of a peak that large products reach
     bandwidth_efficiency: float  # fraction of the bandwidth that large copies reach
     launch: float  # s of overhead per kernel
+    attention_efficiency: float = 0.73  # fraction of a peak that attention in one kernel reaches in its forward
+    units: int = 0  # multiprocessors; 0: not told
     intra_node: str = "SharedMemory"  # name of the network it has within a node, unless told otherwise
     inter_node: str = "Ethernet25"  # and between nodes
     curves: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of efficiency, where they were measured

@@ -1,0 +1,92 @@
+"""Seconds and memory of choosing sharding strategies for whole Llamas, from the model's code to the choice."""
+
+from __future__ import annotations
+
+import math
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from autopar.capture import capture
+from autopar.operators import captured_device, on_device
+from autopar.search.sharding import Task, choose
+from autopar.sharding.mesh import make_mesh
+from benchmarks.output import Report, Table
+from cost_models import Cluster
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Llama of the proportions of the 7B model (Touvron et al., LLaMA, 2023, table 2), in bfloat16."""
+
+    layers: int
+    mesh: tuple[int, ...]
+    width: int = 4096
+    samples: int = 64  # of 2048 tokens
+
+
+CASES = {"llama_6.7b_32_layers_mesh_8x8": Case(32, (8, 8)), "llama_2_layers_mesh_4x4x4": Case(2, (4, 4, 4))}
+QUICK = {"llama_2_layers_mesh_2x2": Case(2, (2, 2), 64, 8)}
+
+
+class Llama(nn.Module):
+    """With its loss."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            num_hidden_layers=case.layers,
+            hidden_size=case.width,
+            intermediate_size=43 * case.width // 16,
+            num_attention_heads=max(1, case.width // 128),
+            max_position_embeddings=2048,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def run_planning_time(quick: bool) -> Report:
+    """Every case in a process of its own, so that its peak memory is its own."""
+    data, rows = {}, []
+    for name in QUICK if quick else CASES:
+        code = f"from benchmarks.planning_time import choose_case; choose_case({name!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds, peak, text = done.stdout.strip().splitlines()[-1].split("|", 2)
+        data[name] = {"seconds": float(seconds), "peak_gb": float(peak)}
+        rows.append((name.replace("_", " "), f"{float(seconds):.1f}", f"{float(peak):.2f}", text))
+    note = "From the model's code to one strategy for every operator: capture, costs, all strategies, the exact choice."
+    table = Table("Sharding strategies", ("case", "seconds", "peak GB", "choice"), tuple(rows), note)
+    return Report("Choosing sharding strategies", (table,), data, plain=True)
+
+
+def choose_case(name: str) -> None:
+    """Choose for a case and print its figures."""
+    case = {**CASES, **QUICK}[name]
+    start = time.perf_counter()
+    with META:
+        model = Llama(case).bfloat16().train()
+        tokens = torch.empty(case.samples, 2048, dtype=torch.long)
+    program = capture(model, (tokens,), {}, look_into_one=True)
+    module = on_device(program.graph_module, captured_device(program), META)
+    n = math.prod(case.mesh)
+    cluster = Cluster.preset("8xH100", nodes=-(-n // 8))
+    mesh = make_mesh(case.mesh, [device.name for device in cluster.devices[:n]])
+    found = choose(Task(module, [tokens], case.samples, cluster), mesh)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    proven = "proven optimal" if found.proven else f"within {found.seconds / found.bound - 1:.1%} of a bound"
+    text = f"{len(found.strategies)} operators, a step of {found.seconds * 1e3:.1f} ms; {proven}, width {found.width}"
+    print(f"{seconds}|{peak}|{text}")

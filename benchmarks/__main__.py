@@ -62,7 +62,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
         lambda quick, _: memory.run_memory(quick),
     ),
     "accuracy": (
-        "predicted against measured steps of plans for ResNet-50, GPT-2, BERT, T5 and ViT under five constraints",
+        "predicted against measured steps of automatic plans for ResNet-50, GPT-2 and T5 under five constraints",
         lambda quick, _: accuracy.run_accuracy(quick),
     ),
     "partition_instances": (

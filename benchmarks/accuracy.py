@@ -1,8 +1,9 @@
-"""How far predicted steps are from measured ones: automatic plans of five architectures under several constraints."""
+"""How far predicted steps are from measured ones: automatic plans of three architectures under several constraints."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from typing import Any
 import autopar
 from autopar import Accuracy, Plan
 from benchmarks.output import Report, Table
-from benchmarks.zoo import Subject, bert, gpt2, resnet, t5, vit
+from benchmarks.zoo import Subject, gpt2, resnet, t5
 
 DEVICES = ["cpu", "cpu"]
-MODELS: tuple[Callable[[bool], Subject], ...] = (resnet, gpt2, bert, t5, vit)
+MODELS: tuple[Callable[[bool], Subject], ...] = (resnet, gpt2, t5)
 # What is fixed of a plan beside the free one: pure pipelines under every schedule, few and many micro-batches.
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"max_replicas": 1},
@@ -22,7 +23,7 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"max_replicas": 1, "schedule": "1f1b", "n_microbatches": 4},
     {"max_replicas": 1, "schedule": "zb-h1", "n_microbatches": 4},
 )
-REPEATS = 5
+REPEATS = 3
 
 
 def run_accuracy(quick: bool) -> Report:
@@ -33,6 +34,7 @@ def run_accuracy(quick: bool) -> Report:
         try:
             for build in MODELS[:2] if quick else MODELS:
                 _compare(build(quick))
+                gc.collect()  # copies of a model refer to themselves, and the next ones need the memory
             found = autopar.accuracy()
         finally:
             if before is None:

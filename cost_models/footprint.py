@@ -41,12 +41,12 @@ def measure_bytes(
     pending: dict[int, int] = {}
     alive: list[Any] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> None:
+        """Nothing is kept, as no backward follows: an operator that kept its own result would never be freed."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         alive.append(storage)  # while it lives its key is its identity
         if key not in resident and storage.nbytes():
             pending[key] = storage.nbytes()
-        return tensor
 
     def on_node(node: fx.Node, value: Any, _: float) -> None:
         tensors = tensors_in(value)
@@ -58,8 +58,9 @@ def measure_bytes(
         saved[node.name] = sorted(pending.items())
         pending.clear()
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing)
     kernels = DeviceKernels(device_type) if device.type == "meta" else nullcontext()
     with torch.set_grad_enabled(training), hooks, kernels:
         run_nodes(own, inputs, on_node)
+    alive.clear()  # autograd's nodes hold `pack`, which holds this, and so the nodes: Python could not free them
     return GraphBytes(rows, output, fresh, saved)

@@ -81,7 +81,14 @@ def private_copy(module: fx.GraphModule, device: torch.device) -> fx.GraphModule
             root[node.target] = private(get_attribute(module, node.target))
         elif node.op == "call_module":
             root[node.target] = private_module(module.get_submodule(node.target), private)
-    return fx.GraphModule(root, module.graph, class_name="Private")
+    return _over(root, module)
+
+
+def _over(root: nn.Module | dict[str, Any], module: fx.GraphModule) -> fx.GraphModule:
+    """The graph of `module` over the tensors of `root`. It stays that of `module`: else it would keep these alive."""
+    made = fx.GraphModule(root, module.graph, class_name="Private")
+    module.graph.owning_module = module
+    return made
 
 
 def private_module(module: nn.Module, private: Callable[[Any], Any]) -> nn.Module:
@@ -98,7 +105,7 @@ def on_meta(value: Any) -> Any:
     """A tensor of the same sizes and strides without storage; a module over such parameters; other values as is."""
     if isinstance(value, nn.Module):
         copy = private_module(value, on_meta)
-        return fx.GraphModule(copy, value.graph) if isinstance(value, fx.GraphModule) else copy
+        return _over(copy, value) if isinstance(value, fx.GraphModule) else copy
     if not isinstance(value, torch.Tensor):
         return value
     meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

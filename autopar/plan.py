@@ -20,6 +20,7 @@ from autopar.paths import ancestors, few, nearest
 from autopar.placeholders import stand_ins
 from autopar.plancheck import INTERLEAVED, places, rounds, violations
 from autopar.plandiff import PlanDiff, diff_plans
+from autopar.sharding.assignment import StageSharding
 from autopar.showing import explained, shown
 
 
@@ -27,7 +28,7 @@ from autopar.showing import explained, shown
 class Stage:
     """One stage. Costs are predictions for one micro-batch on one of its devices; None in a plan made by hand."""
 
-    devices: tuple[str, ...]  # names; several are replicas: micro-batch i runs on devices[i mod r]
+    devices: tuple[str, ...]  # names; several are replicas (or meshes): micro-batch i runs on devices[i mod r]
     operators: tuple[str, ...] = ()  # `module.path/operator#k`, in program order
     forward_time: float | None = None  # s
     backward_time: float | None = None  # s, without recomputation
@@ -37,6 +38,17 @@ class Stage:
     peak_memory: int | None = None  # bytes on each device
     sync_time: float | None = None  # s once a step: gradients of the replicas reduced
     recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it
+    sharding: StageSharding | None = None  # operators are split over meshes of its devices
+
+    @property
+    def shards(self) -> int:
+        """Devices that work on one micro-batch together."""
+        return self.sharding.size if self.sharding is not None else 1
+
+    @property
+    def replicas(self) -> int:
+        """Micro-batches that it works on at once."""
+        return len(self.devices) // self.shards
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autopar.schedule import SCHEDULES
+from autopar.sharding.assignment import problems
 
 INTERLEAVED = "interleaved-1f1b"
 _MOST_NAMED = 4  # devices of a stage that a text lists
@@ -78,6 +79,14 @@ def _devices(plan: Any) -> Iterator[str]:
             yield f"stage {s} has no device; every stage needs at least one device"
         for name in _twice(names):
             yield f"stage {s} lists {name} twice"
+        sharding = plan.stages[s].sharding
+        if sharding is not None and None not in (
+            sharding.mesh,
+            sharding.axes,
+            sharding.strategies,
+            sharding.parameters,
+        ):
+            yield from (f"stage {s}: {problem}" for problem in problems(sharding, len(names)))
         absent = [name for name in names if offered and name not in offered and not name.startswith("#")]
         if absent:
             yield f"stage {s} is on {', '.join(absent)}, but the devices are {', '.join(offered)}"

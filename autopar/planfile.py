@@ -9,7 +9,7 @@
 Keys are the names of the fields of `Plan`, `Stage`, `Link` and `RunnerUp`; what is None or empty is left out. Of an
 operator `module.path/operator#k` the module path comes once for all that follow each other in it: moving a line to
 another stage moves them. Version 2 has more fields than version 1 (recomputation, kinds of devices, how far the plan
-is proven best); both are read.
+is proven best, sharded stages); both are read.
 """
 
 from __future__ import annotations
@@ -122,6 +122,13 @@ def _operators(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
     return tuple(keys) or (None if lines else ())
 
 
+def _texts(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
+    if not isinstance(data, dict) or any(not isinstance(text, str) for text in data.values()):
+        problems.append(f"{where} must be an object from names to layouts such as 'S0R', got {data!r}")
+        return None
+    return tuple(data.items())
+
+
 def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
     if not isinstance(data, dict):
         problems.append(f"{where} must be an object from module paths to stages, got {data!r}")
@@ -135,4 +142,6 @@ _SPECIAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, str, list[st
     # field: (to JSON, from JSON)
     "operators": (_operator_lines, _operators),
     "split": (dict, _split),
+    "strategies": (dict, _texts),
+    "parameters": (dict, _texts),
 }

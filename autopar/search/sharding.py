@@ -23,6 +23,7 @@ from torch import fx
 
 from autopar.observing import observe
 from autopar.search.elimination import Choices, Edge, Selection, select
+from autopar.sharding.assignment import Stored
 from autopar.sharding.layouts import REPLICATE, Layout, layouts, parts
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.options import Ends, Options, OptionTable
@@ -33,14 +34,6 @@ from cost_models.footprint import measure_bytes
 from cost_models.graphs import get_attribute, storage_key, tensors_in
 from cost_models.roofline import efficiency_of, rates_of
 from cost_models.work import OperatorWork, count
-
-
-@dataclass(frozen=True)
-class Stored:
-    """How a parameter, or an input, lies on the mesh."""
-
-    layout: Layout
-    state: Layout  # of the optimizer's state
 
 
 @dataclass(frozen=True)

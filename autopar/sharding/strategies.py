@@ -39,6 +39,7 @@ class Strategy:
     outputs: tuple[Layout, ...]  # of the tensors it returns
     share: float  # of the work that each device does
     scale: float = 1.0  # what the results are multiplied with: a mean over parts is that of their means
+    special: str = ""  # how the devices do it together, where the operator on local parts is not enough (`special`)
 
     def gradient_in(self, operand: int) -> Layout:
         """Of the gradient that is computed of an operand: along an axis that cuts something the devices' gradients of

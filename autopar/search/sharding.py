@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,13 @@ class Collective:
     reader: str  # node that reads it
     backward: bool  # of its gradient
     once: bool  # a step, rather than a micro-batch
+    times: int  # that
     moves: tuple[Move, ...]
 
     @property
     def seconds(self) -> float:
-        return sum(move.seconds for move in self.moves)
+        """Of all times."""
+        return self.times * sum(move.seconds for move in self.moves)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Task:
     training: bool = True
     optimizer: str = "adamw"
     in_flight: int = 1  # micro-batches whose activations are kept at once
+    copies: Mapping[str, int] = field(default_factory=dict)  # node -> equal ones of the model that it stands for
+    again: Mapping[str, str] = field(default_factory=dict)  # node that a copied layer reads -> what it hands its copy
 
 
 def choose(
@@ -121,6 +125,7 @@ class _Link:
     redistribution: Redistribution
     kind: str  # "input", "activation" or "parameter"
     gradient: bool
+    times: int
 
 
 @dataclass(frozen=True)
@@ -152,12 +157,16 @@ class _Problem:
         self.options: dict[str, tuple[int, Options]] = {}
         self.stored: dict[str, tuple[int, tuple[Stored, ...]]] = {}
         self._shared: dict[Any, Any] = {}
+        self._between_copies: list[tuple[Any, ...]] = []
         by_storage: dict[int, _Made] = {}
         for node in task.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._add_given(node, by_storage)
             elif node.op != "output" and tensors_in(self.facts.values[node]):
                 self._add_operator(node)
+        nodes = {node.name: node for node in task.module.graph.nodes}
+        for name, *ends in self._between_copies:
+            self._connect(nodes[name], *ends)
         self._add_outputs()
 
     def solve(self, memory: float, fixed: Mapping[str, Strategy]) -> Sharding:
@@ -170,11 +179,17 @@ class _Problem:
 
     # -- variables --------------------------------------------------------------------------------------------------
 
-    def _variable(self, name: str, seconds: np.ndarray, nbytes: np.ndarray) -> int:
+    def _variable(self, name: str, seconds: np.ndarray, nbytes: np.ndarray, copies: int = 1) -> int:
         self.names.append(name)
-        self.seconds.append(seconds)
-        self.nbytes.append(nbytes)
+        self.seconds.append(self._times(seconds, copies))
+        self.nbytes.append(self._times(nbytes, copies))
         return len(self.names) - 1
+
+    def _times(self, array: np.ndarray, copies: int) -> np.ndarray:
+        """What is alike stays one array."""
+        return (
+            array if copies == 1 else self._shared_by(("times", id(array), copies), lambda: (array * copies, array))[0]
+        )
 
     def _add_given(self, node: fx.Node, by_storage: dict[int, _Made]) -> None:
         """An input, in any layout at no cost, or a parameter."""
@@ -190,7 +205,7 @@ class _Problem:
             ("given", tuple(value.shape), value.dtype, trained, node.op), lambda: self._given(value, trained, node.op)
         )
         name = str(node.target)
-        variable = self._variable(name, seconds, nbytes)
+        variable = self._variable(name, seconds, nbytes, self.task.copies.get(node.name, 1))
         labels = self._shared_by(("labels", len(layout_of)), lambda: np.arange(len(layout_of)))
         made = _Made(variable, labels, layout_of, "parameter" if trained else "input", name)
         self.made[node] = [made]
@@ -221,15 +236,20 @@ class _Problem:
         options, operands = self.table.of(node, values, work)
         saved = self.facts.saved.get(node.name, 0) * self.task.in_flight
         nbytes = self._shared_by(("kept", id(options), saved), lambda: options.kept * saved)
-        variable = self._variable(node.name, options.seconds, nbytes)
+        variable = self._variable(node.name, options.seconds, nbytes, self.task.copies.get(node.name, 1))
         self.options[node.name] = (variable, options)
         self.made[node] = [
             _Made(variable, labels, known, "activation", node.name)
             for labels, known in zip(options.output_labels, options.outputs, strict=True)
         ]
+        copies = self.task.copies.get(node.name, 1)
         for place, operand in enumerate(operands):
             if isinstance(operand, fx.Node) and operand in self.made:
-                self._connect(operand, variable, node.name, options.input_labels[place], options.inputs[place])
+                ends = (variable, node.name, options.input_labels[place], options.inputs[place])
+                same = self.task.again.get(operand.name) if copies > 1 else None
+                self._connect(operand, *ends, copies if same is None else 1)
+                if same is not None:
+                    self._between_copies.append((same, *ends, copies - 1))
 
     def _add_outputs(self) -> None:
         """Numbers, such as a loss, are wanted whole everywhere; other results stay as they are."""
@@ -244,7 +264,9 @@ class _Problem:
 
     # -- edges ------------------------------------------------------------------------------------------------------
 
-    def _connect(self, tensor: fx.Node, reader: int, name: str, labels: np.ndarray, ins: tuple[Ends, ...]) -> None:
+    def _connect(
+        self, tensor: fx.Node, reader: int, name: str, labels: np.ndarray, ins: tuple[Ends, ...], times: int = 1
+    ) -> None:
         value = self.facts.values[tensor]
         (made,) = self.made[tensor]
         gradient = tensor.name in self.facts.trained
@@ -253,11 +275,10 @@ class _Problem:
             ("redistribution", shape, value.element_size(), floating),
             lambda: Redistribution(shape, value.element_size(), self.mesh, self.task.cluster, partial=floating),
         )
-        link = _Link(made.name, name, made.layouts, ins, redistribution, made.kind, gradient)
+        link = _Link(made.name, name, made.layouts, ins, redistribution, made.kind, gradient, times)
         key = ("edge", shape, value.dtype, made.kind, made.layouts, ins, gradient)
-        self.edges.append(
-            Edge(made.variable, reader, made.labels, labels, self._shared_by(key, lambda: self._cost(link)))
-        )
+        seconds = self._times(self._shared_by(key, lambda: self._cost(link)), times)
+        self.edges.append(Edge(made.variable, reader, made.labels, labels, seconds))
         self.links.append(link)
 
     def _cost(self, link: _Link) -> np.ndarray:
@@ -288,7 +309,7 @@ class _Problem:
             for a, b, backward, once, times in _ways(link, out, into, self.task.training):
                 path = link.redistribution.path(a, b)
                 if any(move.collective for move in path):
-                    moves += [Collective(link.tensor, link.reader, backward, once, path)] * times
+                    moves.append(Collective(link.tensor, link.reader, backward, once, times * link.times, path))
         return Sharding(
             self.mesh,
             {name: options.strategies[option[v]] for name, (v, options) in self.options.items()},

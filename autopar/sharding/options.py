@@ -30,6 +30,7 @@ class Options:
 
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray  # [strategies] forward and backward of one micro-batch
+    forward: np.ndarray  # [strategies] of `seconds`
     kept: np.ndarray  # [strategies] of what is kept for the backward the fraction that each device has
     ruled: bool  # a rule told them; else every device does all of it
 
@@ -96,9 +97,9 @@ class OptionTable:
         found = [whole] if rule is None else self._possible(strategies(rule, self._mesh), operands, values, results)
         sizes = [_nbytes(values.get(o)) if isinstance(o, fx.Node) else 0 for o in operands]
         outcome = [_nbytes(t) for t in results]
-        seconds = np.array([self._seconds(one, work, sizes, outcome) for one in found])
+        both = np.array([self._seconds(one, work, sizes, outcome) for one in found])
         kept = np.array([self._moved(one, sizes, outcome) for one in found])
-        return Options(tuple(found), seconds, kept, rule is not None)
+        return Options(tuple(found), both.sum(axis=1), both[:, 0], kept, rule is not None)
 
     def _possible(
         self,
@@ -124,10 +125,16 @@ class OptionTable:
         total = sum(nbytes for _, nbytes in pairs)
         return sum(nbytes / parts(layout, self._mesh) for layout, nbytes in pairs) / total if total else 1.0
 
-    def _seconds(self, one: Strategy, work: OperatorWork, sizes: Sequence[int], outcome: Sequence[int]) -> float:
+    def _seconds(
+        self, one: Strategy, work: OperatorWork, sizes: Sequence[int], outcome: Sequence[int]
+    ) -> tuple[float, float]:
+        """Forward and backward."""
         bytes_share = self._moved(one, sizes, outcome)
-        kernels = [*work.forward, *(work.backward if self._training else ())]
-        return sum(kernel_seconds(_cut(k, one.share, bytes_share), self._rates, self._efficiency) for k in kernels)
+
+        def seconds(kernels: Sequence[Kernel]) -> float:
+            return sum(kernel_seconds(_cut(k, one.share, bytes_share), self._rates, self._efficiency) for k in kernels)
+
+        return seconds(work.forward), seconds(work.backward) if self._training else 0.0
 
 
 def _cut(kernel: Kernel, share: float, bytes_share: float) -> Kernel:

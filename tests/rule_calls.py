@@ -182,9 +182,15 @@ def attention(**options: Any) -> Callable[[Sizes], Call]:
     return make
 
 
-def grouped(s: Sizes) -> Call:
-    q, k, v = x(s.a, 4, s.b, 4), x(s.a, 2, s.c, 4), x(s.a, 2, s.c, s.d)
-    return call(aten.scaled_dot_product_attention.default, q, k, v, enable_gqa=True)
+def grouped(mask: Callable[[Sizes], tuple[int, ...]] | None = None) -> Callable[[Sizes], Call]:
+    """Each head of keys and values serves two of queries."""
+
+    def make(s: Sizes) -> Call:
+        q, k, v = x(s.a, 4, s.b, 4), x(s.a, 2, s.c, 4), x(s.a, 2, s.c, s.d)
+        given = x(*mask(s)) if mask else None
+        return call(aten.scaled_dot_product_attention.default, q, k, v, given, enable_gqa=True)
+
+    return make
 
 
 def norms(s: Sizes) -> Call:

@@ -174,7 +174,10 @@ EXAMPLES: dict[str, list[Callable[[Sizes], Call]]] = {
         attention(mask=lambda s: (s.b, s.c)),
         attention(mask=lambda s: (s.a, 1, 1, s.c)),
         attention(is_causal=True),
-        grouped,
+        grouped(),
+        grouped(lambda s: (s.b, s.c)),
+        grouped(lambda s: (s.a, 4, s.b, s.c)),
+        grouped(lambda s: (s.a, 1, s.b, s.c)),
     ],
     "convolution": [
         lambda s: call(aten.convolution.default, x(s.a, s.b, 4), x(s.c, s.b, 2), x(s.c), [1], [0], [1], False, [0], 1),

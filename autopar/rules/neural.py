@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.rules.calls import Call, Maker, Stated, letters, line, whole
+from autopar.rules.calls import Call, Maker, Stated, letters, line, quotient, whole
 
 _NONE, _MEAN = 0, 1  # the reductions of losses; 2: sum
 
@@ -87,17 +87,19 @@ def batch_norm(call: Call) -> Stated:
 
 
 def attention(call: Call) -> Stated:
-    """Queries are independent of each other unless masked by their place; keys are not. Grouped heads stay whole."""
+    """Queries are independent of each other unless masked by their place; keys are not. With grouped heads each head of
+    keys and values `g` serves `r` heads of queries that follow each other."""
     query = "[l]" if call["is_causal"] else "l"
-    grouped = call.get("enable_gqa", False)
-    heads = [["*b", h] for h in ("[h]", "[g]", "[g]")] if grouped else [["*b"]] * 3
-    q, k, v = (head + dims for head, dims in zip(heads, ([query, "[e]"], ["[s]", "[e]"], ["[s]", "v"]), strict=True))
-    mask = [
-        *(["*b", "[h]"] if grouped and call.operands[3][1] and len(call.operands[3][1]) > 2 else ["*b"]),
-        query,
-        "[s]",
-    ]
-    return line(q, k, v, mask, to=[[*heads[0], query, "v"]], linear="2")
+    if not call.get("enable_gqa", False):
+        q, k, v = ["*b", query, "[e]"], ["*b", "[s]", "[e]"], ["*b", "[s]", "v"]
+        return line(q, k, v, ["*b", query, "[s]"], to=[["*b", query, "v"]], linear="2")
+    heads, groups = call.shape("query")[-3], call.shape("key")[-3]
+    if groups != call.shape("value")[-3] or (r := quotient(heads, groups)) is None:
+        return None
+    mask = call.operands[3][1]
+    shared = ["*b", "(g r)"] if mask is not None and len(mask) > 2 else []
+    q, k, v = ["*b", "(g r)", query, "[e]"], ["*b", "g", "[s]", "[e]"], ["*b", "g", "[s]", "v"]
+    return line(q, k, v, [*shared, query, "[s]"], to=[["*b", "(g r)", query, "v"]], linear="2"), {"g": groups, "r": r}
 
 
 def recurrent(call: Call) -> Stated:

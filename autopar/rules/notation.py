@@ -13,6 +13,8 @@ Operands stand before the arrow, results behind it, each a list of dimensions:
   the results of the shards add up to the whole one. Only in results: new there, all along it computed alike.
 - `~k` *averaged*: the whole result is the mean of the shards', weighted by their sizes.
 - `[k]` *whole*: the operator needs all of it at once.
+- `{k}`, `{~k}` *together*: like `[k]` and `~k` for the operator alone, but devices that have parts of it find what the
+  whole operator does, exactly, when they exchange something within (`autopar.sharding.special`).
 - `*b` as many dimensions as are left over; operands align at the last of them, and broadcast there.
 - `1` a dimension of one entry, which broadcasts or says nothing.
 - `(a b)` a dimension folded from several indices.
@@ -53,6 +55,8 @@ class Rule:
     kinds: Mapping[str, Kind]  # by index
     sizes: Mapping[str, Size]  # by index: entries
     linear: tuple[frozenset[int], ...]  # operands in which the operator is linear together, the others fixed
+    together: frozenset[str] = frozenset()  # indices that devices can cut if they work together
+    name: str = ""  # of the operator
 
     @property
     def addends(self) -> frozenset[int]:
@@ -62,7 +66,10 @@ class Rule:
     def __str__(self) -> str:
         def dim(indices: tuple[str, ...]) -> str:
             marks = {Kind.WHOLE: "[{}]", Kind.AVERAGED: "~{}"}
-            names = " ".join(marks.get(self.kinds[i], "{}").format(i) for i in indices)
+            both = {Kind.WHOLE: "{{{}}}", Kind.AVERAGED: "{{~{}}}"}
+            names = " ".join(
+                (both if i in self.together else marks).get(self.kinds[i], "{}").format(i) for i in indices
+            )
             return f"({names})" if len(indices) > 1 else names or "1"
 
         sides = (", ".join(" ".join(map(dim, dims)) for dims in side) for side in (self.inputs, self.outputs))
@@ -70,7 +77,7 @@ class Rule:
         return " -> ".join(sides) + (f" ; {groups}" if groups else "")
 
 
-_TOKEN = re.compile(r"(?P<open>\()|(?P<close>\))|(?P<mark>[\[~]?)(?P<star>\*?)(?P<name>\w+)\]?")
+_TOKEN = re.compile(r"(?P<open>\()|(?P<close>\))|(?P<mark>\[|\{?~|\{)?(?P<star>\*?)(?P<name>\w+)[\]}]?")
 
 # A dimension as written: (mark, star, name) of every index in it; () for size one.
 _Written = tuple[tuple[str, bool, str], ...]
@@ -87,7 +94,7 @@ def _operand(text: str) -> list[_Written]:
             result.append(tuple(folded))
             folded = None
         else:
-            index = (token["mark"], bool(token["star"]), token["name"])
+            index = (token["mark"] or "", bool(token["star"]), token["name"])
             if folded is not None:
                 folded.append(index)
             else:
@@ -146,13 +153,16 @@ def read(
             if len(dim) == 1 and (known.get(dim[0][2], 1) == 1):
                 known[dim[0][2]] = size
     marks: dict[str, Kind] = {}
+    together: set[str] = set()
     named: list[Dims] = []
     for dims, shape in zip(spread, tensors, strict=True):
         tensor: list[tuple[str, ...]] = []
         for dim, size in zip(dims, shape, strict=True):
             for mark, _, name in dim:
                 if mark:
-                    marks[name] = Kind.WHOLE if mark == "[" else Kind.AVERAGED
+                    marks[name] = Kind.AVERAGED if "~" in mark else Kind.WHOLE
+                if "{" in mark:
+                    together.add(name)
             if len(dim) == 1 and size != known[dim[0][2]] and size != 1:
                 raise MisfitError(f"'{line}' for shapes {tensors}")
             tensor.append(() if size == 1 else tuple(name for _, _, name in dim))
@@ -166,7 +176,8 @@ def read(
     present = {name for dims in named for dim in dims for name in dim}
     kinds = {name: marks.get(name, _kind(name, inputs, outputs)) for name in known if name in present}
     ordered = tuple(sorted((group for group in linear if group), key=sorted))
-    return Rule(tuple(operands[i] for i in given), inputs, outputs, kinds, known, ordered)
+    shared = frozenset(together & kinds.keys())
+    return Rule(tuple(operands[i] for i in given), inputs, outputs, kinds, known, ordered, shared)
 
 
 def _kind(name: str, inputs: tuple[Dims, ...], outputs: tuple[Dims, ...]) -> Kind:

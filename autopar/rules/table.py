@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,6 @@ def bind(node: fx.Node, value_of: Callable[[fx.Node], Any] = recorded) -> Rule |
     text, sizes = (stated, {}) if isinstance(stated, str) else stated
     nodes, shapes = [n for n, _ in call.operands], [shape for _, shape in call.operands]
     try:
-        return read(text, nodes, shapes, call.output_shapes, sizes)
+        return replace(read(text, nodes, shapes, call.output_shapes, sizes), name=name)
     except MisfitError:
         return None

@@ -19,6 +19,8 @@ from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
 from autopar.report.step import StepProfile
 from autopar.runtime.module import PipelinedModule
+from autopar.sharding_asked import Layout
+from autopar.sharding_hints import shard
 from autopar.version import __version__
 from cost_models import Cluster
 
@@ -32,6 +34,7 @@ __all__ = [
     "DeviceError",
     "InfeasibleError",
     "InputError",
+    "Layout",
     "NotANumberError",
     "PipelinedModule",
     "Plan",
@@ -49,4 +52,5 @@ __all__ = [
     "plan",
     "profile",
     "recompute",
+    "shard",
 ]

@@ -15,23 +15,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import networkx as nx
 from torch import fx, nn
 
 from autopar.capture import Program, describe, module_path
 from autopar.errors import InputError, PlanError
+from autopar.hinted import check_modules, hints_of, mark, unmark
 from autopar.operators import compute_nodes, fused_groups, replicable_nodes, unrepeatable_nodes, write_order
 from autopar.paths import ancestors, nearest
+from autopar.sharding_hints import unwrap_functions
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# Where a module keeps its hints: {"stage": int, "recompute": True, "together": (set, ...)}, whichever were given.
-# A group is an empty set that its members share: copying and pickling keep what is shared within the copy shared, while
-# the copies of one block are groups of their own. (Not a list: torch.export puts copies of those in their place.) Plain
-# types, so that such a pickle needs no autopar.
-_NAME = "_autopar_hints"
+# A group of keep_together is an empty set that its members share: copying and pickling keep what is shared within the
+# copy shared, while the copies of one block are groups of their own. (Not a list: torch.export puts copies of those in
+# their place.)
 
 
 def pipeline_stage(module: _Module, stage: int) -> _Module:
@@ -39,10 +39,10 @@ def pipeline_stage(module: _Module, stage: int) -> _Module:
 
     Stages in between that nobody is pinned to are the search's. Raises InputError.
     """
-    _check_modules("pipeline_stage", [module])
+    check_modules("pipeline_stage", [module])
     if type(stage) is not int or stage < 0:
         raise InputError(f"pipeline_stage: a stage is a whole number from 0, got {stage!r}")
-    _mark(module, "stage", stage)
+    mark(module, "stage", stage)
     return module
 
 
@@ -51,8 +51,8 @@ def recompute(module: _Module) -> _Module:
 
     Returns the module. Raises InputError.
     """
-    _check_modules("recompute", [module])
-    _mark(module, "recompute", True)
+    check_modules("recompute", [module])
+    mark(module, "recompute", True)
     return module
 
 
@@ -63,33 +63,18 @@ def keep_together(*modules: nn.Module) -> None:
     """
     if not modules:
         raise InputError("keep_together needs at least one module")
-    _check_modules("keep_together", modules)
+    check_modules("keep_together", modules)
     group: set[object] = set()
     for module in dict.fromkeys(modules):
-        _mark(module, "together", (*_hints_of(module).get("together", ()), group))
+        mark(module, "together", (*hints_of(module).get("together", ()), group))
 
 
 def clear_hints(model: nn.Module) -> None:
-    """Take all hints off `model` and the modules inside it."""
-    _check_modules("clear_hints", [model])
+    """Take all hints off `model` and the modules inside it, those of `shard` included."""
+    check_modules("clear_hints", [model])
     for module in model.modules():
-        module.__dict__.pop(_NAME, None)
-
-
-def _check_modules(function: str, modules: Sequence[object]) -> None:
-    wrong = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
-    if wrong:
-        raise InputError(f"{function} takes torch.nn.Module, got {', '.join(wrong)}")
-
-
-def _hints_of(module: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = module.__dict__.get(_NAME, {})
-    return found
-
-
-def _mark(module: nn.Module, hint: str, value: object) -> None:
-    # A new dict every time: a shallow copy of the module must not change with it.
-    module.__dict__[_NAME] = {**_hints_of(module), hint: value}
+        unmark(module)
+        unwrap_functions(module)
 
 
 # -- hints of a model -------------------------------------------------------------------------------------------------
@@ -114,7 +99,7 @@ def read_hints(model: nn.Module) -> Hints:
     together: dict[int, list[str]] = defaultdict(list)
     paths: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
-        found = _hints_of(module)
+        found = hints_of(module)
         if found:
             paths[id(module)].append(path)
         if "stage" in found:

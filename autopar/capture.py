@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar import _torch, hooks
+from autopar import _torch, hooks, sharding_marks
 from autopar.errors import InputError
 from autopar.repeated import fill_in, first_of_equals
+from autopar.sharding_hints import hinted_modules
 from autopar.tidy import tidy
 from autopar.tracing import assignments_told, check_call, lost_writes_told, trace
 
@@ -51,6 +52,7 @@ class Program:
     guards: Callable[..., Any]  # raises AssertionError for flat inputs for which the model would take another path
     n_outputs: int  # flat outputs of the model; the graph returns what `weights` points to after them
     weights: dict[int, int]  # flat output (a mean over elements) -> place of the number of elements that it averages
+    shard_calls: tuple[sharding_marks.ShardCall, ...] = ()  # whose layouts the user asked for
 
     @property
     def graph(self) -> fx.Graph:
@@ -141,12 +143,23 @@ def capture(
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     off = (_torch.no_global_hooks(), _torch.no_custom_functions())
     once = first_of_equals(model) if look_into_one else contextlib.nullcontext()
-    with hooks.marked(model) as marks, assignments_told(model), lost_writes_told(model), off[0], off[1], once:
+    sharded = sharding_marks.marked(hinted_modules(model))
+    with (
+        hooks.marked(model) as marks,
+        assignments_told(model),
+        lost_writes_told(model),
+        off[0],
+        off[1],
+        once,
+        sharded as calls,
+    ):
         # One row would be taken for a constant by export: what is captured for it serves no other batch size.
         traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
     if look_into_one:
         fill_in(traced.module, model)
+    regions = sharding_marks.borders(traced.module.graph, calls)
     module = tidy(traced.module)
+    shard_calls = sharding_marks.settled(module.graph, regions, describe)
     hooks.join(module.graph, marks)
     module.recompile()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -170,6 +183,7 @@ def capture(
         traced.guards,
         n_outputs,
         weights,
+        shard_calls,
     )
 
 

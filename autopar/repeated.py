@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from autopar import _torch
 from autopar.hooks import has_hooks
+from autopar.sharding_hints import hinted_modules
 from cost_models.graphs import get_attribute
 
 _PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)
@@ -135,7 +136,11 @@ def _runs(model: nn.Module) -> list[list[str]]:
             continue
         kinds: list[list[tuple[int, str, nn.Module]]] = []
         for place, (key, layer) in enumerate(module.named_children()):
-            if not any(True for _ in layer.parameters()) or any(map(has_hooks, layer.modules())):
+            if (
+                not any(True for _ in layer.parameters())
+                or any(map(has_hooks, layer.modules()))
+                or hinted_modules(layer)
+            ):
                 continue
             same = next((kind for kind in kinds if _equal(kind[0][2], layer, (kind[0][0], place))), None)
             entry = (place, f"{name}.{key}" if name else key, layer)

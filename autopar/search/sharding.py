@@ -54,6 +54,16 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What an operator costs as it was chosen, of a micro-batch on each device."""
+
+    forward: float  # s
+    backward: float  # s
+    share: float  # of its work
+    kept: float  # of what it keeps for the backward, and of what it reads and makes, the fraction that a device has
+
+
+@dataclass(frozen=True)
 class Sharding:
     """What was chosen."""
 
@@ -67,6 +77,7 @@ class Sharding:
     proven: bool
     width: int  # of the elimination
     unruled: tuple[str, ...]  # operators that every device does, for want of a rule
+    work: Mapping[str, Work]  # by node
 
 
 @dataclass(frozen=True)
@@ -96,10 +107,10 @@ def choose(
 
     `fixed`: strategies that operators must have. Raises InfeasibleError where nothing fits the memory.
     """
-    return _Problem(task, mesh).solve(memory, fixed or {})
+    return ShardingProblem(task, mesh).solve(memory, fixed or {})
 
 
-class _Facts:
+class Facts:
     """What does not depend on the mesh."""
 
     def __init__(self, task: Task) -> None:
@@ -139,12 +150,12 @@ class _Made:
     name: str
 
 
-class _Problem:
+class ShardingProblem:
     """The variables and edges of one graph on one mesh. What is alike shares its arrays."""
 
-    def __init__(self, task: Task, mesh: Mesh, facts: _Facts | None = None) -> None:
+    def __init__(self, task: Task, mesh: Mesh, facts: Facts | None = None) -> None:
         self.task, self.mesh = task, mesh
-        self.facts = facts or _Facts(task)
+        self.facts = facts or Facts(task)
         kinds = {device.name: device.kind for device in task.cluster.devices}
         spec = task.cluster.specs[kinds[mesh.devices[0]]]
         self.table = OptionTable(mesh.shape, rates_of(spec), efficiency_of(spec), training=task.training)
@@ -321,7 +332,14 @@ class _Problem:
             found.proven,
             found.width,
             tuple(name for name, (_, options) in self.options.items() if not options.ruled),
+            {name: _work(options, option[v]) for name, (v, options) in self.options.items()},
         )
+
+
+def _work(options: Options, chosen: int) -> Work:
+    forward = float(options.forward[chosen])
+    backward = float(options.seconds[chosen]) - forward
+    return Work(forward, backward, options.strategies[chosen].share, float(options.kept[chosen]))
 
 
 def _ways(link: _Link, out: Any, into: Ends, training: bool) -> list[tuple[Layout, Layout, bool, bool, int]]:

@@ -129,8 +129,8 @@ class ShardHint:
             arranged = cut is not None and len(cut) == 3 and isinstance(cut[0], tuple)
             return Arranged(Layout(cut[0], cut[1]), cut[2]) if arranged else cut
 
-        sides = (None if plain[side] is None else tuple(map(parse, plain[side])) for side in ("in", "out"))
-        return cls(*sides, tuple((name, parse(cut)) for name, cut in plain["parameters"]))
+        inputs, outputs = (None if plain[side] is None else tuple(map(parse, plain[side])) for side in ("in", "out"))
+        return cls(inputs, outputs, tuple((name, parse(cut)) for name, cut in plain["parameters"]))
 
     def __str__(self) -> str:
         return ", ".join(f"{where} {cut}" for where, cut in self.cuts())

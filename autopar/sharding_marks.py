@@ -208,9 +208,10 @@ def settled(graph: fx.Graph, regions: list[Region], title: Callable[[fx.Node], s
     for region, single in zip(regions, singles, strict=True):
         call = region.call
         place = next((n for n in region.operators if n in kept), None)
-        told = call.title + (
-            f" in {title(place).partition(' in ')[2]}" if call.path is None and place is not None else ""
-        )
-        sides = (tuple(map(name, side)) for side in (region.inputs, region.outputs))
-        found.append(ShardCall(told, call.path, call.hint, *sides, single and single.name, len(region.operators)))
+        told = call.title
+        if call.path is None and place is not None:
+            told += f" in {title(place).partition(' in ')[2]}"
+        inputs, outputs = tuple(map(name, region.inputs)), tuple(map(name, region.outputs))
+        operator_name = None if single is None else single.name
+        found.append(ShardCall(told, call.path, call.hint, inputs, outputs, operator_name, len(region.operators)))
     return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (registers an operator)
 from rule_calls import (
     F64,
     Call,
@@ -168,6 +169,19 @@ EXAMPLES: dict[str, list[Callable[[Sizes], Call]]] = {
         lambda s: call(aten.einsum.default, "...i,oi->...o", [x(s.a, s.b, s.c), x(s.d, s.c)]),
         lambda s: call(aten.einsum.default, "bi,bi,b->", [x(s.a, s.b), x(s.a, s.b), x(s.a)]),
         lambda s: call(aten.einsum.default, "ii->i", [x(s.a, s.a)]),
+    ],
+    "grouped_mm_fallback": [
+        lambda s: call(
+            torch.ops.transformers.grouped_mm_fallback.default,
+            *(x(s.a + s.b, s.c), x(3, s.c, s.d)),
+            torch.tensor([s.a, s.a, s.a + s.b], dtype=torch.int32),
+        )
+    ],
+    "_grouped_mm": [
+        lambda s: call(
+            aten._grouped_mm.default,
+            *(x(6, 8).float(), x(2, 8, 4).float(), torch.tensor([2, 6], dtype=torch.int32)),
+        )
     ],
     "scaled_dot_product_attention": [
         attention(),
@@ -334,8 +348,8 @@ EXAMPLES: dict[str, list[Callable[[Sizes], Call]]] = {
         for n in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout")
     },
 }
-# What draws anew in every call, or leaves memory as it finds it.
+# What draws anew in every call, leaves memory as it finds it, or takes few sizes and single precision alone.
 RANDOM = {
     *("bernoulli", "normal", "exponential", "uniform", "log_normal", "randperm", "rand", "randn", "randint"),
-    *("empty", "new_empty", "empty_like", "rand_like", "randn_like", "randint_like"),
+    *("empty", "new_empty", "empty_like", "rand_like", "randn_like", "randint_like", "_grouped_mm"),
 }

@@ -164,7 +164,7 @@ def reduction(mark: str = "[]", linear: str = "") -> Maker:
     return rule
 
 
-def scan(linear: str = "") -> Maker:
+def scan(linear: str = "", mark: str = "[{}]") -> Maker:
     """cumsum, softmax, sort: one dimension has to be whole and stays, at its size or another."""
 
     def rule(call: Call) -> Stated:
@@ -176,7 +176,8 @@ def scan(linear: str = "") -> Maker:
             resized = rank and shape[dim] != call.shape("self")[dim]
             after = [f"[k{dim}]" if resized and d == dim else n for d, n in enumerate(names)]
             afters.append(after)
-        return line(whole(names, [dim]), to=afters, linear=linear)
+        before = [mark.format(n) if d == dim else n for d, n in enumerate(names)]
+        return line(before, to=afters, linear=linear)
 
     return rule
 
@@ -222,7 +223,7 @@ RULES: dict[str, str | Maker] = {
     **dict.fromkeys(("max", "min"), elements()),
     **dict.fromkeys(("cumsum",), scan("0")),
     **dict.fromkeys(("cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "glu"), scan()),
-    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), scan()),
+    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), scan(mark="{{{}}}")),
     "diff": differences,
     "cosine_similarity": similarity,
 }

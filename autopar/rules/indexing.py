@@ -83,6 +83,12 @@ def classes(call: Call) -> Stated:
     return line(names, to=[[*names, "[c]"]])
 
 
+def embedding(call: Call) -> Stated:
+    """Rows of a table. Devices that have some of them do it together, but for gradients that depend on how often a row
+    is read, or are sparse."""
+    return f"{'[v]' if call['scale_grad_by_freq'] or call['sparse'] else '{v}'} d, *i -> *i d ; 0"
+
+
 # Where among the operands of a call the tensors stand whose values are places in another one.
 PLACES = {
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce", "embedding"), slice(1, 2)),
@@ -97,7 +103,7 @@ RULES: dict[str, str | Maker] = {
     "index": indexed,
     **dict.fromkeys(("index_put", "_unsafe_index_put"), put),
     "_unsafe_index": indexed,
-    "embedding": "[v] d, *i -> *i d ; 0",
+    "embedding": embedding,
     "one_hot": classes,
     "bucketize": "*a, [k] -> *a",
     "isin": "*a, [*k] -> *a",

@@ -77,11 +77,11 @@ def normalised(call: Call) -> Stated:
 
 def batch_norm(call: Call) -> Stated:
     """With running statistics every entry stands alone; in training all of a channel counts. Of a batch in training,
-    the first dimension is whole, too."""
+    the first dimension is whole, too, unless devices compute the statistics together."""
     trains = bool(call["use_input_stats"] if call.name == "instance_norm" else call["training"])
     rest = letters(call.rank("input") - 2, "s")
     alone = call.name == "instance_norm"  # every sample by its own statistics
-    first = "[b]" if trains and not alone else "b"
+    first = "{b}" if trains and not alone else "b"
     tail = [f"[{n}]" for n in rest] if trains else rest
     return line([first, "c", *tail], *[["c"]] * 4, to=[[first, "c", *tail]])
 
@@ -143,16 +143,27 @@ def cross_entropy(call: Call) -> Stated:
     """Over classes, the second dimension (the first of a single sample).
 
     The mean is that over all targets, as it is where none of them is ignored; with weights of classes it is none.
+    Devices together find the exact one of both, and the loss of classes that they have in parts.
     """
     rank = call.rank("self")
     places, reduction = letters(rank - 1, "n"), call["reduction"]
+    soft, weighed = call["target"].is_floating_point(), call["weight"] is not None
     names, after = _reduced(places, reduction)
-    if call["weight"] is not None and reduction == _MEAN:
-        names = [f"[{n}]" for n in places]
-    scores = [*names[:1], "[c]", *names[1:]]
-    soft = call["target"].is_floating_point()
+    if reduction == _MEAN and (weighed or not soft):
+        names = [("[{}]" if soft else "{{{}}}" if weighed else "{{~{}}}").format(n) for n in places]
+    scores = [*names[:1], "[c]" if soft or weighed else "{c}", *names[1:]]
     results = [after, *[[]] * (len(call.output_shapes) - 1)]
     return line(scores, scores if soft else names, ["[c]"], to=results)
+
+
+def grouped_product(call: Call) -> Stated:
+    """Rows sorted by expert `e`, each times its expert's matrix; the last operand tells where experts end."""
+    (_, rows), (_, matrices), (_, ends), *others = call.operands
+    if rows is None or matrices is None or ends is None or (len(rows), len(matrices)) != (2, 3):
+        return None
+    if any(shape is not None for _, shape in others):
+        return None
+    return line(["[n]", "k"], ["{e}", "k", "m"], ["[f]"], *[["[_]"]] * len(others), to=[["[n]", "m"]], linear="0 1")
 
 
 _PRODUCTS: dict[str, str | Maker] = {
@@ -180,6 +191,7 @@ _SIZES = {"1d": 1, "2d": 2, "3d": 3}
 RULES: dict[str, str | Maker] = {
     **_PRODUCTS,
     "scaled_dot_product_attention": attention,
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), grouped_product),
     **{f"conv{size}": convolution for size in _SIZES},
     **{f"conv_transpose{size}": convolution for size in _SIZES},
     "convolution": convolution,

@@ -64,12 +64,14 @@ class Rule:
         return frozenset.intersection(*self.linear) if self.linear else frozenset()
 
     def __str__(self) -> str:
+        def marked(index: str) -> str:
+            name = f"~{index}" if self.kinds[index] is Kind.AVERAGED else index
+            if index in self.together:
+                return f"{{{name}}}"
+            return f"[{index}]" if self.kinds[index] is Kind.WHOLE else name
+
         def dim(indices: tuple[str, ...]) -> str:
-            marks = {Kind.WHOLE: "[{}]", Kind.AVERAGED: "~{}"}
-            both = {Kind.WHOLE: "{{{}}}", Kind.AVERAGED: "{{~{}}}"}
-            names = " ".join(
-                (both if i in self.together else marks).get(self.kinds[i], "{}").format(i) for i in indices
-            )
+            names = " ".join(map(marked, indices))
             return f"({names})" if len(indices) > 1 else names or "1"
 
         sides = (", ".join(" ".join(map(dim, dims)) for dims in side) for side in (self.inputs, self.outputs))

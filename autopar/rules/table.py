@@ -15,11 +15,13 @@ from autopar.rules.notation import MisfitError, Rule, read
 
 RULES: dict[str, str | Maker] = {**arithmetic.RULES, **indexing.RULES, **neural.RULES, **views.RULES}
 
+_NAMESPACES = ("aten", "transformers")
+
 
 def rule_name(node: fx.Node) -> str | None:
-    """The name of an ATen operator without overload, and without the underscore of its in-place variant; None for
-    anything else."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    """The name of an operator of ATen or transformers without overload, and without the underscore of its in-place
+    variant; None for anything else."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _NAMESPACES:
         return None
     name = str(node.target.overloadpacket.__name__)
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
@@ -46,6 +48,6 @@ def bind(node: fx.Node, value_of: Callable[[fx.Node], Any] = recorded) -> Rule |
     text, sizes = (stated, {}) if isinstance(stated, str) else stated
     nodes, shapes = [n for n, _ in call.operands], [shape for _, shape in call.operands]
     try:
-        return replace(read(text, nodes, shapes, call.output_shapes, sizes), name=name)
+        return replace(read(text, nodes, shapes, call.output_shapes, sizes), name=str(name))
     except MisfitError:
         return None

@@ -23,6 +23,7 @@ from torch import fx
 
 from autopar.observing import observe
 from autopar.search.elimination import Choices, Edge, Selection, select
+from autopar.search.sharding_constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.sharding.assignment import Stored
 from autopar.sharding.layouts import REPLICATE, Layout, layouts, parts
 from autopar.sharding.mesh import Mesh
@@ -102,12 +103,14 @@ def choose(
     *,
     memory: float = float("inf"),
     fixed: Mapping[str, Strategy] | None = None,
+    constraints: ShardingConstraints = NO_CONSTRAINTS,
 ) -> Sharding:
     """The fastest strategies on `mesh` that need at most `memory` bytes on each device.
 
-    `fixed`: strategies that operators must have. Raises InfeasibleError where nothing fits the memory.
+    `fixed`: strategies that operators must have. `constraints`: layouts that their tensors must have. Raises
+    InfeasibleError where nothing fits the memory, PlanError where the constraints leave an operator nothing.
     """
-    return ShardingProblem(task, mesh).solve(memory, fixed or {})
+    return ShardingProblem(task, mesh).solve(memory, fixed or {}, constraints)
 
 
 class Facts:
@@ -158,7 +161,7 @@ class ShardingProblem:
         self.facts = facts or Facts(task)
         kinds = {device.name: device.kind for device in task.cluster.devices}
         spec = task.cluster.specs[kinds[mesh.devices[0]]]
-        self.table = OptionTable(mesh.shape, rates_of(spec), efficiency_of(spec), training=task.training)
+        self.table = OptionTable(mesh, task.cluster, rates_of(spec), efficiency_of(spec), training=task.training)
         self.made: dict[Any, list[_Made]] = {}  # node -> of each of its tensors
         self.names: list[str] = []
         self.seconds: list[np.ndarray] = []
@@ -180,12 +183,15 @@ class ShardingProblem:
             self._connect(nodes[name], *ends)
         self._add_outputs()
 
-    def solve(self, memory: float, fixed: Mapping[str, Strategy]) -> Sharding:
+    def solve(
+        self, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints = NO_CONSTRAINTS
+    ) -> Sharding:
         kept = {}
         for name, strategy in fixed.items():
             variable, options = self.options[name]
             kept[variable] = options.strategies.index(strategy)
-        choices = Choices(tuple(self.seconds), tuple(self.nbytes), tuple(self.edges), kept)
+        seconds = narrowed(constraints, self.seconds, self.options, self.stored)
+        choices = Choices(tuple(seconds), tuple(self.nbytes), tuple(self.edges), kept)
         return self._told(select(choices, memory))
 
     # -- variables --------------------------------------------------------------------------------------------------

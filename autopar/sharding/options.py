@@ -1,4 +1,5 @@
-"""What every strategy of an operator costs: seconds of its kernels on a part, bytes that a device keeps for it."""
+"""What every strategy of an operator costs: seconds of its kernels on a part and of what the devices exchange within,
+bytes that a device keeps for it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from torch import fx
 from autopar.rules import bind
 from autopar.rules.notation import Rule
 from autopar.sharding.layouts import PARTIAL, Layout, parts
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.special import collectives
 from autopar.sharding.strategies import Strategy, repeated, strategies
+from cost_models import Cluster
 from cost_models.efficiency import Efficiency
 from cost_models.graphs import tensors_in
 from cost_models.kernels import Kernel
@@ -29,7 +33,7 @@ class Options:
     """The strategies of one operator, shared by all operators that are alike."""
 
     strategies: tuple[Strategy, ...]
-    seconds: np.ndarray  # [strategies] forward and backward of one micro-batch
+    seconds: np.ndarray  # [strategies] forward and backward of one micro-batch, with the collectives within
     forward: np.ndarray  # [strategies] of `seconds`
     kept: np.ndarray  # [strategies] of what is kept for the backward the fraction that each device has
     ruled: bool  # a rule told them; else every device does all of it
@@ -65,8 +69,9 @@ class Options:
 class OptionTable:
     """Options of the operators of one graph on one mesh; operators that are alike get the same object."""
 
-    def __init__(self, mesh: Sequence[int], rates: Rates, efficiency: Efficiency, *, training: bool) -> None:
-        self._mesh, self._rates, self._efficiency, self._training = tuple(mesh), rates, efficiency, training
+    def __init__(self, mesh: Mesh, cluster: Cluster, rates: Rates, efficiency: Efficiency, *, training: bool) -> None:
+        self._devices, self._mesh, self._cluster = mesh, mesh.shape, cluster
+        self._rates, self._efficiency, self._training = rates, efficiency, training
         self._known: dict[str, Options] = {}
 
     def of(self, node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> tuple[Options, tuple[Any, ...]]:
@@ -118,6 +123,14 @@ class OptionTable:
             )
 
         return [s for s in every if adds(s.inputs, tensors) and adds(s.outputs, results)]
+
+    def _within(self, one: Strategy, rule: Rule, operands: Sequence[Any]) -> float:
+        """Seconds of the collectives inside of an operator that devices do together."""
+        return sum(
+            self._devices.seconds(inner.collective, inner.nbytes, inner.axis, self._cluster)
+            for inner in collectives(one, rule, operands, self._mesh)
+            if self._training or not inner.backward
+        )
 
     def _moved(self, one: Strategy, sizes: Sequence[int], outcome: Sequence[int]) -> float:
         """The fraction of the bytes of operands and results that each device has."""

@@ -12,6 +12,8 @@ first of them first):
       12     x Replicate  w Partial    bias Partial    -> y Partial       linear in w
       -      all Replicate                                                every device does the same work
 ```
+An index that devices can cut if they work together (`{k}`) gives parts of results that have it, addends of others; how
+they do it is told by `special`.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class _Way:
     outputs: tuple[int, ...]
     index: str | None  # that is cut
     averaged: bool = False
+    together: bool = False  # the devices exchange something within
 
 
 def strategies(rule: Rule, mesh: Sequence[int]) -> list[Strategy]:
@@ -80,7 +83,9 @@ def strategies(rule: Rule, mesh: Sequence[int]) -> list[Strategy]:
         scale = math.prod(1 / n for way, n in zip(chosen, mesh, strict=True) if way.averaged)
         inputs = tuple(tuple(way.inputs[i] for way in chosen) for i in range(len(rule.operands)))
         outputs = tuple(tuple(way.outputs[i] for way in chosen) for i in range(len(rule.outputs)))
-        one = Strategy(tuple(way.name for way in chosen), inputs, outputs, 1 / math.prod(cut.values()), scale)
+        special = rule.name if any(way.together for way in chosen) else ""
+        names = tuple(way.name for way in chosen)
+        one = Strategy(names, inputs, outputs, 1 / math.prod(cut.values()), scale, special)
         found.setdefault((inputs, outputs, scale), one)
     return list(found.values())
 
@@ -95,20 +100,22 @@ def _ways(rule: Rule) -> Iterator[_Way]:
     nothing = tuple(REPLICATE for _ in rule.operands), tuple(REPLICATE for _ in rule.outputs)
     yield _Way(REPEATED, *nothing, None)
     for index, kind in rule.kinds.items():
-        if kind is Kind.WHOLE or rule.sizes[index] == 1:
+        together = index in rule.together
+        if (kind is Kind.WHOLE and not together) or rule.sizes[index] == 1:
             continue
         inputs = [_place(dims, index, rule) for dims in rule.inputs]
         outputs = [_place(dims, index, rule) for dims in rule.outputs]
         if None in inputs or None in outputs:
             continue
-        if kind is not Kind.KEPT:
+        if kind is not Kind.KEPT and REPLICATE in outputs:
             outputs = [PARTIAL for _ in outputs]
         if kind is Kind.SUMMED:
             added = [i in rule.addends and code == REPLICATE for i, code in enumerate(inputs)]
             if any(a and not _is_tensor(rule, i) for i, a in enumerate(added)):
                 continue
             inputs = [PARTIAL if a else code for a, code in zip(added, inputs, strict=True)]
-        yield _Way(index, _codes(inputs), _codes(outputs), index, kind is Kind.AVERAGED)
+        averaged = kind is Kind.AVERAGED and not together
+        yield _Way(index, _codes(inputs), _codes(outputs), index, averaged, together)
     for group in rule.linear:
         if all(_is_tensor(rule, i) for i in group):
             inputs = [PARTIAL if i in group else REPLICATE for i in range(len(rule.operands))]

@@ -39,7 +39,7 @@ class ShardCall:
     inputs: tuple[str | None, ...]  # nodes of the tensors that enter: their borders; None where nothing reads one
     outputs: tuple[str | None, ...]  # nodes of the tensors that leave: their borders where they have a layout
     operator: str | None  # the node that does all of it; None where there are several, or none
-    n_operators: int
+    operators: tuple[str, ...]  # nodes that do it
 
 
 @dataclass
@@ -213,5 +213,6 @@ def settled(graph: fx.Graph, regions: list[Region], title: Callable[[fx.Node], s
             told += f" in {title(place).partition(' in ')[2]}"
         inputs, outputs = tuple(map(name, region.inputs)), tuple(map(name, region.outputs))
         operator_name = None if single is None else single.name
-        found.append(ShardCall(told, call.path, call.hint, inputs, outputs, operator_name, len(region.operators)))
+        inside = tuple(n.name for n in region.operators if n in kept)
+        found.append(ShardCall(told, call.path, call.hint, inputs, outputs, operator_name, inside))
     return tuple(found)

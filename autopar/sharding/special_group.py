@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +49,7 @@ class Crew:
         """Of every device, where its part of so many entries begins in what its group has cut."""
         found = [0] * len(sizes)
         for group in self.groups(axes):
-            for before, after in zip(group[:-1], group[1:], strict=True):
+            for before, after in itertools.pairwise(group):
                 found[after] = found[before] + sizes[before]
         return found
 

@@ -47,6 +47,7 @@ from autopar.runtime.module import PipelinedModule
 from autopar.runtime.passes import LossFunction
 from autopar.search.atoms import Constraints
 from autopar.search.planner import Options, find_plans, make_plan
+from autopar.shard_planning import asks_for_sharding, checked_alone, plan_as_sharded
 from cost_models import Cluster, Device
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,8 @@ def parallelize(
         watch_nan: look at every value that leaves a stage, and name the operator that made the first NaN.
         cache: keep measurements on disk, and what was predicted and measured of steps (`accuracy`).
 
-    Hints on modules (`pipeline_stage`, `recompute`, `keep_together`) constrain the search.
+    Hints on modules (`pipeline_stage`, `recompute`, `keep_together`) constrain the search. With hints of `shard` all
+    devices make one mesh, on which the search chooses what these leave free.
 
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: when planning.
@@ -226,6 +228,9 @@ def compare(
     settings = Settings(batch_dim, batch_norm)
     example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
     example, options = _as_the_model_allows(example, options, parsed, batch_norm)
+    if asks_for_sharding(example):
+        asked = plan_as_sharded(example, parsed, options) if None in plans.values() else None
+        plans = {name: asked if plan is None else plan for name, plan in plans.items()}
     # A plan made by hand may split the batch otherwise than the options do: then all sizes are measured.
     only = options.n_microbatches if all(plan is None for plan in plans.values()) else None
     costs = measure_costs(example, parsed, n_microbatches=only, cache=cache)
@@ -265,6 +270,9 @@ class _Tuning:
 
 def _decide(example: Example, devices: tuple[Device, ...], options: Options, tuning: _Tuning, cache: bool) -> Plan:
     example, options = _as_the_model_allows(example, options, devices, tuning.settings.batch_norm)
+    checked_alone(example, tune=tuning.finalists, candidates=tuning.candidates)
+    if asks_for_sharding(example):
+        return plan_as_sharded(example, devices, options)
     only = None if tuning.candidates else options.n_microbatches
     costs = measure_costs(example, devices, n_microbatches=only, cache=cache)
     if not tuning.finalists:
@@ -329,6 +337,8 @@ def _plan_ahead(
     settings = Settings(batch_dim, batch_norm)
     example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
     example, options = _as_the_model_allows(example, options, cluster.devices, batch_norm)
+    if asks_for_sharding(example):
+        return plan_as_sharded(example, cluster.devices, options, cluster)
     costs = estimate_costs(example, cluster, n_microbatches=options.n_microbatches)
     found = make_plan(costs, options)
     note = f"estimated from the data sheets of {cluster.title}, not measured"

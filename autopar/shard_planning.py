@@ -1,0 +1,135 @@
+"""Plans for models whose layouts the user asks for (`shard`): one mesh of all devices, on which the search chooses what
+is left free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.annotations import read_hints
+from autopar.errors import InfeasibleError, PlanError
+from autopar.fingerprint import fingerprint
+from autopar.operators import operator_keys
+from autopar.plan import Plan, Stage
+from autopar.runtime.example import Example
+from autopar.search.planner import Options
+from autopar.search.sharding import Sharding, Task, choose
+from autopar.search.sharding_resolve import has_sharding_hints, microbatch_on_meta, resolve_sharding
+from autopar.sharding.assignment import StageSharding, stored_text, strategy_text
+from autopar.sharding.layouts import REPLICATE
+from autopar.sharding.mesh import make_mesh
+from autopar.sharding.strategies import REPEATED
+from autopar.sharding_hints import hinted_modules
+from cost_models import Cluster, Device
+
+_TOLD = 4  # operators in a note
+
+
+def asks_for_sharding(example: Example) -> bool:
+    return has_sharding_hints(example.program, example.model)
+
+
+def plan_as_sharded(
+    example: Example, devices: Sequence[Device], options: Options, cluster: Cluster | None = None
+) -> Plan:
+    """One stage of all `devices` as a mesh, sharded as the hints ask and otherwise as fast as can be.
+
+    `cluster`: of the devices, where they are not at hand. CPU workers, which take turns, are not worth measuring: what
+    is free is chosen for them as it would be for GPUs.
+
+    Raises PlanError for hints that cannot be followed, together with others or at all, and InfeasibleError where the
+    memory is too small.
+    """
+    problems = list(_together(example, options))
+    if problems:
+        raise PlanError(
+            "sharding hints and pipeline hints together are not planned automatically: " + "; ".join(problems)
+        )
+    program, m = example.program, options.n_microbatches or 1
+    resolved = resolve_sharding(program, example.model, len(devices), m)
+    module, inputs, rows = microbatch_on_meta(program, m)
+    on_cpu = cluster is None and all(d.torch_device.type == "cpu" for d in devices)
+    if cluster is None:
+        cluster = Cluster.preset(f"{len(devices)}xH100") if on_cpu else Cluster.from_devices(list(devices))
+    names = [cluster.devices[i].name for i in resolved.order]
+    mesh = make_mesh(resolved.shape, names, resolved.names)
+    kept = 1 if options.loss_inside else m
+    task = Task(module, inputs, rows, cluster, m, example.training, options.optimizer, kept)
+    memory = min(options.memory_limit or float("inf"), *(d.memory for d in devices))
+    try:
+        found = choose(task, mesh, memory=memory, constraints=resolved.constraints)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"sharded as asked, nothing fits the memory of the devices: {error}") from error
+    keys = {node.name: key for node, key in operator_keys(program).items()}
+    stage = Stage(
+        tuple(devices[i].name for i in resolved.order),
+        tuple(keys.values()),
+        recompute=bool(options.constraints.recompute) and example.training,
+        sharding=_assignment(found, keys),
+    )
+    return Plan(
+        (stage,),
+        m,
+        batch_size=program.batch_size,
+        devices=tuple(d.name for d in devices),
+        training=example.training,
+        predicted_step_time=None if on_cpu else m * found.seconds,
+        notes=tuple(_notes(example, found, keys, on_cpu)),
+        model=fingerprint(example.model),
+        device_kinds=tuple(d.kind for d in devices),
+    )
+
+
+def _together(example: Example, options: Options) -> Iterator[str]:
+    """What is asked for that one stage on all devices is not."""
+    for path, stage in read_hints(example.model).stages:
+        if stage:
+            yield f"module '{path}' is pinned to stage {stage}"
+    if options.schedule is not None:
+        yield f"schedule={options.schedule!r} is for several stages"
+
+
+def _assignment(found: Sharding, keys: dict[str, str]) -> StageSharding:
+    """What was chosen, by operator key; what every device does or has as a whole goes without saying."""
+    strategies = tuple(
+        (keys[name], strategy_text(one))
+        for name, one in found.strategies.items()
+        if name in keys and any(axis != REPEATED for axis in one.axes)
+    )
+    parameters = tuple(
+        (name, stored_text(one))
+        for name, one in found.stored.items()
+        if any(code != REPLICATE for code in (*one.layout, *one.state))
+    )
+    each = [c for c in found.collectives if not c.once]
+    return StageSharding(
+        found.mesh.shape,
+        found.mesh.names,
+        strategies,
+        parameters,
+        int(sum(c.times * sum(move.nbytes for move in c.moves) for c in each)),
+        sum(c.seconds for c in each),
+        sum((w.forward + w.backward) * (1 - 1 / (w.share * found.mesh.size)) for w in found.work.values()),
+    )
+
+
+def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool) -> Iterator[str]:
+    calls = example.program.shard_calls
+    titles = dict.fromkeys([f"module '{path}'" for path in hinted_modules(example.model)] + [c.title for c in calls])
+    axes = " x ".join(f"{name} {n}" for name, n in zip(found.mesh.names, found.mesh.shape, strict=True))
+    yield f"sharded as asked by hints on {', '.join(titles)}; the mesh is {axes}"
+    n = found.mesh.size
+    asked = dict.fromkeys(name for call in calls for name in call.operators if name in found.strategies)
+    parts = {name: round(1 / found.strategies[name].share) for name in asked}
+    repeated = [f"{keys[name]} ({k} of {n} devices do different parts)" for name, k in parts.items() if k < n]
+    if repeated:
+        more = f" and {len(repeated) - _TOLD} more" if len(repeated) > _TOLD else ""
+        yield f"devices repeat the work of {', '.join(repeated[:_TOLD])}{more}"
+    if on_cpu:
+        yield "the shards of CPU workers run one after another: nothing is gained by them here"
+
+
+def checked_alone(example: Example, **others: object) -> None:
+    """Raises PlanError where sharding hints meet options that look for several plans."""
+    given = [name for name, value in others.items() if value]
+    if given and asks_for_sharding(example):
+        raise PlanError(f"{', '.join(given)}: hints of shard() ask for one plan, there is nothing to try it against")

@@ -10,6 +10,7 @@ import torch
 from models import gpt2, llama
 from torch import fx, nn
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar import InfeasibleError
 from autopar.capture import capture
@@ -95,22 +96,133 @@ def test_attention_of_large_weights_is_split_by_heads() -> None:
     assert strategies["linear3"].axes == ("k",)
 
 
-class Convolutions(nn.Module):
+class Grouped(nn.Module):
+    """A layer of Llama-70B: 64 heads of queries, 8 of keys and values, a vocabulary of 32,000."""
+
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Conv2d(c, 64, 3, padding=1), nn.ReLU()) for c in (3, 64, 64)]
+        config = LlamaConfig(
+            num_hidden_layers=1,
+            hidden_size=8192,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            intermediate_size=28672,
+            vocab_size=32000,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def test_a_llama_of_grouped_heads_is_split_by_heads_columns_and_vocabulary() -> None:
+    cluster = Cluster.preset("8xH100")
+    ids = torch.empty(2, 512, dtype=torch.long, device=META)
+    found = choose(task := task_of(on_meta(Grouped), 2, ids, cluster=cluster), over(cluster, 8))
+    strategies = named(task, found)
+    assert strategies["scaled_dot_product_attention0"].outputs == ((1,),)  # a head of keys a device
+    out, gate, up, down, head = (strategies[f"linear{i}"].axes for i in (3, 4, 5, 6, 7))
+    assert (out, gate, up, down) == (("k",), ("n",), ("n",), ("k",))
+    assert (head, strategies["cross_entropy_loss0"].axes) == (("n",), ("c",))
+
+
+def test_heads_of_keys_are_cut_with_the_queries_that_they_serve() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(4096, heads * 128, bias=False) for heads in (32, 8, 8))
+            self.out = nn.Linear(4096, 4096, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (layer(x).unflatten(-1, (-1, 128)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+    cluster = Cluster.preset("4xH100")
+    task = task_of(on_meta(Heads), 2, torch.empty(2, 64, 4096, device=META), cluster=cluster)
+    strategies = named(task, choose(task, over(cluster, 4)))
+    assert strategies["scaled_dot_product_attention0"].axes == ("g",)
+    assert [strategies[f"linear{i}"].axes for i in range(4)] == [("n",)] * 3 + [("k",)]
+
+
+class Tied(nn.Module):
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = functional.gelu(self.mix(self.embed(ids)))
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+def test_a_large_vocabulary_is_split_in_the_embedding_the_head_and_the_loss() -> None:
+    """Shoeybi et al., 2019, section 3: logits are never put together."""
+    cluster = Cluster.preset("4xH100")
+    ids = torch.empty(2, 512, dtype=torch.long, device=META)
+    task = task_of(on_meta(lambda: Tied(131072, 1024)), 2, ids, cluster=cluster)
+    found = choose(task, over(cluster, 4))
+    strategies = named(task, found)
+    assert (strategies["embedding0"].axes, strategies["embedding0"].outputs) == (("v",), ((PARTIAL,),))
+    assert (strategies["linear1"].axes, strategies["linear1"].outputs) == (("n",), ((2,),))
+    assert (strategies["cross_entropy_loss0"].axes, strategies["cross_entropy_loss0"].inputs[0]) == (("c",), (1,))
+    assert found.stored["head.weight"].layout == (0,)
+
+
+class Experts(nn.Module):
+    """Experts choose their tokens (Zhou et al., 2022), dispatched and combined by products with one-hot matrices."""
+
+    def __init__(self, width: int, experts: int, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, width, 4 * width))
+        self.down = nn.Parameter(torch.empty(experts, 4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        scores, places = self.gate(tokens).softmax(-1).t().topk(self.capacity)
+        picked = functional.one_hot(places, tokens.shape[0]).to(x.dtype)
+        inside = torch.einsum("ecs,sd->ecd", picked, tokens)
+        done = torch.bmm(functional.gelu(torch.bmm(inside, self.up)), self.down)
+        return torch.einsum("ecs,ec,ecd->sd", picked, scores, done).square().mean()
+
+
+def test_experts_of_large_weights_are_expert_parallel() -> None:
+    """Lepikhin et al., GShard, 2020: every device has experts of its own."""
+    cluster = Cluster.preset("4xH100")
+    task = task_of(on_meta(lambda: Experts(1024, 8, 32)), 4, torch.empty(4, 64, 1024, device=META), cluster=cluster)
+    found = choose(task, over(cluster, 4))
+    strategies = named(task, found)
+    assert [strategies[name].outputs for name in ("einsum0", "bmm0", "gelu0", "bmm1")] == [((0,),)] * 4
+    assert (strategies["einsum1"].axes, strategies["einsum1"].outputs) == (("e",), ((PARTIAL,),))
+    assert (found.stored["up"].layout, found.stored["down"].layout) == ((0,), (0,))
+
+
+class Convolutions(nn.Module):
+    def __init__(self, normalised: bool = False) -> None:
+        super().__init__()
+        layers = [
+            nn.Sequential(nn.Conv2d(c, 64, 3, padding=1), *([nn.BatchNorm2d(64)] if normalised else []), nn.ReLU())
+            for c in (3, 64, 64)
+        ]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
 
 
-def test_convolutions_over_large_images_are_data_parallel() -> None:
+@pytest.mark.parametrize("normalised", [False, True], ids=["plain", "batch-norm"])
+def test_convolutions_over_large_images_are_data_parallel(normalised: bool) -> None:
     cluster = Cluster.preset("4xH100")
-    task = task_of(on_meta(Convolutions), 32, torch.empty(32, 3, 128, 128, device=META), cluster=cluster)
+    task = task_of(
+        on_meta(lambda: Convolutions(normalised)), 32, torch.empty(32, 3, 128, 128, device=META), cluster=cluster
+    )
     found = choose(task, over(cluster, 4))
     for name, strategy in named(task, found).items():
-        if name.startswith(("conv2d", "relu")):
+        if name.startswith(("conv2d", "batch_norm", "relu")):
             assert strategy.outputs == ((0,),), name
     assert all(stored.layout == (REPLICATE,) for name, stored in found.stored.items() if "weight" in name)
     assert {c.once for c in found.collectives if c.backward and "weight" in c.tensor} == {True}
@@ -152,9 +264,9 @@ def test_every_collective_is_paid_for() -> None:
 
 
 def _kernels(task: Task, mesh: Mesh, name: str, strategy: Any) -> float:
-    from autopar.search.sharding import _Problem
+    from autopar.search.sharding import ShardingProblem
 
-    _, options = _Problem(task, mesh).options[name]
+    _, options = ShardingProblem(task, mesh).options[name]
     return float(options.seconds[options.strategies.index(strategy)])
 
 

@@ -7,6 +7,7 @@ needs them instead of being sent, and how an operator is named across captures.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ def _differentiable(node: fx.Node) -> bool:
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def move_constants(graph: fx.Graph, captured: torch.device, device: torch.device) -> None:
+def move_constants(nodes: Iterable[fx.Node], captured: torch.device, device: torch.device) -> None:
     """Operators that name the device they were captured on (arange, zeros, to) name `device` instead."""
     if device == captured:
         return
@@ -230,7 +231,7 @@ def move_constants(graph: fx.Graph, captured: torch.device, device: torch.device
             return type(value)(moved(v) for v in value)
         return value
 
-    for node in graph.nodes:
+    for node in nodes:
         node.args = tuple(moved(a) for a in node.args)
         node.kwargs = {k: moved(v) for k, v in node.kwargs.items()}
 
@@ -241,7 +242,7 @@ def on_device(module: fx.GraphModule, captured: torch.device, device: torch.devi
         return module
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    move_constants(graph, captured, device)
+    move_constants(graph.nodes, captured, device)
     moved = fx.GraphModule(module, graph)
     for name, child in list(moved.named_children()):
         if isinstance(child, fx.GraphModule):

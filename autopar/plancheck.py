@@ -96,12 +96,19 @@ def _devices(plan: Any) -> Iterator[str]:
         if turns is None and groups:
             told = places(groups)
             yield f"under {INTERLEAVED} the stages go round the devices in turn (a | b | a | b), here they are {told}"
-        if len({len(names) for names in groups}) > 1:
-            yield f"under {INTERLEAVED} every stage has as many devices, here {', '.join(str(len(g)) for g in groups)}"
+        counts = [_replicas(plan.stages[s]) for s, _ in known]
+        if len(set(counts)) > 1:
+            yield f"under {INTERLEAVED} every stage has as many devices, here {', '.join(map(str, counts))}"
         groups = list(dict.fromkeys(groups))
     shared = _twice(name for names in groups for name in dict.fromkeys(names))
     if shared:
         yield f"devices {', '.join(shared)} serve more than one stage; each device serves one"
+
+
+def _replicas(stage: Any) -> int:
+    """Devices, or meshes of them."""
+    mesh = stage.sharding.mesh if stage.sharding is not None else None
+    return len(stage.devices) // max(1, math.prod(mesh or ()))
 
 
 def _operators(plan: Any) -> Iterator[str]:

@@ -116,6 +116,15 @@ def from_global_generator(function: Callable[..., Any], *args: Any, **kwargs: An
         return function(*args, **kwargs)
 
 
+def drawn_apart(number: int, part: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A random operator of a sharded stage on one device's `part`: devices with the same part draw the same numbers,
+    others different ones. `number`: of the operator in the stage."""
+    if _current.seed is None:
+        return function(*args, **kwargs)
+    with seeded(mix_seed(_current.seed, number, part)):
+        return function(*args, **kwargs)
+
+
 def lower_random(graph: fx.Graph, module: fx.GraphModule) -> bool:
     """Make the random operators of a stage's graph draw from the micro-batch's generator; True if there are any."""
     found = False
@@ -132,6 +141,10 @@ def lower_random(graph: fx.Graph, module: fx.GraphModule) -> bool:
             node.target = from_global_generator
         else:
             _through_global_generator(graph, node)
+            continue
+        if "draw" in node.meta:  # of one device among several
+            node.args = (*node.meta["draw"], node.target, *node.args)
+            node.target = drawn_apart
     return found
 
 

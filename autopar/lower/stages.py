@@ -11,7 +11,7 @@ Parameters keep their names and are the model's own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,16 +23,20 @@ from autopar.capture import Program, describe
 from autopar.errors import PlanError
 from autopar.hooks import is_hook_point
 from autopar.lower.batchnorm import DeferredNorm, defer_batch_norms
+from autopar.lower.collectives import spread
 from autopar.lower.random import lower_random
+from autopar.lower.sharded import Piece, shard
 from autopar.operators import (
     compute_nodes,
     get_attribute,
     move_constants,
     on_device,
+    operator_keys,
     replicable_nodes,
     unrepeatable_nodes,
     written_arguments,
 )
+from autopar.sharding.assignment import StageSharding
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class StageProgram:
     hooked: bool  # runs hooks of modules
     deferred: tuple[DeferredNorm, ...]  # batch norms whose running statistics are updated after the batch
     unrepeatable: str  # the operator for which the stage cannot be run again for its backward; "" if there is none
+    pieces: tuple[Piece, ...] = ()  # what its devices hold of its parameters
+    shards: int = 1  # devices that compute a micro-batch together
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -86,12 +92,14 @@ def lower(
     storages: Mapping[str, frozenset[int]],
     *,
     defer_norms: bool = False,
+    shardings: Sequence[StageSharding | None] = (),
 ) -> Lowered:
     """Split `program` by `stage_of` (for every node that computes; replicable ones may be left out).
 
     `storages` (of `batching.study`) tells which values share memory: a stage that overwrites a value it received
     starts from a clone, so that the sender's copy stays whole. `defer_norms`: running statistics of batch norms are
-    left to be updated after the batch. Raises PlanError where a value would have to flow backwards.
+    left to be updated after the batch. `shardings`: of every stage (default: none is sharded).
+    Raises PlanError where a value would have to flow backwards.
     """
     graph = program.graph
     replicable = replicable_nodes(program)
@@ -140,7 +148,10 @@ def lower(
     for result in dict.fromkeys(r for r in results if isinstance(r, fx.Node)):
         if result not in sent[last]:
             sent[last].append(result)
-    stages = tuple(_build(program, s, needed[s], sent, home, storages, defer_norms) for s in range(n_stages))
+    meshes = dict(enumerate(shardings))
+    stages = tuple(
+        _build(program, s, needed[s], sent, home, storages, defer_norms, meshes.get(s)) for s in range(n_stages)
+    )
     places = {node: position for position, node in enumerate(sent[last])}
     return Lowered(stages, tuple(places[r] if isinstance(r, fx.Node) else Constant(r) for r in results))
 
@@ -153,6 +164,7 @@ def _build(
     home: Any,
     storages: Mapping[str, frozenset[int]],
     defer_norms: bool,
+    sharding: StageSharding | None,
 ) -> StageProgram:
     source_module = program.graph_module
     graph = fx.Graph()
@@ -195,10 +207,16 @@ def _build(
                 overwritten += [f"{node.target}.{name}" for name, _ in child.named_buffers()]
     graph.output(tuple(copies[n] for n in sent[stage]))
     unrepeatable = [*unrepeatable_nodes(program.graph), *_written_through_views(program.graph, storages)]
-    random = lower_random(graph, source_module)
     deferred = defer_batch_norms(graph, source_module) if defer_norms else ()
     later = {name for norm in deferred for name in (norm.mean, norm.var, norm.tracked)}
-    module = fx.GraphModule(_attributes(source_module, graph), graph, class_name=f"Stage{stage}")
+    pieces = tuple(Piece(name, name, 0) for name in dict.fromkeys(parameters))
+    shards = sharding.size if sharding is not None else 1
+    if sharding is not None and shards > 1:
+        keys = {copies[node].name: key for node, key in operator_keys(program).items() if node in copies}
+        graph, pieces = shard(graph, source_module, sharding, keys, storages)
+    random = lower_random(graph, source_module)
+    names = {piece.attribute: piece.name for piece in pieces}
+    module = fx.GraphModule(_attributes(source_module, graph, names), graph, class_name=f"Stage{stage}")
     return StageProgram(
         stage,
         module,
@@ -211,6 +229,8 @@ def _build(
         any(is_hook_point(node) for node in graph.nodes),
         deferred,
         next((describe(node) for node in unrepeatable if home(node) == stage), ""),
+        pieces,
+        shards,
     )
 
 
@@ -228,24 +248,34 @@ def _written_through_views(graph: fx.Graph, storages: Mapping[str, frozenset[int
             yield node
 
 
-def _attributes(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
-    """What the graph reads by name. Constants become buffers, so that moving a stage moves them."""
+def _attributes(source: fx.GraphModule, graph: fx.Graph, names: Mapping[str, str]) -> dict[str, Any]:
+    """What the graph reads by name; `names`: of the tensors in `source`. Constants become buffers, so that moving a
+    stage moves them."""
     root: dict[str, Any] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            root[str(node.target)] = get_attribute(source, str(node.target))
+            target = str(node.target)
+            root[target] = get_attribute(source, names.get(target, target))
         elif node.op == "call_module":
             root[str(node.target)] = source.get_submodule(str(node.target))
     return root
 
 
 def replica(
-    stage: StageProgram, tensor_of: Mapping[str, torch.Tensor], device: torch.device, captured: torch.device
+    stage: StageProgram,
+    tensor_of: Mapping[str, torch.Tensor],
+    devices: Sequence[torch.device],
+    captured: torch.device,
 ) -> fx.GraphModule:
-    """A copy of the stage's module over the tensors `tensor_of` (by name), for another device or another thread."""
+    """A copy of the stage's module over the tensors `tensor_of` (by name in its graph), for other devices (one, or as
+    many as it has shards) or another thread."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(stage.module.graph, {}))
-    move_constants(graph, captured, device)
+    for node in graph.nodes:
+        move_constants([node], captured, devices[node.meta.get("device", 0)])
+        if node.target is spread:
+            node.kwargs = {**node.kwargs, "devices": tuple(devices)}
+    device = devices[0]
     root: dict[str, Any] = {}
     for node in graph.nodes:
         name = str(node.target)

@@ -51,7 +51,7 @@ def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
     if timeline is not None:
         drawing = f"Predicted timeline\n\n{timeline}"
     else:
-        replicas = [len(stage.devices) for stage in plan.stages]
+        replicas = [stage.replicas for stage in plan.stages]
         schedule = make_schedule(plan.schedule, plan.n_microbatches, replicas, training=plan.training)
         drawing = f"Schedule, as if all stages took equally long\n\n{schedule}"
     parts = [plan_text(plan), drawing]

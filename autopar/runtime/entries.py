@@ -81,7 +81,8 @@ def build(
     if check_hints:
         _check_hints(plan, entry, model, len(devices), stage_of)
     defer = settings.batch_norm == "deferred"
-    lowered = lower(entry.program, stage_of, entry.batching.storages, defer_norms=defer)
+    shardings = [stage.sharding for stage in plan.stages]
+    lowered = lower(entry.program, stage_of, entry.batching.storages, defer_norms=defer, shardings=shardings)
     if len(lowered.stages) != len(plan.stages):
         raise PlanError(
             f"the plan has {len(plan.stages)} stages, but operators of this model fill only "
@@ -100,13 +101,16 @@ def build(
         if any(t.device != device for t in [*model.parameters(), *model.buffers()]):
             model.to(device)
     else:
+        torch_device = {device.name: device.torch_device for device in devices}
+        groups = [[s.devices[i : i + s.shards] for i in range(0, len(s.devices), s.shards)] for s in plan.stages]
         executable = Executable(
             entry.program,
             lowered,
-            [[worker(name) for name in stage.devices] for stage in plan.stages],
+            [[worker(group[0]) for group in mine] for mine in groups],
             plan.schedule,
             _Lookup(model),
             chunks=plan.chunks,
+            groups=[[[torch_device[name] for name in group] for group in mine] for mine in groups],
             recompute=[stage.recompute for stage in plan.stages],
             predicted_bytes=[stage.peak_memory for stage in plan.stages],
             compiled=settings.compile,

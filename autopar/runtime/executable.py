@@ -8,13 +8,14 @@ A device is a slot of the schedule and has a worker; with an interleaved schedul
 Each part computes on leaf tensors of its own, so that gradients of concurrent micro-batches never meet in one
 `.grad`. On the parameter's own device a part's leaf shares the parameter's storage; elsewhere it is a copy that is
 refreshed when the parameter has changed. Buffers that a stage writes (running statistics) belong to the stage's
-first part; its other parts start every call from copies of them.
+first part; its other parts start every call from copies of them. A sharded stage has a group of devices for every
+replica, which one worker drives: that of the group's first device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,7 @@ from autopar.capture import Program
 from autopar.lower import Lowered, StageProgram, replica
 from autopar.lower.random import keep_from_compiler
 from autopar.operators import captured_device, compute_nodes, get_attribute
+from autopar.runtime.placement import Buffer, Leaf, summed
 from autopar.runtime.threads import Worker
 from autopar.schedule import Action, Schedule, chain, execute, make_schedule
 
@@ -44,11 +46,10 @@ class Part:
     worker: Worker
     module: fx.GraphModule
     compute: Callable[..., tuple[Any, ...]]  # the module's code, without the overhead of hooks that it has not
-    leaves: dict[int, nn.Parameter]  # id of the model's parameter -> this part's leaf
-    buffers: dict[str, torch.Tensor]
+    leaves: list[Leaf]
+    buffers: list[Buffer]
     recompute: bool
     predicted_bytes: int | None  # the most that its device holds, by the plan
-    versions: dict[int, int] = field(default_factory=dict)  # of parameters that live elsewhere, when last copied
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +77,7 @@ class Executable:
         lookup: Callable[[str], torch.Tensor],
         *,
         chunks: int = 1,
+        groups: Sequence[Sequence[Sequence[torch.device]]] = (),
         recompute: Sequence[bool] = (),
         predicted_bytes: Sequence[int | None] = (),
         compiled: bool | str = False,
@@ -83,7 +85,8 @@ class Executable:
     ) -> None:
         """`workers[s]`: those that serve stage s. `lookup(name)`: the model's tensor of that name, as it is now.
 
-        `chunks`: stages of each device; stages s and s + len(workers) / chunks have the same workers. `recompute`: for
+        `chunks`: stages of each device; stages s and s + len(workers) / chunks have the same workers. `groups[s][r]`:
+        the devices that worker r of stage s drives (default: its own). `recompute`: for
         each stage whether it runs its forward again for the backward (default: none does). `predicted_bytes`: for each
         stage the most that its devices hold. `compiled`: stages without hooks go through torch.compile, with the
         backend named or its default. `watch_nan`: every value that leaves a stage is looked at.
@@ -107,12 +110,13 @@ class Executable:
         self._constants: dict[str, Any] = {name: get_attribute(program.graph_module, name) for name in names}
         captured = captured_device(program)
         self.parameters = self._place(lowered, workers)
+        alone = [[[worker.device.torch_device] for worker in mine] for mine in workers]
         self._parts = [
             [
-                self._part(stage, number, worker, captured, again[stage.index], held[stage.index])
-                for number, worker in enumerate(mine)
+                self._part(stage, number, worker, devices, captured, again[stage.index], held[stage.index])
+                for number, (worker, devices) in enumerate(zip(mine, driven, strict=True))
             ]
-            for stage, mine in zip(lowered.stages, workers, strict=True)
+            for stage, mine, driven in zip(lowered.stages, workers, groups or alone, strict=True)
         ]
         self.consumers = [
             tuple(t.index for t in lowered.stages if stage.index in t.sources) for stage in lowered.stages
@@ -200,74 +204,56 @@ class Executable:
         stage: StageProgram,
         number: int,
         worker: Worker,
+        devices: Sequence[torch.device],
         captured: torch.device,
         recompute: bool,
         predicted_bytes: int | None,
     ) -> Part:
-        device = worker.device.torch_device
-        leaves: dict[int, nn.Parameter] = {}
-        buffers: dict[str, torch.Tensor] = {}
+        leaves: dict[tuple[int, int], Leaf] = {}  # by parameter and device: one that has two names has one leaf
+        buffers: list[Buffer] = []
         tensors: dict[str, torch.Tensor] = {}
-        versions: dict[int, int] = {}
-        for name in stage.parameters:
-            tensor = self.tensor(name)
+        for piece in stage.pieces:
+            tensor, device = self.tensor(piece.name), devices[piece.device]
             if isinstance(tensor, nn.Parameter):
-                if id(tensor) not in leaves:
-                    leaves[id(tensor)] = nn.Parameter(tensor.detach().to(device), requires_grad=tensor.requires_grad)
-                    versions[id(tensor)] = tensor._version
-                tensors[name] = leaves[id(tensor)]
+                leaf = leaves.setdefault((id(tensor), piece.device), Leaf.of(tensor, piece, device))
+                tensors[piece.attribute] = leaf.tensor
             else:
-                own = number > 0 and name in stage.written_buffers
-                buffers[name] = tensors[name] = tensor.detach().to(device, copy=own)
-        module = replica(stage, tensors, device, captured)
+                written = piece.name in stage.written_buffers
+                buffers.append(Buffer.of(piece.name, tensor, piece, device, written=written, first=number == 0))
+                tensors[piece.attribute] = buffers[-1].tensor
+        module = replica(stage, tensors, devices, captured)
         slot = self.workers.index(worker)
         compute: Callable[..., Any] = module.forward
-        if self.compiled and not stage.hooked:  # hooks are to run, not to be traced
+        if self.compiled and not stage.hooked and stage.shards == 1:  # hooks are to run, not to be traced
             keep_from_compiler(module)
             backend = "inductor" if self.compiled is True else self.compiled
             compute = _torch.compile_for_threads(module.forward, backend)
-        return Part(slot, stage, number, worker, module, compute, leaves, buffers, recompute, predicted_bytes, versions)
+        return Part(
+            slot, stage, number, worker, module, compute, list(leaves.values()), buffers, recompute, predicted_bytes
+        )
 
     def refresh(self) -> None:
         """Bring every part up to date with the model's tensors (changed, moved or frozen since the last call)."""
         by_id = {id(p): p for p in self.parameters}
         for part in self.parts:
-            for key, leaf in part.leaves.items():
-                parameter = by_id[key]
-                if leaf.requires_grad != parameter.requires_grad:
-                    leaf.requires_grad_(parameter.requires_grad)
-                if parameter.device == part.device:
-                    if leaf.data_ptr() != parameter.data_ptr():
-                        leaf.data = parameter.detach()
-                elif part.versions[key] != parameter._version:
-                    leaf.data.copy_(parameter.detach())
-                    part.versions[key] = parameter._version
-            for name, buffer in part.buffers.items():
-                current = self.tensor(name)
-                own = part.replica > 0 and name in part.stage.written_buffers
-                if own or current.device != part.device:
-                    buffer.copy_(current)
-                elif buffer.data_ptr() != current.data_ptr():
-                    buffer.data = current.detach()
+            for leaf in part.leaves:
+                leaf.refresh(by_id[leaf.key])
+            for buffer in part.buffers:
+                buffer.refresh(self.tensor(buffer.name))
+
+    def write_back(self) -> None:
+        """Bring the model's buffers up to date with what parts have written elsewhere."""
+        for part in self.parts:
+            for buffer in part.buffers:
+                buffer.write_back(self.tensor(buffer.name))
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of the model's parameter, summed over the parts in their fixed order; parts are reset."""
-        total: dict[int, torch.Tensor] = {}
-        for part in self.parts:
-            for key, leaf in part.leaves.items():
-                gradient, leaf.grad = leaf.grad, None
-                if gradient is None:
-                    continue
-                if key not in total:
-                    total[key] = gradient
-                elif gradient.is_sparse or total[key].is_sparse:
-                    total[key] = total[key] + gradient.to(total[key].device)
-                else:
-                    total[key].add_(gradient.to(total[key].device))
+        by_id = {id(p): p for p in self.parameters}
         self.dirty = False
-        return total
+        return summed((leaf, by_id[leaf.key]) for part in self.parts for leaf in part.leaves)
 
     def drop_gradients(self) -> None:
         for part in self.parts:
-            for leaf in part.leaves.values():
-                leaf.grad = None
+            for leaf in part.leaves:
+                leaf.take_gradient()

@@ -200,7 +200,7 @@ class Passes:
         self._send_back(part, microbatch, [_take_gradient(leaf) for leaf in (*kept.own, *kept.received)])
 
     def _backward_inputs(self, part: Part, microbatch: int) -> None:
-        if self.executable.compiled:  # its backward is one kernel call: there is nothing to put off
+        if self._is_whole(part):
             self._backward(part, microbatch)
             return
         kept = self._kept[part.stage.index, microbatch]
@@ -214,12 +214,17 @@ class Passes:
         self._send_back(part, microbatch, gradients)
 
     def _backward_weights(self, part: Part, microbatch: int) -> None:
-        if self.executable.compiled:
+        if self._is_whole(part):
             return
         kept = self._taken(part, microbatch)
         weights, kept.weights = kept.weights, None
         assert weights is not None, "the input part comes first"
         weights.run(self.keep_graph)
+
+    def _is_whole(self, part: Part) -> bool:
+        """Whether the input part of a backward is all of it: a compiled one is one kernel call, and one over several
+        devices has their exchanges within."""
+        return bool(self.executable.compiled) or part.stage.shards > 1
 
     def _taken(self, part: Part, microbatch: int) -> _Kept:
         key = (part.stage.index, microbatch)
@@ -261,7 +266,7 @@ class Passes:
 
     def _recomputed(self, part: Part, microbatch: int, kept: _Kept) -> tuple[Any, ...]:
         """The outputs once more, with their graph; running statistics do not move a second time."""
-        buffers = [part.buffers[name] for name in part.stage.written_buffers if name in part.buffers]
+        buffers = [buffer.tensor for buffer in part.buffers if buffer.written]
         before = [buffer.clone() for buffer in buffers]
         with torch.enable_grad():
             values = self._compute(part, microbatch, kept.own, kept.received, again=True)

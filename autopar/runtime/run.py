@@ -140,6 +140,8 @@ class Run:
             self._passes.forget()
             raise failure
         executable.note(sum(self._seconds), n_microbatches, int(not backward), int(training))
+        if not backward:
+            executable.write_back()
         if not backward and executable.lowered.deferred:
             self._passes.statistics.update(executable.lowered.deferred, executable.tensor)
 

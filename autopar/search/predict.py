@@ -246,7 +246,7 @@ def plan_timeline(plan: Plan, *, link_speed: float = 1.0, batch_factor: int = 1)
         seconds = link.seconds / link_speed
         back = seconds / 2 if link.backward_bytes else 0.0  # a gradient is as large as its value
         transfers.append(Transfer(link.source, link.target, (seconds - back,) * m, (back,) * m))
-    ranks = [len(stage.devices) for stage in plan.stages[: plan.ranks]]
+    ranks = [stage.replicas for stage in plan.stages[: plan.ranks]]
     schedule = make_schedule(plan.schedule, m, ranks, chunks=plan.chunks, training=plan.training)
     return simulate(schedule, stages, transfers)
 

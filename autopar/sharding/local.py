@@ -7,27 +7,46 @@ from typing import Any
 
 import torch
 
-_RESHAPING = ("view", "reshape", "_unsafe_view", "expand", "broadcast_to")
+from autopar.rules.views import FACTORIES, NEW
+
 _LIKE_OTHERS = {
     "view_as": torch.ops.aten.view.default,
     "reshape_as": torch.ops.aten.reshape.default,
     "expand_as": torch.ops.aten.expand.default,
     "_reshape_alias": torch.ops.aten.reshape.default,
 }
+_SIZED = ("view", "reshape", "_unsafe_view", "expand", "broadcast_to", *NEW, *FACTORIES)
+
+
+def sizes_place(target: Any) -> int | None:
+    """Where among the arguments of an ATen operator the sizes of its result stand; None where they do not."""
+    if target.overloadpacket.__name__ not in (*_SIZED, "_reshape_alias"):
+        return None
+    names = [argument.name for argument in target._schema.arguments]
+    return next((i for i, name in enumerate(names) if name in ("size", "shape")), None)
+
+
+def takes_sizes(target: Any) -> bool:
+    """Whether a call on parts needs the local sizes of its result."""
+    name = target.overloadpacket.__name__
+    return name in (*_LIKE_OTHERS, "unflatten", "narrow") or sizes_place(target) is not None
 
 
 def local_call(
-    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[int]
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The same for results of the local `shape`: only what reshapes has sizes among its arguments, or in a tensor that
-    it makes its own like."""
+    """The same for results of the local `shape` (numbers, or nodes of a graph): only what reshapes or makes new tensors
+    has sizes among its arguments, or in a tensor that it makes its own like."""
     name = target.overloadpacket.__name__
     new = list(args)
     if name in _LIKE_OTHERS:
         return _LIKE_OTHERS[name], (new[0], list(shape)), {}
-    if name in _RESHAPING:
-        new[1] = list(shape)
+    place = sizes_place(target)
+    if place is not None and place < len(new):
+        new[place] = list(shape)
     elif name == "unflatten":
         dim = new[1] % (len(shape) - len(new[2]) + 1)
         new[2] = list(shape[dim : dim + len(new[2])])
+    elif name == "narrow":
+        new[3] = shape[new[1] % len(shape)]
     return target, tuple(new), dict(kwargs)

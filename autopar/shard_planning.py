@@ -3,6 +3,7 @@ is left free."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from autopar.annotations import read_hints
@@ -11,13 +12,11 @@ from autopar.fingerprint import fingerprint
 from autopar.operators import operator_keys
 from autopar.plan import Plan, Stage
 from autopar.runtime.example import Example
+from autopar.search.assigned import assignment
 from autopar.search.planner import Options
 from autopar.search.sharding import Sharding, Task, choose
 from autopar.search.sharding_resolve import has_sharding_hints, microbatch_on_meta, resolve_sharding
-from autopar.sharding.assignment import StageSharding, stored_text, strategy_text
-from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.mesh import make_mesh
-from autopar.sharding.strategies import REPEATED
 from autopar.sharding_hints import hinted_modules
 from cost_models import Cluster, Device
 
@@ -64,7 +63,7 @@ def plan_as_sharded(
         tuple(devices[i].name for i in resolved.order),
         tuple(keys.values()),
         recompute=bool(options.constraints.recompute) and example.training,
-        sharding=_assignment(found, keys),
+        sharding=dataclasses.replace(assignment(found, keys), repeated_time=_repeated(found)),
     )
     return Plan(
         (stage,),
@@ -88,28 +87,9 @@ def _together(example: Example, options: Options) -> Iterator[str]:
         yield f"schedule={options.schedule!r} is for several stages"
 
 
-def _assignment(found: Sharding, keys: dict[str, str]) -> StageSharding:
-    """What was chosen, by operator key; what every device does or has as a whole goes without saying."""
-    strategies = tuple(
-        (keys[name], strategy_text(one))
-        for name, one in found.strategies.items()
-        if name in keys and any(axis != REPEATED for axis in one.axes)
-    )
-    parameters = tuple(
-        (name, stored_text(one))
-        for name, one in found.stored.items()
-        if any(code != REPLICATE for code in (*one.layout, *one.state))
-    )
-    each = [c for c in found.collectives if not c.once]
-    return StageSharding(
-        found.mesh.shape,
-        found.mesh.names,
-        strategies,
-        parameters,
-        int(sum(c.times * sum(move.nbytes for move in c.moves) for c in each)),
-        sum(c.seconds for c in each),
-        sum((w.forward + w.backward) * (1 - 1 / (w.share * found.mesh.size)) for w in found.work.values()),
-    )
+def _repeated(found: Sharding) -> float:
+    """Seconds of a micro-batch in which a device does what others do, too."""
+    return sum((w.forward + w.backward) * (1 - 1 / (w.share * found.mesh.size)) for w in found.work.values())
 
 
 def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool) -> Iterator[str]:
@@ -118,8 +98,8 @@ def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool
     axes = " x ".join(f"{name} {n}" for name, n in zip(found.mesh.names, found.mesh.shape, strict=True))
     yield f"sharded as asked by hints on {', '.join(titles)}; the mesh is {axes}"
     n = found.mesh.size
-    asked = dict.fromkeys(name for call in calls for name in call.operators if name in found.strategies)
-    parts = {name: round(1 / found.strategies[name].share) for name in asked}
+    alone = dict.fromkeys(str(call.operator) for call in calls if call.operator in found.strategies)
+    parts = {name: round(1 / found.strategies[name].share) for name in alone}
     repeated = [f"{keys[name]} ({k} of {n} devices do different parts)" for name, k in parts.items() if k < n]
     if repeated:
         more = f" and {len(repeated) - _TOLD} more" if len(repeated) > _TOLD else ""

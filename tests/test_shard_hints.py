@@ -321,7 +321,7 @@ class Uncalled(nn.Module):
     ("build", "messages"),
     [
         (lambda: calling(torch.matmul, ((4, 1),)), ["2 tensor inputs", "in_strategy has 1", "function 'matmul'"]),
-        (lambda: sharded(nn.Linear(8, 8), None, ((4, 1), (4, 1))), ["1 tensor output,", "out_strategy has 2"]),
+        (lambda: sharded(nn.Linear(8, 8), None, ((4, 1), (4, 1))), ["1 tensor output ((8, 8))", "out_strategy has 2"]),
         (lambda: sharded(nn.Linear(8, 8), ((4,),)), ["module '0', input 0", "1 entries for the 2 dimensions"]),
         (lambda: sharded(nn.Linear(8, 8), ((3, 1),)), ["3 parts", "dimension 0", "8 entries", "1, 2 would work"]),
         (lambda: sharded(nn.Linear(8, 8), ((8, 1),)), ["8 parts for 4 devices", "one of 1, 2, 4"]),

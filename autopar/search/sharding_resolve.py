@@ -188,7 +188,10 @@ class _Resolving:
             return {}
         if len(cuts) != len(nodes):
             has = f"{len(nodes)} tensor {what}{'s' if len(nodes) != 1 else ''}"
-            self.problems.append(f"{call.title} has {has}, but {name} has {len(cuts)} entries; give one for each")
+            shapes = ", ".join("unread" if node is None else str(tuple(self._values[node].shape)) for node in nodes)
+            self.problems.append(
+                f"{call.title} has {has} ({shapes}), but {name} has {len(cuts)} entries; give one for each (None: free)"
+            )
             return {}
         found = {}
         for i, (node, cut) in enumerate(zip(nodes, cuts, strict=True)):

@@ -116,9 +116,16 @@ def from_global_generator(function: Callable[..., Any], *args: Any, **kwargs: An
         return function(*args, **kwargs)
 
 
-def drawn_apart(number: int, part: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+_OWN = {
+    aten.dropout.default: dropout,
+    aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
+}
+
+
+def drawn_apart(number: int, part: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A random operator of a sharded stage on one device's `part`: devices with the same part draw the same numbers,
     others different ones. `number`: of the operator in the stage."""
+    function = _OWN.get(target) or functools.partial(from_global_generator, target)
     if _current.seed is None:
         return function(*args, **kwargs)
     with seeded(mix_seed(_current.seed, number, part)):
@@ -132,19 +139,16 @@ def lower_random(graph: fx.Graph, module: fx.GraphModule) -> bool:
         if node.op not in ("call_function", "call_method", "call_module") or not is_random(node, module):
             continue
         found = True
-        if node.target is aten.dropout.default:
-            node.target = dropout
-        elif node.target is aten.scaled_dot_product_attention.default:
-            node.target = scaled_dot_product_attention
-        elif node.op == "call_function":
-            node.args = (node.target, *node.args)
-            node.target = from_global_generator
-        else:
+        if node.op != "call_function":
             _through_global_generator(graph, node)
-            continue
-        if "draw" in node.meta:  # of one device among several
+        elif "draw" in node.meta:  # of one device among several
             node.args = (*node.meta["draw"], node.target, *node.args)
             node.target = drawn_apart
+        elif node.target in _OWN:
+            node.target = _OWN[node.target]
+        else:
+            node.args = (node.target, *node.args)
+            node.target = from_global_generator
     return found
 
 

@@ -7,7 +7,7 @@ kind, on how many of its siblings are busy and on the micro-batch size, and lie 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,7 +30,8 @@ from autopar.operators import (
     weight_shares,
     write_order,
 )
-from cost_models import Cluster, Device, Link
+from autopar.sharding.assignment import StageSharding
+from cost_models import Cluster, Device, Link, optimizer_state_bytes
 from cost_models.footprint import GraphBytes
 from cost_models.graphs import storage_key
 
@@ -38,9 +39,35 @@ from cost_models.graphs import storage_key
 class Weight(NamedTuple):
     """A parameter or buffer that an operator reads."""
 
-    nbytes: int
+    nbytes: int  # whole
     trained: bool
     shape: tuple[int, ...]
+    parts: int = 1  # into which it is cut; a device has one
+    state_parts: int = 1  # into which the optimizer's state is cut
+
+    @property
+    def held(self) -> float:
+        """Bytes on each device."""
+        return self.nbytes / self.parts
+
+    def state(self, optimizer: str) -> float:
+        """Bytes of the optimizer's state on each device."""
+        return optimizer_state_bytes(optimizer, self.nbytes, self.shape) / self.state_parts if self.trained else 0.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the devices of a mesh do a micro-batch together."""
+
+    name: str
+    kind: str  # of the devices
+    n_microbatches: int  # of the batch: so large are they
+    sharding: StageSharding  # of the whole model, as if it were one stage
+    table: CostTable  # seconds of every operator, collectives included; its kind is `name`
+    graph: nx.DiGraph  # like that of the CostGraph, with the bytes of each device
+    moved: Mapping[str, tuple[float, float]]  # by operator: bytes and seconds of its collectives
+    repeated: Mapping[str, float]  # by operator: s of its work that other devices do, too
+    reads: Mapping[str, tuple[str, ...]]  # by operator: names of its parameters
 
 
 @dataclass(frozen=True)
@@ -55,6 +82,8 @@ class CostGraph:
     links: Mapping[tuple[str, str], Link]
     accumulate: float  # s per byte: adding one gradient to another in place
     cluster: Cluster | None = None  # over whose networks replicas reduce their gradients; None: within one process
+    ways: tuple[Way, ...] = ()  # if given, a device is a mesh, called by its first device, and works in one of these
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of every mesh, in order
 
     @cached_property
     def one_link(self) -> Link | None:
@@ -76,8 +105,33 @@ class CostGraph:
         names = {device.name for device in devices}
         return {link for (a, b), link in self.links.items() if a != b and b in names}
 
+    def devices_of(self, name: str) -> tuple[str, ...]:
+        """The devices of a mesh, or the device of that name."""
+        return self.members.get(name, (name,))
+
+    def lines(self, names: Sequence[str]) -> int:
+        """Collectives that run at once where such meshes reduce their gradients, each of the n-th device of every one,
+        through the networks that a node's devices share."""
+        assert self.cluster is not None
+        if len({self.cluster.node_of(name) for name in names}) == 1:
+            return 1
+        first = self.devices_of(names[0])
+        return sum(self.cluster.node_of(name) == self.cluster.node_of(first[0]) for name in first)
+
+    @cached_property
+    def way(self) -> Mapping[str, Way]:
+        """By name."""
+        return {way.name: way for way in self.ways}
+
+    @cached_property
+    def kind_of(self) -> Mapping[str, str]:
+        """By device's name."""
+        return {device.name: device.kind for device in self.devices}
+
     def table(self, kind: str, workers: int) -> CostTable:
         """The table for `workers` busy siblings: measured at that number, or else at the nearest above or below."""
+        if kind in self.way:
+            return self.way[kind].table
         mine = [t for t in self.tables if t.kind == kind]
         return min(mine, key=lambda t: (abs(t.workers - workers), -t.workers))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import networkx as nx
@@ -51,6 +51,11 @@ class Atoms:
     pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage)
     recomputed: tuple[int, ...] = ()
     unrepeatable: tuple[int, ...] = ()  # their stage may not recompute
+    by_way: Mapping[str, Atoms] = field(default_factory=dict)  # the same atoms with the bytes of each way's devices
+
+    def of(self, way: str) -> Atoms:
+        """As they are on devices that work in a way (`CostGraph.ways`), or on any others."""
+        return self.by_way.get(way, self)
 
     def sums(self, names: tuple[str, ...], times: np.ndarray) -> np.ndarray:
         """Seconds of every atom from seconds of every node; replicable operators are left out."""
@@ -95,7 +100,9 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
     merged = _coarser(costs, _merged(line, order, groups), order, seconds, constraints)
     # Joined operators may stand apart in the program: numbered as they can run, the last one is at the end.
     runs = gather(costs, merged, constraints, order).graph(np.zeros(len(merged))).order
-    return gather(costs, [merged[atom] for atom in runs], constraints, order)
+    ordered = [merged[atom] for atom in runs]
+    ways = {way.name: gather(replace(costs, graph=way.graph), ordered, constraints, order) for way in costs.ways}
+    return replace(gather(costs, ordered, constraints, order), by_way=ways)
 
 
 def gather(
@@ -132,7 +139,7 @@ def gather(
         tuple(nodes),
         frozenset((a, b) for a, b in pairs if a != b),
         _values(costs, atom_of),
-        tuple((Shared(float(w.nbytes), tuple(sorted(readers[p]))), w) for p, w in parameters.items()),
+        tuple((Shared(w.held, tuple(sorted(readers[p]))), w) for p, w in parameters.items()),
         tuple(Shared(n, tuple(sorted(savers[s]))) for s, n in saved.items()),
         transient,
         tuple(sorted({(atom_of[name], stage) for name, stage in stage_of.items() if name in atom_of})),

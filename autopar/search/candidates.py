@@ -20,9 +20,9 @@ from autopar.search.explore import Found, cuts_worth_looking_at, most_cuts, refi
 from autopar.search.partition import relaxed_bound, solve
 from autopar.search.placing import group_devices, kind_of, place
 from autopar.search.predict import Arrangement, Times, atom_times, simulated
-from autopar.search.problem import Problem, Shared, Solution, Space
+from autopar.search.problem import Kind, Problem, Shared, Solution, Space
 from autopar.simulate import Timeline
-from cost_models import Device, optimizer_state_bytes
+from cost_models import Device
 
 if TYPE_CHECKING:
     from autopar.search.planner import Options
@@ -106,6 +106,7 @@ class Searching:
         self.schedules = self._schedules()
         self.most_replicas = options.max_replicas or len(costs.devices)
         self._known_times: dict[tuple[str, int, float], Times] = {}
+        self._known_spaces: dict[tuple[int, str], tuple[Space, Space]] = {}  # by space and way; kept, for ids to last
         self._bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
 
     # -- searching --------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class Searching:
         for counts in self._device_counts():
             for m in self._by_promise(self.counts):
                 self._search(m, counts, found)
-        if len(self.counts) < self.most_counts():
+        if len(self.counts) < self.most_counts() and not self.costs.ways:
             self._between(found)
         if not self.complete:
             self._refine(found)
@@ -167,7 +168,7 @@ class Searching:
         for name in self.schedules[:1] if total == 1 else self.schedules:
             if name != "interleaved-1f1b" or total == 1:
                 yield Config(name, m, counts)
-            elif m > 1 and sum(c > 0 for c in counts) == 1 and not self._space.pinned:
+            elif m > 1 and sum(c > 0 for c in counts) == 1 and not self._space.pinned and not self.costs.ways:
                 for chunks in self.effort.chunks:
                     if total * chunks < self.n_cuts:
                         yield Config(name, m, counts, chunks)
@@ -238,13 +239,14 @@ class Searching:
     def _candidates(self, config: Config, found: Found) -> Iterator[Candidate]:
         """The partition under its schedule and, where that is free, under the others that run the same stages."""
         stages = tuple(tuple(np.flatnonzero(inside).tolist()) for inside in found.stages())
-        devices = place(self.costs, self.groups, self.atoms, stages, found.solution, config.chunks)
+        devices = place(self.costs, self.groups, self.atoms, stages, found, config.chunks)
+        ways = tuple(found.problem.kinds[s.kind].name for s in found.solution.stages) if self.costs.ways else ()
         names = [config.schedule]
         if self.options.schedule is None and self._searched_as("gpipe") == config.schedule != "gpipe":
             names.append("gpipe")
         for name in names:
             recompute = tuple(s.recompute for s in found.solution.stages)
-            arrangement = Arrangement(stages, devices, config.n_microbatches, name, recompute)
+            arrangement = Arrangement(stages, devices, config.n_microbatches, name, recompute, ways)
             timeline = simulated(self.costs, self.atoms, arrangement, self.options.conditions)
             if self._fits(arrangement, timeline):
                 yield Candidate(replace(config, schedule=name), found, arrangement, timeline)
@@ -261,25 +263,39 @@ class Searching:
         """The partition problem for `m` micro-batches, with the times that so many busy devices have."""
         costs, rows = self.costs, self.costs.batch_size / m
         busy = sum(counts) if m > 1 else 1
-        times = [self._times(kind.name, busy, rows) for kind in self.kinds]
+        space = space or self._space
+        kinds = self._kinds(m, space)
+        times = [self._times(kind.name, busy, rows) for kind in kinds]
         # Before the caller's loss all forwards are done: then every schedule holds what gpipe holds, and nothing is
         # delayed into a bubble that others would fill.
         phased = costs.training and not self.options.loss_inside
         split = schedule == "zb-h1" and not phased
         held = "1f1b" if schedule == "interleaved-1f1b" else schedule
         return Problem(
-            space=space or self._space,
+            space=space,
             forward=np.maximum([t.forward for t in times], 0.0),
             backward=np.maximum([t.backward for t in times], 0.0),
             weight=np.maximum([t.weight for t in times], 0.0) if split else None,
             n_microbatches=m,
             schedule="gpipe" if phased else held,
-            kinds=tuple(replace(kind, count=max(1, kind.count * chunks)) for kind in self.kinds),
+            kinds=tuple(replace(kind, count=max(1, kind.count * chunks)) for kind in kinds),
             max_replicas=1 if chunks > 1 else self.most_replicas,
             may_recompute=costs.training,
             chunks=chunks,
             share=-(-costs.batch_size // m) / costs.batch_size,  # of the largest micro-batch
         )
+
+    def _kinds(self, m: int, space: Space) -> tuple[Kind, ...]:
+        """Kinds of devices; of meshes every way in which they do one of `m` micro-batches."""
+        found = []
+        for pool, kind in enumerate(self.kinds):
+            for way in self.costs.ways:
+                if way.kind == kind.name and way.n_microbatches == m:
+                    own = (id(space), way.name)
+                    if own not in self._known_spaces:
+                        self._known_spaces[own] = space, self._space_of(space.cuts, way.name)
+                    found.append(replace(kind, name=way.name, pool=pool, space=self._known_spaces[own][1]))
+        return tuple(found) or self.kinds
 
     def _times(self, kind: str, busy: int, rows: float) -> Times:
         key = (kind, busy, rows)
@@ -287,12 +303,12 @@ class Searching:
             self._known_times[key] = atom_times(self.costs, self.atoms, kind, busy, rows)
         return self._known_times[key]
 
-    def _space_of(self, cuts: np.ndarray) -> Space:
-        costs, atoms = self.costs, self.atoms
+    def _space_of(self, cuts: np.ndarray, way: str = "") -> Space:
+        costs, atoms = self.costs, self.atoms.of(way)
         trained = [shared for shared, weight in atoms.parameters if weight.trained and costs.training]
         resident = []
         for shared, weight in atoms.parameters:
-            state = optimizer_state_bytes(self.options.optimizer, weight.nbytes, weight.shape)
+            state = weight.state(self.options.optimizer)
             more = shared.nbytes + state if weight.trained and costs.training else 0.0
             resident.append(Shared(shared.nbytes + more, shared.atoms))
         return Space(
@@ -335,6 +351,8 @@ class Searching:
             return [self.options.n_microbatches]
         if self.options.one_microbatch_because:
             return [1]
+        if self.costs.ways:
+            return sorted({way.n_microbatches for way in self.costs.ways})
         most = self.most_counts()
         if most <= self.effort.counts + 4:
             return list(range(1, most + 1))

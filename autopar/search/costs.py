@@ -47,7 +47,7 @@ class Stages(NamedTuple):
 
 
 class Costs:
-    """Costs of a problem's stages on at most `counts` devices of each kind, in the notation of `partition`."""
+    """Costs of a problem's stages on at most `counts` devices of each pool, in the notation of `partition`."""
 
     def __init__(self, problem: Problem, counts: tuple[int, ...], extra_memory: float = 0.0) -> None:
         """`extra_memory`: bytes that every device is taken to have on top, to find out how much is lacking."""
@@ -58,8 +58,8 @@ class Costs:
         self._known_limits: dict[int, tuple[int, ...]] = {}
         self.modes = [
             Mode(kind, recompute)
-            for kind, count in enumerate(counts)
-            if count
+            for kind, pool in enumerate(problem.pools)
+            if counts[pool]
             for recompute in (False, True)
             if not recompute or problem.may_recompute or problem.space.recomputed
         ]
@@ -73,7 +73,7 @@ class Costs:
     def replicas(self, kind: int) -> list[int]:
         """Numbers of replicas worth looking at."""
         m = self.problem.n_microbatches
-        most = min(self.problem.max_replicas, m, self.counts[kind])
+        most = min(self.problem.max_replicas, m, self.counts[self.problem.pools[kind]])
         every = range(1, most + 1)
         if most <= _ALL_REPLICAS:
             return list(every)
@@ -83,7 +83,7 @@ class Costs:
         """p_s in seconds."""
         terms, kind = self.terms[mode], self.problem.kinds[mode.kind]
         rounds = math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
-        return rounds * terms.time + kind.reduction(replicas) * self.problem.space.tables.gradients + terms.delayed
+        return rounds * terms.time + kind.reduction(replicas) * self.problem.tables(mode.kind).gradients + terms.delayed
 
     def stages(self, bound: float) -> Stages:
         """All stages whose max term is at most `bound` (s), less those that others with fewer replicas make needless.
@@ -140,7 +140,7 @@ class Costs:
         return np.unique(np.concatenate(values)) if values else np.zeros(0)
 
     def _terms(self, mode: Mode) -> Terms:
-        problem, tables = self.problem, self.problem.space.tables
+        problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
         work = problem.forward[mode.kind] + problem.backward[mode.kind]
         if mode.recompute:

@@ -59,7 +59,7 @@ def solve(
     tolerance: float = 0.0,
     exactly: bool = False,
 ) -> Solution | None:
-    """The best partition on at most `counts` devices of each kind (default: all there are); None if there is none.
+    """The best partition on at most `counts` devices of each pool (default: all there are); None if there is none.
 
     Args:
         exactly: use so many devices, no fewer.
@@ -69,7 +69,7 @@ def solve(
     Of plans that cost the same the one with fewest devices is preferred as far as it is met. See the module for
     objective, method and complexity.
     """
-    counts = tuple(kind.count for kind in problem.kinds) if counts is None else tuple(counts)
+    counts = problem.counts if counts is None else tuple(counts)
     if not any(counts):
         raise ValueError("counts are all 0: a plan needs at least one device")
     if relaxed_bound(problem, counts) >= cutoff:
@@ -87,10 +87,14 @@ def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
 
     where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m.
     """
-    used = [k for k, count in enumerate(counts) if count]
-    work = (problem.forward + problem.backward)[used]
-    weight = np.zeros_like(work) if problem.weight is None else problem.weight[used]
-    fills = (work - 2 * weight).min(axis=0).sum() / problem.chunks if problem.sum_counts else 0.0
+    used = [pool for pool, count in enumerate(counts) if count]
+    pools = np.array(problem.pools)
+    every = problem.forward + problem.backward
+    work = np.array([every[pools == pool].min(axis=0) for pool in used])  # in the pool's fastest way
+    delayed = np.zeros_like(every) if problem.weight is None else problem.weight
+    fills = (
+        (every - 2 * delayed)[np.isin(pools, used)].min(axis=0).sum() / problem.chunks if problem.sum_counts else 0.0
+    )
     # For any weights a_k of the kinds with sum_k a_k count_k = 1, the slowest device takes sum_i min_k a_k w_ki at
     # least (duality); weights by speed make that tight where kinds differ by a factor alone.
     totals = work.sum(axis=1)
@@ -107,7 +111,7 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
 
     Bisects all numbers of bytes that could be lacking; one sweep each.
     """
-    counts = tuple(kind.count for kind in problem.kinds)
+    counts = problem.counts
     lacks = [0.0, *(float(x) for x in Costs(problem, counts).lacks() if x > 0)]
     found: tuple[Path, Costs] | None = None
     low, high = 0, len(lacks)
@@ -177,7 +181,8 @@ class _Search:
         """The plan with the least sum of fills among those whose max term is at most `bound`."""
         stages = self._costs.stages(bound)
         places, pinned = self._places[stages.start, stages.stop], self._pinned
-        return sweep(stages, self._costs.n_cuts, self._costs.counts, places, pinned, self._exactly)
+        axes = np.array(self._costs.problem.pools)
+        return sweep(stages, axes, self._costs.n_cuts, self._costs.counts, places, pinned, self._exactly)
 
     def _max_term(self, path: Path) -> float:
         costs = self._costs

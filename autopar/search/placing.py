@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from autopar.costgraph import CostGraph
 from autopar.search.atoms import Atoms
+from autopar.search.explore import Found
 from autopar.search.predict import ACTION_OVERHEAD, sync_seconds_per_byte
-from autopar.search.problem import Kind, Solution
+from autopar.search.problem import Kind
 from cost_models import Device
 
 _STARTS = 8  # devices tried for the first stage
@@ -59,7 +60,10 @@ def _all_reduce(costs: CostGraph, group: Sequence[Device]) -> tuple[float, ...]:
         return ()
     names = [device.name for device in group]
     counts = range(1, len(names) + 1)
-    return tuple(costs.cluster.seconds("all_reduce", _BUCKET, names[:count]) / _BUCKET for count in counts)
+    return tuple(
+        costs.cluster.seconds("all_reduce", _BUCKET, names[:count], costs.lines(names[:count])) / _BUCKET
+        for count in counts
+    )
 
 
 def place(
@@ -67,7 +71,7 @@ def place(
     groups: Sequence[Sequence[Device]],
     atoms: Atoms,
     stages: Sequence[tuple[int, ...]],
-    solution: Solution,
+    found: Found,
     chunks: int,
 ) -> tuple[tuple[str, ...], ...]:
     """Names of each stage's devices; with `chunks`, the stages of one round are repeated on the same devices.
@@ -77,7 +81,8 @@ def place(
     tried from several devices for the first stage; the seconds of all transfers of a micro-batch decide.
     """
     ranks = len(stages) // chunks
-    kind_of = [stage.kind for stage in solution.stages[:ranks]]
+    solution, pools = found.solution, found.problem.pools
+    kind_of = [pools[stage.kind] for stage in solution.stages[:ranks]]
     replicas = [stage.replicas for stage in solution.stages[:ranks]]
     if costs.one_link is not None or not costs.links or len(costs.devices) > _MOST_PLACED:
         free = [[d.name for d in group] for group in groups]

@@ -19,8 +19,9 @@ from autopar.plan import Link as StageLink
 from autopar.plan import Plan, Stage
 from autopar.schedule import make_schedule
 from autopar.search.atoms import Atoms, gather
+from autopar.search.meshes import stage_sharding
 from autopar.simulate import StageMemory, StageTimes, Timeline, Transfer, simulate
-from cost_models import Device, optimizer_state_bytes
+from cost_models import Device
 
 # Seconds that the runtime itself needs for one micro-batch in one stage, forward and backward: taking messages, making
 # leaves, starting autograd (`python -m benchmarks overhead` measures it).
@@ -38,6 +39,7 @@ class Arrangement:
     n_microbatches: int
     schedule: str
     recompute: tuple[bool, ...]  # of each stage
+    ways: tuple[str, ...] = ()  # of each stage, where devices are meshes
 
     @property
     def ranks(self) -> tuple[tuple[str, ...], ...]:
@@ -52,6 +54,12 @@ class Arrangement:
     @property
     def n_devices(self) -> int:
         return sum(map(len, self.ranks))
+
+    def by_way(self, atoms: Atoms) -> list[tuple[Atoms, set[int]]]:
+        """The atoms as they are in every way, and the stages that work so."""
+        if not self.ways:
+            return [(atoms, set(range(len(self.stages))))]
+        return [(atoms.of(w), {s for s, own in enumerate(self.ways) if own == w}) for w in dict.fromkeys(self.ways)]
 
     @property
     def busy(self) -> int:
@@ -137,7 +145,7 @@ def simulated(
                 _sync_time(costs, content, arrangement.devices[index]),
             )
         )
-        memory.append(_stage_memory(costs, atoms, inside, content, again, rows))
+        memory.append(_stage_memory(costs, atoms.of(kinds[index]), inside, content, again, rows))
     schedule = make_schedule(
         arrangement.schedule,
         m,
@@ -173,11 +181,12 @@ def as_plan(
         mine = list(inside)
         times = atom_times(costs, atoms, kind, arrangement.busy, costs.batch_size / m)
         content, again, rows = contents[index], arrangement.recompute[index], _rows(costs.batch_size, m)
-        memory = _stage_memory(costs, atoms, inside, content, again, rows)
+        memory = _stage_memory(costs, atoms.of(kind), inside, content, again, rows)
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=order.__getitem__)
         stages.append(
             Stage(
-                devices=names,
+                devices=tuple(device for name in names for device in costs.devices_of(name)),
+                sharding=stage_sharding(costs, costs.way[kind], nodes) if kind in costs.way else None,
                 operators=tuple(costs.graph.nodes[n]["key"] for n in nodes),
                 recompute=again,
                 forward_time=float(times.forward[mine].sum()),
@@ -203,8 +212,8 @@ def as_plan(
         n_microbatches=m,
         schedule=arrangement.schedule,
         batch_size=costs.batch_size,
-        devices=tuple(d.name for d in costs.devices),
-        device_kinds=tuple(d.kind for d in costs.devices),
+        devices=tuple(name for d in costs.devices for name in costs.devices_of(d.name)),
+        device_kinds=tuple(d.kind for d in costs.devices for _ in costs.devices_of(d.name)),
         training=costs.training,
         predicted_step_time=timeline.step_time,
         single_device_time=_single_device_time(costs, atoms),
@@ -276,9 +285,8 @@ def sync_seconds_per_byte(costs: CostGraph, devices: Sequence[Device]) -> float:
 
 
 def _kinds(costs: CostGraph, arrangement: Arrangement) -> list[str]:
-    """Of each stage: its replicas are devices that cost the same, or are taken to."""
-    kind_of = {device.name: device.kind for device in costs.devices}
-    return [kind_of[names[0]] for names in arrangement.devices]
+    """Of each stage, or its way: its replicas are devices that cost the same, or are taken to."""
+    return list(arrangement.ways) or [costs.kind_of[names[0]] for names in arrangement.devices]
 
 
 def _rows(batch: int, m: int) -> list[int]:
@@ -288,14 +296,16 @@ def _rows(batch: int, m: int) -> list[int]:
 
 
 def _stage_links(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int], tuple[float, float]]:
-    """Bytes (forward, backward) of the whole batch between each pair of stages that talk to each other."""
+    """Bytes (forward, backward) of the whole batch between each pair of stages that talk to each other; between meshes
+    each device of one sends what a device of the other has."""
     stage_of = {atom: i for i, inside in enumerate(arrangement.stages) for atom in inside}
     found: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for value in atoms.values:
-        source = stage_of[value.producer]
-        for target in sorted({stage_of[c] for c in value.consumers} - {source}):
-            forward, backward = found[source, target]
-            found[source, target] = (forward + value.nbytes, backward + value.grad_nbytes)
+    for own, mine in arrangement.by_way(atoms):
+        for value in own.values:
+            source = stage_of[value.producer]
+            for target in sorted(({stage_of[c] for c in value.consumers} & mine) - {source}):
+                forward, backward = found[source, target]
+                found[source, target] = (forward + value.nbytes, backward + value.grad_nbytes)
     return dict(sorted(found.items()))
 
 
@@ -322,22 +332,23 @@ class _Content:
 
 
 def _contents(atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[_Content]:
-    """What every stage holds and receives."""
+    """What each device of every stage holds and receives."""
     stage_of = {atom: i for i, inside in enumerate(arrangement.stages) for atom in inside}
     contents = [_Content() for _ in arrangement.stages]
-    for shared, weight in atoms.parameters:
-        for stage in {stage_of[atom] for atom in shared.atoms}:
-            contents[stage].parameters += shared.nbytes
-            if weight.trained:
-                contents[stage].trained += shared.nbytes
-                contents[stage].state += optimizer_state_bytes(optimizer, weight.nbytes, weight.shape)
-    for shared in atoms.saved:
-        for stage in {stage_of[atom] for atom in shared.atoms}:
-            contents[stage].saved += shared.nbytes
-    for value in atoms.values:
-        for stage in {stage_of[atom] for atom in value.consumers} - {stage_of[value.producer]}:
-            contents[stage].received += value.nbytes
-            contents[stage].received_gradient += value.grad_nbytes
+    for own, mine in arrangement.by_way(atoms):
+        for shared, weight in own.parameters:
+            for stage in {stage_of[atom] for atom in shared.atoms} & mine:
+                contents[stage].parameters += shared.nbytes
+                if weight.trained:
+                    contents[stage].trained += shared.nbytes
+                    contents[stage].state += weight.state(optimizer)
+        for shared in own.saved:
+            for stage in {stage_of[atom] for atom in shared.atoms} & mine:
+                contents[stage].saved += shared.nbytes
+        for value in own.values:
+            for stage in ({stage_of[atom] for atom in value.consumers} & mine) - {stage_of[value.producer]}:
+                contents[stage].received += value.nbytes
+                contents[stage].received_gradient += value.grad_nbytes
     return contents
 
 
@@ -346,7 +357,7 @@ def _sync_time(costs: CostGraph, content: _Content, names: Sequence[str]) -> flo
     if not costs.training or len(names) == 1:
         return 0.0
     if costs.cluster is not None:
-        return costs.cluster.seconds("all_reduce", content.trained, names)
+        return costs.cluster.seconds("all_reduce", content.trained, names, costs.lines(names))
     chosen = set(names)
     devices = [device for device in costs.devices if device.name in chosen]
     return (len(names) - 1) * content.trained * sync_seconds_per_byte(costs, devices)

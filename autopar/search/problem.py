@@ -93,7 +93,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Kind:
-    """Devices that cost the same."""
+    """Devices that cost the same; or a way to use the devices of a pool, of which every stage takes one."""
 
     name: str
     count: int  # devices
@@ -103,6 +103,8 @@ class Kind:
     reduce_seconds_per_byte: float  # of a replicated stage, once a step, for every replica but the first
     send_seconds_per_byte: float = 0.0  # of a transfer out of the device, once for every value, counted to the sender
     all_reduce: tuple[float, ...] = ()  # seconds per gradient byte for 1, 2, .. replicas, where not one adds up for all
+    pool: int | None = None  # kinds of one pool share its devices; None: the kind has its own, and all others have, too
+    space: Space | None = None  # what stages hold and send on such devices, over the same cuts; None: the problem's
 
     def reduction(self, replicas: int) -> float:
         """Seconds once a step for every gradient byte of a stage on so many of the devices."""
@@ -151,10 +153,27 @@ class Problem:
             missing = bool(kind.all_reduce) and len(kind.all_reduce) < min(kind.count, self.max_replicas)
             _check(not missing, f"kind {kind.name!r}: all_reduce ends at {len(kind.all_reduce)} replicas")
             check_costs(f"kind {kind.name!r}: all_reduce", kind.all_reduce)
+            same = kind.space is None or kind.space.cuts is self.space.cuts
+            _check(same, f"kind {kind.name!r}: its space has other cuts")
+        _check(set(self.pools) == set(range(len(set(self.pools)))), f"pools must be 0, 1, .., got {self.pools}")
 
     @property
     def n_atoms(self) -> int:
         return self.space.n_atoms
+
+    @cached_property
+    def pools(self) -> tuple[int, ...]:
+        """The pool of every kind, from 0."""
+        return tuple(index if kind.pool is None else kind.pool for index, kind in enumerate(self.kinds))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Devices of every pool."""
+        return tuple(self.kinds[self.pools.index(pool)].count for pool in range(max(self.pools) + 1))
+
+    def tables(self, kind: int) -> Tables:
+        """Every quantity of a stage on devices of a kind, for all pairs of cuts."""
+        return (self.kinds[kind].space or self.space).tables
 
     @property
     def bytes_share(self) -> float:
@@ -180,7 +199,7 @@ class Solution:
     stages: tuple[StageChoice, ...]
     objective: float  # seconds a step takes, as `solve` defines it
     bound: float  # seconds: no partition over these cuts has a smaller objective; equal to it where that is proven
-    used: tuple[int, ...]  # devices of each kind
+    used: tuple[int, ...]  # devices of each pool
 
     @property
     def n_devices(self) -> int:

@@ -56,22 +56,24 @@ class Level(NamedTuple):
 
 def sweep(
     stages: Stages,
+    pools: np.ndarray,
     n_cuts: int,
     counts: tuple[int, ...],
     places: np.ndarray,
     pinned: frozenset[int],
     exactly: bool = False,
 ) -> Path | None:
-    """The plan with the least sum of fills on at most (or exactly) `counts` devices of each kind; None without any.
+    """The plan with the least sum of fills on at most (or exactly) `counts` devices of each pool; None without any.
 
+    `pools` [kinds]: whose devices a stage of a kind takes.
     `places`: for every stage the place in a plan that its pins ask for (from 0), -1 if it has none and -2 if they
     contradict each other; `pinned`: all places with pins. Of equal plans the one with fewest devices and then the
     earliest cuts is returned.
     """
-    levels = [_free(_subset(stages, places == -1) if pinned else stages, n_cuts, counts)]
+    levels = [_free(_subset(stages, places == -1) if pinned else stages, pools, n_cuts, counts)]
     for place in range(max(pinned, default=-1), -1, -1):
         here = _subset(stages, places == (place if place in pinned else -1))
-        levels.insert(0, _level(here, n_cuts, counts, levels[0].best))
+        levels.insert(0, _level(here, pools, n_cuts, counts, levels[0].best))
     totals = levels[0].best[0]
     least = float(totals[counts] if exactly else totals.min())
     if math.isinf(least):
@@ -79,10 +81,10 @@ def sweep(
     n_devices = _sums(counts)
     candidates = [counts] if exactly else np.argwhere(totals == least)
     used = min((tuple(int(e) for e in c) for c in candidates), key=lambda c: (n_devices[c], c))
-    return Path(_trace(levels, used), least, used)
+    return Path(_trace(levels, pools, used), least, used)
 
 
-def _free(stages: Stages, n_cuts: int, counts: tuple[int, ...]) -> Level:
+def _free(stages: Stages, pools: np.ndarray, n_cuts: int, counts: tuple[int, ...]) -> Level:
     """The level after all pins: any number of stages."""
     best = np.full((n_cuts, *(c + 1 for c in counts)), math.inf)
     best[(n_cuts - 1, *(0 for _ in counts))] = 0.0
@@ -90,20 +92,20 @@ def _free(stages: Stages, n_cuts: int, counts: tuple[int, ...]) -> Level:
     n_states = best[0].size
     moves = np.count_nonzero(np.bincount(stages.kind * (max(counts) + 1) + stages.replicas))
     if n_states * moves <= _FEW_STATES:
-        _by_state(level, counts)
+        _by_state(level, pools, counts)
     else:
-        _by_cut(level, counts)
+        _by_cut(level, pools, counts)
     return level
 
 
-def _level(stages: Stages, n_cuts: int, counts: tuple[int, ...], following: np.ndarray) -> Level:
+def _level(stages: Stages, pools: np.ndarray, n_cuts: int, counts: tuple[int, ...], following: np.ndarray) -> Level:
     """One pinned place."""
     level = Level(stages, _rows(stages, n_cuts), np.full_like(following, math.inf), following)
-    _by_cut(level, counts)
+    _by_cut(level, pools, counts)
     return level
 
 
-def _by_cut(level: Level, counts: tuple[int, ...]) -> None:
+def _by_cut(level: Level, pools: np.ndarray, counts: tuple[int, ...]) -> None:
     """Fill `level.best` from the last cut to the first."""
     stages, n_devices = level.stages, _sums(counts)
     most = sum(counts)
@@ -112,19 +114,19 @@ def _by_cut(level: Level, counts: tuple[int, ...]) -> None:
     bounds = [0, *edges.tolist(), len(stages.start)] if len(stages.start) else [0]
     # Stages are sorted by start, so that groups from the last to the first go from the last cut to the first.
     for begin, end in zip(reversed(bounds[:-1]), reversed(bounds[1:]), strict=True):
-        start, kind, replicas = int(stages.start[begin]), int(stages.kind[begin]), int(stages.replicas[begin])
-        rest = _along(kind, slice(0, counts[kind] + 1 - replicas), len(counts))
+        start, axis, replicas = int(stages.start[begin]), int(pools[stages.kind[begin]]), int(stages.replicas[begin])
+        rest = _along(axis, slice(0, counts[axis] + 1 - replicas), len(counts))
         found = level.following[stages.stop[begin:end]][(slice(None), *rest)]
         found = found + stages.fill[begin:end].reshape(-1, *(1 for _ in counts))
         after = stages.most_after[begin:end]
         if after.min() < most - replicas:
             fits = n_devices[rest][None] <= after.reshape(-1, *(1 for _ in counts))
             found = np.where(fits, found, math.inf)
-        target = level.best[start][_along(kind, slice(replicas, None), len(counts))]
+        target = level.best[start][_along(axis, slice(replicas, None), len(counts))]
         np.minimum(target, found.min(axis=0), out=target)
 
 
-def _by_state(level: Level, counts: tuple[int, ...]) -> None:
+def _by_state(level: Level, pools: np.ndarray, counts: tuple[int, ...]) -> None:
     """The same, for one vector of device counts after the other and all cuts at once."""
     stages, n_devices = level.stages, _sums(counts)
     n_cuts = len(level.best)
@@ -137,19 +139,19 @@ def _by_state(level: Level, counts: tuple[int, ...]) -> None:
         after = np.full((n_cuts, n_cuts), -1)
         edge[stages.start[mine], stages.stop[mine]] = stages.fill[mine]
         after[stages.start[mine], stages.stop[mine]] = stages.most_after[mine]
-        moves.append((int(number) // width // 2, int(number) % width, edge, after))
+        moves.append((int(pools[int(number) // width // 2]), int(number) % width, edge, after))
     for state in sorted(np.ndindex(*(c + 1 for c in counts)), key=lambda s: int(n_devices[s])):
-        for kind, replicas, edge, after in moves:
-            if state[kind] < replicas:
+        for axis, replicas, edge, after in moves:
+            if state[axis] < replicas:
                 continue
-            rest = (*state[:kind], state[kind] - replicas, *state[kind + 1 :])
+            rest = (*state[:axis], state[axis] - replicas, *state[axis + 1 :])
             following = level.following[(slice(None), *rest)]
             found = np.where(after >= n_devices[rest], edge + following[None, :], math.inf).min(axis=1)
             target = level.best[(slice(None), *state)]
             np.minimum(target, found, out=target)
 
 
-def _trace(levels: list[Level], used: tuple[int, ...]) -> tuple[Step, ...]:
+def _trace(levels: list[Level], pools: np.ndarray, used: tuple[int, ...]) -> tuple[Step, ...]:
     """The stages that attain the least sum on exactly `used`; of equal ones the earliest cut."""
     steps: list[Step] = []
     cut, state, place = 0, used, 0
@@ -161,9 +163,10 @@ def _trace(levels: list[Level], used: tuple[int, ...]) -> tuple[Step, ...]:
         found = []
         for row in range(begin, end):
             kind, replicas = int(stages.kind[row]), int(stages.replicas[row])
-            if state[kind] < replicas:
+            axis = int(pools[kind])
+            if state[axis] < replicas:
                 continue
-            rest = (*state[:kind], state[kind] - replicas, *state[kind + 1 :])
+            rest = (*state[:axis], state[axis] - replicas, *state[axis + 1 :])
             if sum(rest) > stages.most_after[row]:
                 continue
             if stages.fill[row] + level.following[(int(stages.stop[row]), *rest)] == goal:

@@ -1,0 +1,77 @@
+"""The best plan where operators may be split over meshes of devices, too: one search for each size of the meshes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.costgraph import CostGraph
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan, RunnerUp
+from autopar.search.meshes import Meshes, Subject
+from autopar.search.planner import Options, make_plan
+
+log = logging.getLogger(__name__)
+
+_RUNNERS_UP = 4
+# Operators are split only where that is faster by this share of the step.
+_WORTH = 0.01
+
+
+def plan_with_meshes(
+    costs: CostGraph,
+    options: Options,
+    subject: Subject,
+    *,
+    max_shards: int | None = None,
+    progress: Callable[[str, float], None] = lambda what, done: None,
+) -> Plan:
+    """The fastest plan for `costs`, of single devices, that `options` allow, on devices or on meshes of them.
+
+    `max_shards`: most devices that do a micro-batch of a stage together. Every stage has its own mesh: as many devices
+    as its replicas make, and its own shape, strategies and recomputation; the number of devices that work together is
+    the same in all stages. Raises InputError and InfeasibleError like `make_plan`.
+    """
+    meshes = Meshes(costs, subject, options.memory_limit)
+    sizes = [size for size in meshes.sizes() if max_shards is None or size <= max_shards]
+    found: list[Plan] = []
+    impossible: InfeasibleError | None = None
+    for number, size in enumerate([1, *sizes]):
+        progress(f"plans with {size} devices a micro-batch", number / (len(sizes) + 1))
+        fixed = None if options.n_microbatches is None else [options.n_microbatches]
+        if options.one_microbatch_because:
+            fixed = [1]
+        own = costs if size == 1 else meshes.of(size, fixed)
+        if own is None:
+            continue
+        try:
+            found.append(make_plan(own, options))
+        except InfeasibleError as error:
+            impossible = impossible or error
+            continue
+        log.info("%d devices a micro-batch: %.4g s", size, found[-1].predicted_step_time)
+    if not found:
+        assert impossible is not None
+        raise impossible
+    fastest = min(found, key=_seconds)
+    simple = [plan for plan in found if _seconds(plan) <= _seconds(fastest) * (1 + _WORTH)]
+    best = simple[0]
+    others = sorted((plan for plan in found if plan is not best), key=_seconds)
+    rivals = [RunnerUp(_described(plan), _seconds(plan)) for plan in others]
+    rivals += [r for plan in found for r in plan.runners_up]
+    return replace(best, runners_up=tuple(sorted(rivals, key=lambda r: r.step_time)[:_RUNNERS_UP]))
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.predicted_step_time or 0.0
+
+
+def _described(plan: Plan) -> str:
+    shapes = dict.fromkeys(stage.sharding.mesh for stage in plan.stages if stage.sharding is not None)
+    meshes = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    replicas = "+".join(str(stage.replicas) for stage in plan.stages)
+    n = len(plan.stages)
+    text = f"{n} stage{'s' if n > 1 else ''}, {replicas} replicas"
+    text += f" of meshes of {meshes}" if meshes else ""
+    return f"{text}, {plan.n_microbatches} micro-batches, {plan.schedule}"

@@ -116,7 +116,7 @@ def from_global_generator(function: Callable[..., Any], *args: Any, **kwargs: An
         return function(*args, **kwargs)
 
 
-_OWN = {
+_OWN: dict[Any, Callable[..., torch.Tensor]] = {
     aten.dropout.default: dropout,
     aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import gpt2, llama
+from models import gpt2, llama, mixtral
 from torch import fx, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -249,6 +249,18 @@ def test_short_memory_shards_states_and_then_parameters() -> None:
         choose(task, mesh, memory=1e6)
 
 
+def test_short_memory_shards_the_state_of_a_table_of_words_first() -> None:
+    cluster = Cluster.preset("4xH100")
+    ids = torch.empty(256, 512, dtype=torch.long, device=META)
+    task, mesh = task_of(on_meta(lambda: Tied(32768, 512)), 256, ids, cluster=cluster), over(cluster, 4)
+    fast = choose(task, mesh)
+    found = choose(task, mesh, memory=0.98 * fast.nbytes)
+    assert fast.stored["head.weight"] == Stored((REPLICATE,), (REPLICATE,))
+    assert found.stored["head.weight"] in (Stored((REPLICATE,), (0,)), Stored((REPLICATE,), (1,)))
+    assert named(task, found)["embedding0"].outputs == ((0,),)  # still by samples
+    assert fast.seconds < found.seconds
+
+
 def test_every_collective_is_paid_for() -> None:
     """The seconds are those of the kernels and of the collectives that are listed, counted anew."""
     cluster = Cluster.preset("8xH100")
@@ -270,7 +282,7 @@ def _kernels(task: Task, mesh: Mesh, name: str, strategy: Any) -> float:
     return float(options.seconds[options.strategies.index(strategy)])
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("build", [gpt2, llama, mixtral])
 def test_what_has_no_rule_is_repeated_and_told(build: Any) -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:

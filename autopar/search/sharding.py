@@ -286,8 +286,8 @@ class ShardingProblem:
     ) -> None:
         value = self.facts.values[tensor]
         (made,) = self.made[tensor]
-        gradient = tensor.name in self.facts.trained
         shape, floating = tuple(value.shape), value.is_floating_point()
+        gradient = floating and tensor.name in self.facts.trained
         redistribution = self._shared_by(
             ("redistribution", shape, value.element_size(), floating),
             lambda: Redistribution(shape, value.element_size(), self.mesh, self.task.cluster, partial=floating),

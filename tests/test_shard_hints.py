@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar import InputError, Layout, PlanError
+from autopar import InputError, Layout, Plan, PlanError
 from autopar.capture import Program, capture
+from autopar.plan import Stage
 from autopar.search.sharding import Sharding, Task, choose
 from autopar.search.sharding_resolve import microbatch_on_meta, resolve_sharding
+from autopar.sharding.assignment import StageSharding
 from autopar.sharding.layouts import REPLICATE, slices
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding_hints import hint_of
@@ -388,3 +391,30 @@ def test_devices_left_over_are_told_of() -> None:
     assert stage.sharding is not None
     layouts = stage.sharding.strategy_of["/relu#0"][0]
     assert sum(code == REPLICATE for code in layouts[0]) == 1
+
+
+def test_a_plan_that_does_otherwise_is_refused() -> None:
+    x = torch.randn(8, 8)
+    model = nn.Sequential(autopar.shard(nn.Linear(8, 8), ((4, 1),), parameter_plan={"weight": (2, 2)}), nn.ReLU())
+    plan = autopar.plan(model, ["cpu"] * 4, example_args=(x,))
+    followed = autopar.parallelize(model, ["cpu"] * 4, plan=Plan.from_json(plan.to_json()))
+    assert torch.allclose(followed(x), model(x), atol=1e-6)
+    assert torch.allclose(followed.eval()(x), model(x), atol=1e-6)
+    (stage,) = plan.stages
+    for other, message in (
+        (replace(stage.sharding, strategies=()), "module '0', input 0 as .4, 1.; in the plan, 0/linear#0 has RR there"),
+        (replace(stage.sharding, parameters=()), "parameter '0.weight' as .2, 2.; in the plan, 0.weight has RR there"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            autopar.parallelize(model, ["cpu"] * 4, plan=replace(plan, stages=(replace(stage, sharding=other),)))(x)
+    with pytest.raises(PlanError, match="4 parts for 1 devices"):
+        autopar.parallelize(model, ["cpu"] * 2, plan=Plan.from_split({"0": 0, "1": 1}, n_microbatches=1))(x)
+
+
+def test_hints_of_one_stage_say_nothing_about_the_others() -> None:
+    x = torch.randn(8, 8)
+    model = nn.Sequential(autopar.shard(nn.Linear(8, 8), ((2, 1),)), nn.Linear(8, 4))
+    sharding = StageSharding((2,), ("rows",), (("0/linear#0", "S0 R R -> S0"),))
+    first = Stage(("cpu:0", "cpu:1"), ("0/linear#0",), sharding=sharding)
+    plan = Plan((first, Stage(("cpu:2",), ("1/linear#0",))), 2)
+    assert torch.allclose(autopar.parallelize(model, ["cpu"] * 3, plan=plan)(x), model(x), atol=1e-6)

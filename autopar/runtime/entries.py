@@ -18,6 +18,7 @@ from autopar.lower import Lowered, lower
 from autopar.plan import Plan
 from autopar.runtime.executable import Executable
 from autopar.runtime.threads import Worker
+from autopar.search.sharding_follow import sharding_violations
 from cost_models.device import Device
 
 
@@ -126,13 +127,13 @@ def _is_plain(plan: Plan, n_microbatches: int, settings: Settings) -> bool:
 
 
 def _check_hints(plan: Plan, entry: Entry, model: nn.Module, n_devices: int, stage_of: Mapping[fx.Node, int]) -> None:
-    hints = read_hints(model)
-    if not hints:
-        return
-    resolved = resolve(hints, entry.program, n_devices, entry.batching.storages)
-    # Without a backward there is nothing to recompute for.
-    recompute = [stage.recompute or not entry.program.training for stage in plan.stages]
-    problems = violations({node.name: stage for node, stage in stage_of.items()}, recompute, resolved)
+    hints, names = read_hints(model), {node.name: stage for node, stage in stage_of.items()}
+    problems = sharding_violations(plan, names, entry.program, model)
+    if hints:
+        resolved = resolve(hints, entry.program, n_devices, entry.batching.storages)
+        # Without a backward there is nothing to recompute for.
+        recompute = [stage.recompute or not entry.program.training for stage in plan.stages]
+        problems += violations(names, recompute, resolved)
     if problems:
         raise PlanError("the plan does not follow the hints on the model:\n  " + "\n  ".join(problems))
 

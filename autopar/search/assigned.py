@@ -17,7 +17,12 @@ def assignment(found: Sharding, keys: Mapping[str, str]) -> StageSharding:
     Bytes and seconds are those of the collectives of every micro-batch; what happens once a step is not among them.
     """
     often = [collective for collective in found.collectives if not collective.once]
-    nbytes = sum(move.nbytes for collective in often for move in collective.moves if move.collective is not None)
+    nbytes = sum(
+        collective.times * move.nbytes
+        for collective in often
+        for move in collective.moves
+        if move.collective is not None
+    )
     whole = (REPLICATE,) * len(found.mesh.shape)
     return StageSharding(
         found.mesh.shape,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -22,7 +23,7 @@ from autopar.search.sharding_constraints import ShardingConstraints, Wanted
 from autopar.sharding.layouts import REPLICATE, Layout, layouts
 from autopar.sharding.mesh import divisors
 from autopar.sharding.strategies import repeated, strategies
-from autopar.sharding_asked import Arranged, Cut
+from autopar.sharding_asked import Arranged, Cut, ShardHint
 from autopar.sharding_asked import Layout as NamedMesh
 from autopar.sharding_hints import hinted_modules, misfits, slices_of
 from autopar.sharding_marks import ShardCall
@@ -44,13 +45,28 @@ def has_sharding_hints(program: Program, model: nn.Module) -> bool:
     return bool(program.shard_calls or hinted_modules(model))
 
 
-def resolve_sharding(program: Program, model: nn.Module, n_devices: int, n_microbatches: int = 1) -> ResolvedSharding:
+def resolve_sharding(
+    program: Program,
+    model: nn.Module,
+    n_devices: int,
+    n_microbatches: int = 1,
+    mesh: tuple[tuple[int, ...], tuple[str, ...]] | None = None,
+    inside: frozenset[str] | None = None,
+) -> ResolvedSharding:
     """The mesh and the constraints that the hints of `model`, and of the functions that it calls, ask for.
 
-    Without a `Layout` the mesh has the prime factors of the number of devices, the largest first. Raises PlanError
-    that lists everything that is wrong.
+    Without a `Layout` the mesh is the one given, or has the prime factors of the number of devices, the largest first.
+    `inside`: the operators of a stage, by node; what is asked for outside of it is left out. Raises PlanError that
+    lists everything that is wrong.
     """
-    work = _Resolving(program, model, n_devices, n_microbatches)
+    if inside is not None:
+        here = tuple(call for call in program.shard_calls if not inside.isdisjoint(call.operators))
+        elsewhere = {call.path for call in program.shard_calls} - {call.path for call in here}
+        program = replace(program, shard_calls=here)
+    else:
+        elsewhere = set()
+    hinted = {path: found for path, found in hinted_modules(model).items() if path not in elsewhere}
+    work = _Resolving(program, hinted, model, n_devices, n_microbatches, mesh)
     found = work.resolved()
     if work.problems:
         raise PlanError("the sharding asked for cannot be:\n  " + "\n  ".join(dict.fromkeys(work.problems)))
@@ -72,10 +88,18 @@ def microbatch_on_meta(program: Program, n_microbatches: int) -> tuple[fx.GraphM
 
 
 class _Resolving:
-    def __init__(self, program: Program, model: nn.Module, n_devices: int, n_microbatches: int) -> None:
-        self.program, self.model, self.n_devices = program, model, n_devices
+    def __init__(
+        self,
+        program: Program,
+        hinted: Mapping[str, tuple[nn.Module, ShardHint]],
+        model: nn.Module,
+        n_devices: int,
+        n_microbatches: int,
+        mesh: tuple[tuple[int, ...], tuple[str, ...]] | None,
+    ) -> None:
+        self.program, self.hinted, self.model, self.n_devices = program, hinted, model, n_devices
         self.problems: list[str] = []
-        self._m = n_microbatches
+        self._m, self._given = n_microbatches, mesh
         self._nodes = {node.name: node for node in program.graph.nodes}
         module, inputs, self._rows = microbatch_on_meta(program, n_microbatches)
         self._values = {node.name: value for node, value in observe(module, inputs).items()}
@@ -86,7 +110,7 @@ class _Resolving:
         self._names: tuple[str, ...] = ()
 
     def resolved(self) -> ResolvedSharding:
-        calls, hinted = self.program.shard_calls, hinted_modules(self.model)
+        calls, hinted = self.program.shard_calls, self.hinted
         order = self._choose_mesh()
         called = {call.path for call in calls}
         for path in hinted:
@@ -124,8 +148,8 @@ class _Resolving:
                 found[cut.layout].append(title)
                 chains += cut.dims
         if not found:
-            self._mesh = _prime_factors(self.n_devices)
-            self._names = tuple(f"axis{i}" for i in range(len(self._mesh)))
+            factors = _prime_factors(self.n_devices)
+            self._mesh, self._names = self._given or (factors, tuple(f"axis{i}" for i in range(len(factors))))
             return tuple(range(self.n_devices))
         if len(found) > 1:
             told = " and ".join(f"{layout} ({titles[0]})" for layout, titles in found.items())
@@ -138,13 +162,15 @@ class _Resolving:
             )
         axes = self._outermost_first(asked, chains)
         self._mesh, self._names = tuple(asked.shape[a] for a in axes), tuple(asked.names[a] for a in axes)
+        if self._given is not None and self._given != (self._mesh, self._names):
+            self.problems.append(f"{asked} ({found[asked][0]}) is another mesh than the plan's, {self._given}")
         return tuple(np.arange(asked.size).reshape(asked.shape).transpose(axes).ravel().tolist())
 
     def _every_cut(self) -> Iterator[tuple[str, Cut]]:
         for call in self.program.shard_calls:
             if call.path is None:
                 yield from ((f"{call.title}, {where}", cut) for where, cut in call.hint.cuts())
-        for path, (_, hint) in hinted_modules(self.model).items():
+        for path, (_, hint) in self.hinted.items():
             yield from ((f"module '{path}', {where}", cut) for where, cut in hint.cuts())
 
     def _outermost_first(self, asked: NamedMesh, chains: Sequence[tuple[str, ...]]) -> list[int]:

@@ -104,12 +104,21 @@ def gradient(parts: Parts, result: Parts, *, moves: Sequence[Move] = (), mesh: S
     return list(_Gradient.apply(list(result), moves, mesh, *parts))
 
 
+def added_up(layout: Layout) -> Layout:
+    """Of the gradients of what was handed out in a layout: along an axis where all have the same, they add up."""
+    other = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
+    return tuple(other.get(code, code) for code in layout)
+
+
 def spread(
-    x: torch.Tensor, *, layout: Layout, gradient: Layout, mesh: Sequence[int], devices: Sequence[torch.device]
+    x: torch.Tensor, *, layout: Layout, mesh: Sequence[int], devices: Sequence[torch.device]
 ) -> list[torch.Tensor]:
-    """What each device has of a whole tensor on the first one. In the backward, gradients come in another layout."""
+    """What each device has of a whole tensor on the first one; with no `devices` everything stays there.
+
+    In the backward, gradients come in `added_up(layout)`.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
-        return list(_Spread.apply(x, layout, gradient, mesh, devices))
+        return list(_Spread.apply(x, layout, mesh, devices))
     return _scattered(x.detach(), layout, mesh, devices)
 
 
@@ -139,16 +148,16 @@ class _Gradient(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: Layout, gradient: Layout, mesh: Any, devices: Any) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, layout: Layout, mesh: Any, devices: Any) -> Any:
         parts = _scattered(x, layout, mesh, devices)
-        ctx.layout, ctx.mesh, ctx.like = gradient, mesh, _described(parts)
+        ctx.layout, ctx.mesh, ctx.like = added_up(layout), mesh, _described(parts)
         ctx.set_materialize_grads(False)
         return tuple(part.detach() for part in parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         found = _complete(gradients, ctx.like)
-        return _whole(found, ctx.layout, ctx.mesh) if found else None, None, None, None, None
+        return _whole(found, ctx.layout, ctx.mesh) if found else None, None, None, None
 
 
 class _Joined(torch.autograd.Function):
@@ -222,7 +231,7 @@ def _scattered(
     parts = [x]
     for n, code in zip(mesh, layout, strict=True):
         parts = [piece for part in parts for piece in cut(part, n, code)]
-    return [part.to(device) for part, device in zip(parts, devices, strict=True)]
+    return [part.to(device) for part, device in zip(parts, devices or [x.device] * len(parts), strict=True)]
 
 
 def _whole(parts: Parts, layout: Layout, mesh: Sequence[int]) -> torch.Tensor:

@@ -109,11 +109,7 @@ class Parts:
 
     def _changed(self, node: fx.Node, made: Made, layout: Layout, gradient: Layout) -> tuple[fx.Node, ...]:
         if made.alone:
-            kwargs = {"layout": layout, "gradient": gradient, "mesh": self.mesh, "devices": ()}
-            found = self.node(
-                "call_function", collectives.spread, (made.nodes[0],), kwargs, name=f"{node.name}__spread"
-            )
-            return self.items(found, node)
+            return self.read(self._spread(node, made, layout), node, layout, gradient)
         parts: Any = list(made.nodes)
         result = self._moved(node, made, layout)
         back = self._path(node, gradient, made.wanted[0]) if made.floating else ()
@@ -124,6 +120,18 @@ class Parts:
                 "call_function", collectives.gradient, (parts, given), ways, name=f"{node.name}__gradient"
             )
         return made.nodes if result is None else self.items(result, node)
+
+    def _spread(self, node: fx.Node, made: Made, layout: Layout) -> Made:
+        """What is whole on the first device, handed out."""
+        if ("spread", layout) not in made.moved:
+            kwargs = {"layout": layout, "mesh": self.mesh, "devices": ()}
+            found = self.node("call_function", collectives.spread, made.nodes, kwargs, name=f"{node.name}__spread")
+            floating = node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
+            made.moved["spread", layout] = Made(
+                self.items(found, node), (layout,), (collectives.added_up(layout),), floating
+            )
+        parts: Made = made.moved["spread", layout]
+        return parts
 
     def _moved(self, node: fx.Node, made: Made, layout: Layout) -> fx.Node | None:
         """The list of parts in another layout, without gradients; None where it is the same."""

@@ -29,7 +29,7 @@ from autopar.lower.writes import operator_name_of, without_writes
 from autopar.operators import get_attribute, is_random, written_arguments
 from autopar.sharding import special
 from autopar.sharding.assignment import StageSharding, layout_text
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, fits
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, fits, slices
 from autopar.sharding.local import local_call, sizes_place, takes_sizes
 from autopar.sharding.strategies import Strategy
 from autopar.tidy import aten
@@ -46,6 +46,16 @@ class Piece:
     mesh: tuple[int, ...] = ()
     place: tuple[int, ...] = ()  # of the device on it
     first: bool = True  # of those who have the same
+
+    def taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view, without history, of what the device has."""
+        return tensor.detach() if (entries := self.entries(tensor)) is None else tensor.detach()[entries]
+
+    def entries(self, tensor: torch.Tensor) -> tuple[slice, ...] | None:
+        """What the device has; None for all of it."""
+        if all(code < 0 for code in self.layout):
+            return None
+        return slices(self.layout, tensor.shape, self.mesh, self.place)
 
 
 def shard(
@@ -138,7 +148,7 @@ class _Builder:
             self.pieces[key] = Piece(key, name, i, layout, self.mesh, self.parts.places[i], self._is_first(layout, i))
             nodes.append(self.parts.node("get_attr", key, name=f"{node.name}__{i}", meta=node.meta, device=i))
         # The whole gradient is what all pieces' gradients add up to, each where the piece belongs.
-        wanted = tuple(PARTIAL if code == REPLICATE else code for code in layout)
+        wanted = collectives.added_up(layout)
         trained = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         self.made[node] = Made(tuple(nodes), (layout,), (wanted,), trained)
 

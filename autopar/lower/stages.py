@@ -215,8 +215,7 @@ def _build(
         keys = {copies[node].name: key for node, key in operator_keys(program).items() if node in copies}
         graph, pieces = shard(graph, source_module, sharding, keys, storages)
     random = lower_random(graph, source_module)
-    names = {piece.attribute: piece.name for piece in pieces}
-    module = fx.GraphModule(_attributes(source_module, graph, names), graph, class_name=f"Stage{stage}")
+    module = fx.GraphModule(_attributes(source_module, graph, pieces), graph, class_name=f"Stage{stage}")
     return StageProgram(
         stage,
         module,
@@ -248,16 +247,20 @@ def _written_through_views(graph: fx.Graph, storages: Mapping[str, frozenset[int
             yield node
 
 
-def _attributes(source: fx.GraphModule, graph: fx.Graph, names: Mapping[str, str]) -> dict[str, Any]:
-    """What the graph reads by name; `names`: of the tensors in `source`. Constants become buffers, so that moving a
-    stage moves them."""
+def _attributes(source: fx.GraphModule, graph: fx.Graph, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """What the graph reads by name. Constants become buffers, so that moving a stage moves them."""
+    parts = {piece.attribute: piece for piece in pieces if piece.layout}
     root: dict[str, Any] = {}
     for node in graph.nodes:
-        if node.op == "get_attr":
-            target = str(node.target)
-            root[target] = get_attribute(source, names.get(target, target))
+        name = str(node.target)
+        if node.op == "get_attr" and name in parts:
+            whole = get_attribute(source, parts[name].name)
+            part = parts[name].taken(whole)
+            root[name] = nn.Parameter(part, whole.requires_grad) if isinstance(whole, nn.Parameter) else part
+        elif node.op == "get_attr":
+            root[name] = get_attribute(source, name)
         elif node.op == "call_module":
-            root[str(node.target)] = source.get_submodule(str(node.target))
+            root[name] = source.get_submodule(name)
     return root
 
 

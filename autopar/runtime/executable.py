@@ -219,7 +219,7 @@ class Executable:
                 tensors[piece.attribute] = leaf.tensor
             else:
                 written = piece.name in stage.written_buffers
-                buffers.append(Buffer.of(piece.name, tensor, piece, device, written=written, first=number == 0))
+                buffers.append(Buffer.of(tensor, piece, device, written=written, first=number == 0))
                 tensors[piece.attribute] = buffers[-1].tensor
         module = replica(stage, tensors, devices, captured)
         slot = self.workers.index(worker)
@@ -239,13 +239,13 @@ class Executable:
             for leaf in part.leaves:
                 leaf.refresh(by_id[leaf.key])
             for buffer in part.buffers:
-                buffer.refresh(self.tensor(buffer.name))
+                buffer.refresh(self.tensor(buffer.piece.name))
 
     def write_back(self) -> None:
         """Bring the model's buffers up to date with what parts have written elsewhere."""
         for part in self.parts:
             for buffer in part.buffers:
-                buffer.write_back(self.tensor(buffer.name))
+                buffer.write_back(self.tensor(buffer.piece.name))
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of the model's parameter, summed over the parts in their fixed order; parts are reset."""

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from autopar.lower.sharded import Piece
-from autopar.sharding.layouts import slices
 
 
 @dataclass
@@ -23,21 +22,20 @@ class Leaf:
 
     key: int  # id of the model's parameter
     tensor: nn.Parameter
-    entries: tuple[slice, ...] | None  # that it has; None: all
+    piece: Piece
     version: int  # of a parameter that lives elsewhere, when last copied
 
     @classmethod
     def of(cls, parameter: nn.Parameter, piece: Piece, device: torch.device) -> Leaf:
-        entries = entries_of(piece, parameter)
-        leaf = nn.Parameter(taken(parameter, entries).to(device), requires_grad=parameter.requires_grad)
-        return cls(id(parameter), leaf, entries, parameter._version)
+        leaf = nn.Parameter(piece.taken(parameter).to(device), requires_grad=parameter.requires_grad)
+        return cls(id(parameter), leaf, piece, parameter._version)
 
     def refresh(self, parameter: nn.Parameter) -> None:
         """After the parameter was changed, moved or frozen."""
         leaf = self.tensor
         if leaf.requires_grad != parameter.requires_grad:
             leaf.requires_grad_(parameter.requires_grad)
-        current = taken(parameter, self.entries)
+        current = self.piece.taken(parameter)
         if parameter.device == leaf.device:
             if leaf.data_ptr() != current.data_ptr():
                 leaf.data = current
@@ -54,23 +52,20 @@ class Leaf:
 class Buffer:
     """What one device has of a buffer."""
 
-    name: str
+    piece: Piece
     tensor: torch.Tensor
-    entries: tuple[slice, ...] | None  # that it has; None: all
     written: bool  # by the stage
     own: bool  # a copy although the buffer is on this device: another one writes the buffer itself
 
     @classmethod
-    def of(
-        cls, name: str, tensor: torch.Tensor, piece: Piece, device: torch.device, *, written: bool, first: bool
-    ) -> Buffer:
+    def of(cls, tensor: torch.Tensor, piece: Piece, device: torch.device, *, written: bool, first: bool) -> Buffer:
         """`first`: the part is the first of its stage."""
-        entries, own = entries_of(piece, tensor), written and not (first and piece.first)
-        return cls(name, taken(tensor, entries).to(device, copy=own), entries, written, own)
+        own = written and not (first and piece.first)
+        return cls(piece, piece.taken(tensor).to(device, copy=own), written, own)
 
     def refresh(self, tensor: torch.Tensor) -> None:
         """After the model's buffer was changed or moved."""
-        current = taken(tensor, self.entries)
+        current = self.piece.taken(tensor)
         if self.own or tensor.device != self.tensor.device:
             self.tensor.copy_(current)
         elif self.tensor.data_ptr() != current.data_ptr():
@@ -79,19 +74,7 @@ class Buffer:
     def write_back(self, tensor: torch.Tensor) -> None:
         """To the model's buffer, after the stage has written into what is no view of it."""
         if self.written and not self.own and tensor.device != self.tensor.device:
-            taken(tensor, self.entries).copy_(self.tensor)
-
-
-def entries_of(piece: Piece, tensor: torch.Tensor) -> tuple[slice, ...] | None:
-    """What a device has of a tensor; None for all of it."""
-    if all(code < 0 for code in piece.layout):
-        return None
-    return slices(piece.layout, tensor.shape, piece.mesh, piece.place)
-
-
-def taken(tensor: torch.Tensor, entries: tuple[slice, ...] | None) -> torch.Tensor:
-    """A view without history."""
-    return tensor.detach() if entries is None else tensor.detach()[entries]
+            self.piece.taken(tensor).copy_(self.tensor)
 
 
 def summed(leaves: Iterable[tuple[Leaf, nn.Parameter]]) -> dict[int, torch.Tensor]:
@@ -101,10 +84,10 @@ def summed(leaves: Iterable[tuple[Leaf, nn.Parameter]]) -> dict[int, torch.Tenso
         key, gradient = leaf.key, leaf.take_gradient()
         if gradient is None:
             continue
-        if leaf.entries is not None:
+        if (entries := leaf.piece.entries(parameter)) is not None:
             if key not in total:
                 total[key] = torch.zeros_like(parameter, device=gradient.device)
-            total[key][leaf.entries].add_(gradient.to(total[key].device))
+            total[key][entries].add_(gradient.to(total[key].device))
         elif key not in total:
             total[key] = gradient
         elif gradient.is_sparse or total[key].is_sparse:

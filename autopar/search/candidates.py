@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 # Of the partitions found those are simulated whose objective is at most this much above the best.
 _PROMISING = 0.04
-_MOST_SIMULATED = 24
 _FEWEST_SIMULATED = 1
 _ACTIONS_SIMULATED = 300_000  # in all; more would take longer than the search itself
 _FEW_DEVICES = 8  # up to so many every number of devices is looked at
@@ -51,12 +50,15 @@ class Effort:
     halved: int  # vectors of device counts for which that is done, the largest first
     refined: int  # plans of each schedule that are searched for again, over cuts near theirs
     rounds: int  # of that
+    simulated: int = 24
+    fewer: tuple[int, ...] = (1, 2)  # where devices are many: how often their number is halved
 
 
 # Up to so many vectors of device counts everything is proven.
 _EXACT_STATES = 100
 _EXACT = Effort(tolerance=0.0, counts=20, chunks=(2, 3, 4), halvings=6, halved=4, refined=2, rounds=3)
 _COARSE = Effort(tolerance=2e-3, counts=9, chunks=(2,), halvings=1, halved=1, refined=1, rounds=1)
+_ONE_OF_SEVERAL = Effort(5e-3, counts=6, chunks=(2,), halvings=0, halved=0, refined=1, rounds=1, simulated=6, fewer=())
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Searching:
         self.kinds = tuple(kind_of(costs, group, min(map(self._memory, group))) for group in self.groups)
         self.full: Used = tuple(len(group) for group in self.groups)
         self.effort = _EXACT if math.prod(c + 1 for c in self.full) <= _EXACT_STATES else _COARSE
+        if options.one_of_several:
+            self.effort = _ONE_OF_SEVERAL
         table = costs.tables[0]
         self.graph: AtomGraph = self.atoms.graph(
             np.maximum(self.atoms.sums(table.nodes, table.forward[-1] + table.backward[-1]), 0.0)
@@ -134,7 +138,7 @@ class Searching:
                 continue
             # Objectives of different schedules leave out different things: they are no rivals.
             rivals = [f.solution.objective for c, f in found.items() if c.schedule == config.schedule]
-            cutoff = min(rivals, default=math.inf) * (1 + _PROMISING) if sum(counts) > 1 else math.inf
+            cutoff = min([self.options.rival, *rivals]) * (1 + _PROMISING) if sum(counts) > 1 else math.inf
             problem = self.problem(m, config.schedule, config.counts, chunks=config.chunks)
             solution = self._solve(config, problem, cutoff, max(self.effort.tolerance, _FIRST_TOLERANCE))
             if solution is not None:
@@ -196,7 +200,7 @@ class Searching:
         by_objective = sorted(found, key=lambda c: (found[c].solution.objective, SCHEDULES.index(c.schedule)))
         chosen: dict[Config, None] = {}
         left = _ACTIONS_SIMULATED
-        for config in by_objective[:_MOST_SIMULATED]:
+        for config in by_objective[: self.effort.simulated]:
             left -= 2 * config.n_microbatches * len(found[config].solution.stages)
             if left < 0 and len(chosen) >= _FEWEST_SIMULATED:
                 break
@@ -337,12 +341,12 @@ class Searching:
 
     def _device_counts(self) -> list[Used]:
         """Numbers of devices of each kind: all there are where they are few, else all of them and powers of two."""
-        if sum(self.full) <= _FEW_DEVICES:
+        if sum(self.full) <= _FEW_DEVICES and self.effort.fewer:
             every = itertools.product(*(range(c + 1) for c in self.full))
             return sorted((u for u in every if any(u)), key=lambda u: (-sum(u), u))
-        found = {self.full, *(tuple(max(1, c >> shift) for c in self.full) for shift in (1, 2))}
+        found = {self.full, *(tuple(max(1, c >> shift) for c in self.full) for shift in self.effort.fewer)}
         for kind, count in enumerate(self.full):
-            alone = {count, 1}
+            alone = {count, 1} if self.effort.fewer else {count}
             found |= {tuple(c if k == kind else 0 for k in range(len(self.full))) for c in alone}
         return sorted(found, key=lambda u: (-sum(u), u))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,10 +11,11 @@ from autopar.costgraph import CostGraph
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan, RunnerUp
 from autopar.search.meshes import Meshes, Subject
-from autopar.search.planner import Options, make_plan
+from autopar.search.planner import Options, find_plans
 
 log = logging.getLogger(__name__)
 
+_FIRST = 8  # devices of the meshes that are tried first: a good plan early cuts the rest short
 _RUNNERS_UP = 4
 # Operators are split only where that is faster by this share of the step.
 _WORTH = 0.01
@@ -37,26 +39,29 @@ def plan_with_meshes(
     sizes = [size for size in meshes.sizes() if max_shards is None or size <= max_shards]
     found: list[Plan] = []
     impossible: InfeasibleError | None = None
-    for number, size in enumerate([1, *sizes]):
-        progress(f"plans with {size} devices a micro-batch", number / (len(sizes) + 1))
+    sizes = sorted([1, *sizes], key=lambda size: (abs(math.log2(size / _FIRST)), size))
+    for number, size in enumerate(sizes):
+        progress(f"plans with {size} devices a micro-batch", number / len(sizes))
         fixed = None if options.n_microbatches is None else [options.n_microbatches]
         if options.one_microbatch_because:
             fixed = [1]
         own = costs if size == 1 else meshes.of(size, fixed)
         if own is None:
             continue
+        rival = min(map(_seconds, found), default=math.inf)
         try:
-            found.append(make_plan(own, options))
+            plans = find_plans(own, replace(options, rival=rival, one_of_several=True), 1)
         except InfeasibleError as error:
             impossible = impossible or error
             continue
-        log.info("%d devices a micro-batch: %.4g s", size, found[-1].predicted_step_time)
+        found += plans
+        log.info("%d devices a micro-batch: %s s", size, [plan.predicted_step_time for plan in plans])
     if not found:
         assert impossible is not None
         raise impossible
     fastest = min(found, key=_seconds)
-    simple = [plan for plan in found if _seconds(plan) <= _seconds(fastest) * (1 + _WORTH)]
-    best = simple[0]
+    near = [plan for plan in found if _seconds(plan) <= _seconds(fastest) * (1 + _WORTH)]
+    best = min(near, key=lambda plan: (max(stage.shards for stage in plan.stages), _seconds(plan)))
     others = sorted((plan for plan in found if plan is not best), key=_seconds)
     rivals = [RunnerUp(_described(plan), _seconds(plan)) for plan in others]
     rivals += [r for plan in found for r in plan.runners_up]

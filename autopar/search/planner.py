@@ -42,6 +42,8 @@ class Options:
     least_rows: int = 1  # samples in the smallest micro-batch
     loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
     constraints: Constraints = field(default=NO_CONSTRAINTS)  # hints, by node of the cost graph
+    rival: float = math.inf  # s of a plan that is known: only faster ones are of interest
+    one_of_several: bool = False  # searches that share the time of one
 
     @property
     def conditions(self) -> Conditions:
@@ -57,10 +59,13 @@ def make_plan(costs: CostGraph, options: Options) -> Plan:
 
 
 def find_plans(costs: CostGraph, options: Options, most: int) -> list[Plan]:
-    """The best plan, and up to `most` - 1 others that differ from it and each other, by predicted time."""
+    """The best plan, and up to `most` - 1 others that differ from it and each other, by predicted time; none if there
+    is a rival and it is faster."""
     _check(costs, options)
     searching = Searching(costs, options)
     candidates = searching.run()
+    if not candidates and math.isfinite(options.rival):
+        return []
     if not candidates:
         raise _infeasible(searching)
     best = _choose(candidates)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,11 @@ from torch import fx
 from autopar.observing import observe
 from autopar.search.elimination import Choices, Edge, Selection, select
 from autopar.search.sharding_constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
+from autopar.search.sharding_links import Link, Made, Reader, finer, through_gradients, ways
 from autopar.sharding.assignment import Stored
-from autopar.sharding.layouts import REPLICATE, Layout, layouts, parts
+from autopar.sharding.layouts import REPLICATE, layouts, parts
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.options import Ends, Options, OptionTable
+from autopar.sharding.options import Bound, Options, OptionTable, bound
 from autopar.sharding.redistribution import Move, Redistribution
 from autopar.sharding.strategies import Strategy
 from cost_models import Cluster, optimizer_state_bytes
@@ -125,32 +126,15 @@ class Facts:
         for name, storages in counted.saved.items():  # what several operators keep counts to the first
             self.saved[name] = sum(nbytes for key, nbytes in storages if key not in kept)
             kept |= {key for key, _ in storages}
-        self.trained = {node.name for node in _gradients(task.module)} if task.training else set[str]()
+        self.trained = {node.name for node in through_gradients(task.module)} if task.training else set[str]()
+        self._bound: dict[fx.Node, Bound] = {}
 
-
-@dataclass(frozen=True)
-class _Link:
-    """An edge of the problem, and what it is about."""
-
-    tensor: str
-    reader: str
-    outs: tuple[Any, ...]  # layouts by label, see `_Made`
-    ins: tuple[Ends, ...]
-    redistribution: Redistribution
-    kind: str  # "input", "activation" or "parameter"
-    gradient: bool
-    times: int
-
-
-@dataclass(frozen=True)
-class _Made:
-    """Where a tensor comes from: its variable, and of every option the label of its layouts."""
-
-    variable: int
-    labels: np.ndarray
-    layouts: tuple[Any, ...]  # by label: Ends, or Stored
-    kind: str
-    name: str
+    def bound(self, node: fx.Node) -> Bound:
+        """An operator with its rule."""
+        if node not in self._bound:
+            work = self.work.get(node.name, OperatorWork((), ()))
+            self._bound[node] = bound(node, self.values, work)
+        return self._bound[node]
 
 
 class ShardingProblem:
@@ -162,26 +146,26 @@ class ShardingProblem:
         kinds = {device.name: device.kind for device in task.cluster.devices}
         spec = task.cluster.specs[kinds[mesh.devices[0]]]
         self.table = OptionTable(mesh, task.cluster, rates_of(spec), efficiency_of(spec), training=task.training)
-        self.made: dict[Any, list[_Made]] = {}  # node -> of each of its tensors
+        self.made: dict[Any, list[Made]] = {}  # node -> of each of its tensors
         self.names: list[str] = []
         self.seconds: list[np.ndarray] = []
         self.nbytes: list[np.ndarray] = []
         self.edges: list[Edge] = []
-        self.links: list[_Link] = []
+        self.links: list[Link] = []
         self.options: dict[str, tuple[int, Options]] = {}
         self.stored: dict[str, tuple[int, tuple[Stored, ...]]] = {}
         self._shared: dict[Any, Any] = {}
-        self._between_copies: list[tuple[Any, ...]] = []
-        by_storage: dict[int, _Made] = {}
+        self._readers: dict[tuple[fx.Node, int, bool], list[Reader]] = {}
+        self._named = {node.name: node for node in task.module.graph.nodes}
+        by_storage: dict[int, Made] = {}
         for node in task.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._add_given(node, by_storage)
             elif node.op != "output" and tensors_in(self.facts.values[node]):
                 self._add_operator(node)
-        nodes = {node.name: node for node in task.module.graph.nodes}
-        for name, *ends in self._between_copies:
-            self._connect(nodes[name], *ends)
         self._add_outputs()
+        for (node, times, _), readers in self._readers.items():
+            self._connect(node, readers, times)
 
     def solve(
         self, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints = NO_CONSTRAINTS
@@ -208,7 +192,7 @@ class ShardingProblem:
             array if copies == 1 else self._shared_by(("times", id(array), copies), lambda: (array * copies, array))[0]
         )
 
-    def _add_given(self, node: fx.Node, by_storage: dict[int, _Made]) -> None:
+    def _add_given(self, node: fx.Node, by_storage: dict[int, Made]) -> None:
         """An input, in any layout at no cost, or a parameter."""
         value = get_attribute(self.task.module, str(node.target)) if node.op == "get_attr" else self.facts.values[node]
         if not isinstance(value, torch.Tensor):
@@ -224,14 +208,14 @@ class ShardingProblem:
         name = str(node.target)
         variable = self._variable(name, seconds, nbytes, self.task.copies.get(node.name, 1))
         labels = self._shared_by(("labels", len(layout_of)), lambda: np.arange(len(layout_of)))
-        made = _Made(variable, labels, layout_of, "parameter" if trained else "input", name)
+        made = Made(variable, labels, layout_of, "parameter" if trained else "input", name)
         self.made[node] = [made]
         self.stored[name] = (variable, layout_of)
         by_storage[key] = made
 
     def _given(self, value: torch.Tensor, trained: bool, op: str) -> tuple[tuple[Stored, ...], np.ndarray, np.ndarray]:
         every = layouts(value.shape, self.mesh.shape, partial=False)
-        pairs = [(a, b) for a in every for b in (every if trained else [a]) if _finer(b, a)]
+        pairs = [(a, b) for a in every for b in (every if trained else [a]) if finer(b, a)]
         nbytes = value.numel() * value.element_size() if op == "get_attr" else 0
         state = optimizer_state_bytes(self.task.optimizer, nbytes, value.shape) if trained else 0
         held = [
@@ -250,23 +234,26 @@ class ShardingProblem:
                 self.made[node] = [self.made[source][len(before)]]
                 return
         work = self.facts.work.get(node.name, OperatorWork((), ()))
-        options, operands = self.table.of(node, values, work)
+        bound = self.facts.bound(node)
+        options, operands = self.table.of(bound, values, work), bound.operands
         saved = self.facts.saved.get(node.name, 0) * self.task.in_flight
         nbytes = self._shared_by(("kept", id(options), saved), lambda: options.kept * saved)
         variable = self._variable(node.name, options.seconds, nbytes, self.task.copies.get(node.name, 1))
         self.options[node.name] = (variable, options)
         self.made[node] = [
-            _Made(variable, labels, known, "activation", node.name)
+            Made(variable, labels, known, "activation", node.name)
             for labels, known in zip(options.output_labels, options.outputs, strict=True)
         ]
         copies = self.task.copies.get(node.name, 1)
         for place, operand in enumerate(operands):
             if isinstance(operand, fx.Node) and operand in self.made:
-                ends = (variable, node.name, options.input_labels[place], options.inputs[place])
+                reader = Reader(variable, node.name, options.input_labels[place], options.inputs[place], copies)
                 same = self.task.again.get(operand.name) if copies > 1 else None
-                self._connect(operand, *ends, copies if same is None else 1)
-                if same is not None:
-                    self._between_copies.append((same, *ends, copies - 1))
+                if same is None:
+                    self._read(operand, reader)
+                else:
+                    self._read(operand, replace(reader, times=1))
+                    self._read(self._named[same], replace(reader, times=copies - 1), between=True)
 
     def _add_outputs(self) -> None:
         """Numbers, such as a loss, are wanted whole everywhere; other results stay as they are."""
@@ -277,36 +264,64 @@ class ShardingProblem:
                 nothing = self._shared_by("nothing", lambda: np.zeros(1))
                 zero = self._shared_by("zero", lambda: np.zeros(1, dtype=int))
                 sink = self._variable(f"output {node.name}", nothing, nothing)
-                self._connect(node, sink, "output", zero, ((whole, whole),))
+                self._read(node, Reader(sink, "output", zero, ((whole, whole),)))
 
     # -- edges ------------------------------------------------------------------------------------------------------
 
-    def _connect(
-        self, tensor: fx.Node, reader: int, name: str, labels: np.ndarray, ins: tuple[Ends, ...], times: int = 1
-    ) -> None:
-        value = self.facts.values[tensor]
+    def _read(self, tensor: fx.Node, reader: Reader, *, between: bool = False) -> None:
+        """`between`: one copy of a layer reads what another one made. Whatever else makes and reads a tensor, it is
+        made no more often than its maker is there, and not read by more copies than there are."""
+        times = min(reader.times, self.task.copies.get(tensor.name, 1))
+        self._readers.setdefault((tensor, times, between), []).append(reader)
+
+    def _connect(self, tensor: fx.Node, readers: Sequence[Reader], times: int) -> None:
+        """What several want in the same layout is moved once, forward and backward, and so are their gradients, once
+        added up: between the maker and its readers stands a variable of the layouts in which they share it."""
         (made,) = self.made[tensor]
+        if len(readers) > 1 and made.kind == "activation":
+            pairs = tuple(dict.fromkeys([*made.layouts, *(pair for reader in readers for pair in reader.layouts)]))
+            nothing, labels = self._shared_by(
+                ("sharing", len(pairs)), lambda: (np.zeros(len(pairs)), np.arange(len(pairs)))
+            )
+            variable = self._variable(f"shared {tensor.name}", nothing, nothing)
+            self._add_edge(tensor, made, Reader(variable, readers[0].name, labels, pairs, times))
+            made = Made(variable, labels, pairs, made.kind, made.name)
+        for reader in readers:
+            self._add_edge(tensor, made, reader)
+
+    def _add_edge(self, tensor: fx.Node, made: Made, reader: Reader) -> None:
+        value = self.facts.values[tensor]
         shape, floating = tuple(value.shape), value.is_floating_point()
         gradient = floating and tensor.name in self.facts.trained
         redistribution = self._shared_by(
             ("redistribution", shape, value.element_size(), floating),
             lambda: Redistribution(shape, value.element_size(), self.mesh, self.task.cluster, partial=floating),
         )
-        link = _Link(made.name, name, made.layouts, ins, redistribution, made.kind, gradient, times)
-        key = ("edge", shape, value.dtype, made.kind, made.layouts, ins, gradient)
-        seconds = self._times(self._shared_by(key, lambda: self._cost(link)), times)
-        self.edges.append(Edge(made.variable, reader, made.labels, labels, seconds))
+        link = Link(
+            made.name, reader.name, made.layouts, reader.layouts, redistribution, made.kind, gradient, reader.times
+        )
+        key = ("edge", shape, value.dtype, made.kind, made.layouts, reader.layouts, gradient)
+        seconds = self._times(self._shared_by(key, lambda: self._cost(link)), reader.times)
+        self.edges.append(Edge(made.variable, reader.variable, made.labels, reader.labels, seconds))
         self.links.append(link)
 
-    def _cost(self, link: _Link) -> np.ndarray:
+    def _cost(self, link: Link) -> np.ndarray:
         """[layouts made, layouts read] seconds of a micro-batch."""
         m = self.task.n_microbatches
+        if link.kind == "activation":
+            number, seconds = link.redistribution.number, link.redistribution.seconds
+            made, layout = (np.array([number[pair[0]] for pair in ends]) for ends in (link.outs, link.ins))
+            forward: np.ndarray = seconds[made[:, None], layout]
+            if not link.gradient:  # whole numbers, say, of which nothing adds up
+                return forward
+            wanted, gradient = (np.array([number[pair[1]] for pair in ends]) for ends in (link.outs, link.ins))
+            return forward + seconds[gradient, wanted[:, None]]
         found = np.empty((len(link.outs), len(link.ins)))
         for i, out in enumerate(link.outs):
             for j, into in enumerate(link.ins):
-                ways = _ways(link, out, into, self.task.training)
+                moves = ways(link, out, into, self.task.training)
                 found[i, j] = sum(
-                    times * link.redistribution.between(a, b) / (m if once else 1) for a, b, _, once, times in ways
+                    times * link.redistribution.between(a, b) / (m if once else 1) for a, b, _, once, times in moves
                 )
         return found
 
@@ -323,7 +338,7 @@ class ShardingProblem:
         for edge, link in zip(self.edges, self.links, strict=True):
             out = link.outs[edge.out[option[edge.source]]]
             into = link.ins[edge.into[option[edge.target]]]
-            for a, b, backward, once, times in _ways(link, out, into, self.task.training):
+            for a, b, backward, once, times in ways(link, out, into, self.task.training):
                 path = link.redistribution.path(a, b)
                 if any(move.collective for move in path):
                     moves.append(Collective(link.tensor, link.reader, backward, once, times * link.times, path))
@@ -346,36 +361,3 @@ def _work(options: Options, chosen: int) -> Work:
     forward = float(options.forward[chosen])
     backward = float(options.seconds[chosen]) - forward
     return Work(forward, backward, options.strategies[chosen].share, float(options.kept[chosen]))
-
-
-def _ways(link: _Link, out: Any, into: Ends, training: bool) -> list[tuple[Layout, Layout, bool, bool, int]]:
-    """(from, to, of the gradient, once a step, how often) of all redistributions between a maker and a reader."""
-    layout, gradient = into
-    if link.kind == "activation":
-        made, wanted = out
-        back = [(gradient, wanted, True, False, 1)] if link.gradient and training else []
-        return [(made, layout, False, False, 1), *back]
-    if link.kind == "input":
-        return [(out.layout, layout, False, False, 1)]
-    again = [(out.state, out.layout, False, True, 1)]  # what the optimizer wrote
-    if out.layout == layout:
-        return [(gradient, out.state, True, True, 1), *again]
-    return [(out.layout, layout, False, False, 2), (gradient, out.layout, True, False, 1), *again]
-
-
-def _finer(state: Layout, layout: Layout) -> bool:
-    """Whether `state` is `layout` with some of its replicated axes cut."""
-    return all(a == b or b == REPLICATE for a, b in zip(state, layout, strict=True))
-
-
-def _gradients(module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes through which a gradient flows."""
-    found: set[fx.Node] = set()
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            value = get_attribute(module, str(node.target))
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                found.add(node)
-        elif any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found

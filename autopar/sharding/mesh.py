@@ -49,6 +49,11 @@ class Mesh:
         """Names in an array of the mesh's shape."""
         return np.array(self.devices, dtype=object).reshape(self.shape)
 
+    @cached_property
+    def _lines(self) -> dict[tuple[int, int], tuple[Cluster, tuple[str, ...], int]]:
+        """By axis and cluster: the cluster, the first line along the axis, and how many lines share networks."""
+        return {}
+
     def line(self, axis: int) -> tuple[str, ...]:
         """The devices along an axis, from the first on: those that take part in one collective."""
         first = np.moveaxis(self.grid, axis, 0).reshape(self.shape[axis], -1)[:, 0]
@@ -60,13 +65,15 @@ class Mesh:
 
     def seconds(self, collective: Collective, nbytes: float, axis: int, cluster: Cluster) -> float:
         """Seconds of a collective in all lines along `axis` at once; `nbytes` as for `collective_seconds`."""
-        line = self.line(axis)
-        if len(line) == 1:
-            return 0.0
-        # Lines that run through the same nodes share what their devices share.
-        nodes = {cluster.node_of(name) for name in line}
-        here = sum(cluster.node_of(name) in nodes for name in self.devices)
-        return cluster.seconds(collective, nbytes, line, max(1, here // len(line)))
+        key = (axis, id(cluster))
+        if key not in self._lines:
+            line = self.line(axis)
+            # Lines that run through the same nodes share what their devices share.
+            nodes = {cluster.node_of(name) for name in line}
+            here = sum(cluster.node_of(name) in nodes for name in self.devices)
+            self._lines[key] = (cluster, line, max(1, here // len(line)))
+        _, line, concurrent = self._lines[key]
+        return 0.0 if len(line) == 1 else cluster.seconds(collective, nbytes, line, concurrent)
 
 
 def divisors(n: int) -> list[int]:

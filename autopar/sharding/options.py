@@ -66,6 +66,30 @@ class Options:
         ]
 
 
+@dataclass(frozen=True)
+class Bound:
+    """An operator of a graph with its rule."""
+
+    rule: Rule | None
+    operands: tuple[Any, ...]
+    results: tuple[torch.Tensor, ...]  # on meta
+    signature: str  # equal for operators that are alike
+
+
+def bound(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> Bound:
+    """An operator with its rule, if it has one; `values`: tensors (on meta) of all nodes."""
+    rule = bind(node, lambda n: values[n])
+    results = tuple(tensors_in(values[node]))
+    if rule is None or len(rule.outputs) != len(results):
+        rule = None
+        operands = tuple(n for n in node.all_input_nodes if isinstance(values[n], torch.Tensor))
+    else:
+        operands = rule.operands
+    told = (str(node.target), None if rule is None else str(rule), rule and sorted(rule.sizes.items()), work)
+    described = [_described(values.get(o) if isinstance(o, fx.Node) else o) for o in operands]
+    return Bound(rule, operands, results, repr((told, described)))
+
+
 class OptionTable:
     """Options of the operators of one graph on one mesh; operators that are alike get the same object."""
 
@@ -74,35 +98,22 @@ class OptionTable:
         self._rates, self._efficiency, self._training = rates, efficiency, training
         self._known: dict[str, Options] = {}
 
-    def of(self, node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> tuple[Options, tuple[Any, ...]]:
-        """The options of a node, and its operands in their order; `values`: tensors (on meta) of all nodes."""
-        rule = bind(node, lambda n: values[n])
-        results = tensors_in(values[node])
-        if rule is None or len(rule.outputs) != len(results):
-            rule = None
-            operands = tuple(n for n in node.all_input_nodes if isinstance(values[n], torch.Tensor))
-        else:
-            operands = rule.operands
-        signature = repr(
-            (str(node.target), None if rule is None else str(rule), rule and sorted(rule.sizes.items()), work)
-        ) + repr([_described(values.get(o) if isinstance(o, fx.Node) else o) for o in operands])
-        if signature not in self._known:
-            self._known[signature] = self._options(rule, operands, values, results, work)
-        return self._known[signature], operands
+    def of(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> Options:
+        """The options of an operator; `values`: tensors (on meta) of all nodes."""
+        if bound.signature not in self._known:
+            self._known[bound.signature] = self._options(bound, values, work)
+        return self._known[bound.signature]
 
-    def _options(
-        self,
-        rule: Rule | None,
-        operands: Sequence[Any],
-        values: Mapping[fx.Node, Any],
-        results: Sequence[torch.Tensor],
-        work: OperatorWork,
-    ) -> Options:
+    def _options(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> Options:
+        rule, operands, results = bound.rule, bound.operands, bound.results
         whole = repeated(len(operands), len(results), len(self._mesh))
         found = [whole] if rule is None else self._possible(strategies(rule, self._mesh), operands, values, results)
         sizes = [_nbytes(values.get(o)) if isinstance(o, fx.Node) else 0 for o in operands]
         outcome = [_nbytes(t) for t in results]
-        both = np.array([self._seconds(one, work, sizes, outcome) for one in found])
+        both = np.array([self._seconds(one, work, sizes, outcome) for one in found], dtype=float)
+        if rule is not None:
+            tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
+            both += [self._within(one, rule, tensors) for one in found]
         kept = np.array([self._moved(one, sizes, outcome) for one in found])
         return Options(tuple(found), both.sum(axis=1), both[:, 0], kept, rule is not None)
 
@@ -124,13 +135,12 @@ class OptionTable:
 
         return [s for s in every if adds(s.inputs, tensors) and adds(s.outputs, results)]
 
-    def _within(self, one: Strategy, rule: Rule, operands: Sequence[Any]) -> float:
-        """Seconds of the collectives inside of an operator that devices do together."""
-        return sum(
-            self._devices.seconds(inner.collective, inner.nbytes, inner.axis, self._cluster)
-            for inner in collectives(one, rule, operands, self._mesh)
-            if self._training or not inner.backward
-        )
+    def _within(self, one: Strategy, rule: Rule, operands: Sequence[Any]) -> tuple[float, float]:
+        """Seconds, forward and backward, of the collectives inside of an operator that devices do together."""
+        seconds = [0.0, 0.0]
+        for inner in collectives(one, rule, operands, self._mesh):
+            seconds[inner.backward] += self._devices.seconds(inner.collective, inner.nbytes, inner.axis, self._cluster)
+        return seconds[0], seconds[1] if self._training else 0.0
 
     def _moved(self, one: Strategy, sizes: Sequence[int], outcome: Sequence[int]) -> float:
         """The fraction of the bytes of operands and results that each device has."""

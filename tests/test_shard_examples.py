@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_gradients, assert_same_outputs, gradients
+from models import assert_same_gradients, assert_same_outputs, gpt2, gradients
 from torch import nn
 from torch.nn import functional
 
@@ -196,3 +196,28 @@ def test_every_hint_is_planned_for_machines_that_are_not_here() -> None:
     assert stage.sharding is not None
     assert Counter(key.split("/")[1] for key, _ in stage.sharding.strategies)["alias#0"] == 3
     assert autopar.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_transformer_with_hints_on_its_blocks_computes_the_same() -> None:
+    mesh = Layout((2, 2), ("dp", "mp"))
+    model = gpt2().eval()
+    for block in model.transformer.h:
+        autopar.shard(block, in_strategy=(mesh("dp", None, None), None, None), out_strategy=((2, 1, 1),))
+        autopar.shard(block.mlp.act, in_strategy=(mesh("dp", None, "mp"),))
+    ids = torch.randint(0, 50, (8, 12))
+    wanted = model(input_ids=ids, use_cache=False).logits
+    pm = autopar.parallelize(model, ["cpu"] * 4, example_kwargs={"input_ids": ids, "use_cache": False})
+    torch.testing.assert_close(pm(input_ids=ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-5)
+    assert pm.plan is not None
+    assert pm.plan.stages[0].sharding is not None
+    cut = dict(pm.plan.stages[0].sharding.strategies)
+    borders = [text for key, text in cut.items() if "/alias#" in key]
+    assert Counter(borders)["S0R -> S0R"] == 2 * len(model.transformer.h)
+
+
+def test_plans_that_are_compared_follow_the_hints() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), autopar.shard(nn.Linear(8, 8), ((2, 1),)))
+    found = autopar.compare(model, ["cpu"] * 2, example_args=(torch.randn(8, 8),), repeats=1, cache=False)
+    (stage,) = found["auto"].plan.stages
+    assert stage.sharding is not None
+    assert dict(stage.sharding.strategies)["1/linear#0"].startswith("S0 ")

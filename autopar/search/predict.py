@@ -106,7 +106,9 @@ def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], condition
         tuple(stage.recompute for stage in plan.stages),
     )
     found = as_plan(costs, atoms, arrangement, simulated(costs, atoms, arrangement, conditions), conditions)
-    return dataclasses.replace(found, split=plan.split, notes=plan.notes, model=plan.model)
+    pairs = zip(found.stages, plan.stages, strict=True)
+    stages = tuple(dataclasses.replace(stage, sharding=given.sharding) for stage, given in pairs)
+    return dataclasses.replace(found, stages=stages, split=plan.split, notes=plan.notes, model=plan.model)
 
 
 def simulated(

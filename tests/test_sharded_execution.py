@@ -36,6 +36,8 @@ def is_sum(layout: Sequence[int], value: Any) -> bool:
 
 def possible(node: fx.Node, mesh: Sequence[int]) -> list[Strategy]:
     """All strategies of an operator; sizes of the batch are taken to come apart."""
+    if any(n.meta.get("val") is None for n in (node, *node.all_input_nodes) if n.op != "get_attr"):
+        return []
     rule = bind(node)
     results = node.meta["val"] if isinstance(node.meta.get("val"), (list, tuple)) else [node.meta.get("val")]
     if rule is None or len(rule.outputs) != len(results):

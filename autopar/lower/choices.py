@@ -79,8 +79,9 @@ class Choices:
     def _named(self, node: fx.Node) -> Choice | None:
         key = self._keys.get(node.name)
         wanted = self._sharding.strategy_of.get(key) if key is not None else None
-        rule = bind(node) if wanted is not None else None
         results = tensors_of(node)
+        known = results and all(n.meta.get("val") is not None for n in node.all_input_nodes)
+        rule = bind(node) if known and wanted is not None else None
         if wanted is None or rule is None or len(rule.outputs) != len(results):
             return None
         places = tuple(i for i, operand in enumerate(rule.operands) if is_tensor(operand))

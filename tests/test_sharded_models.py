@@ -1,0 +1,162 @@
+"""Whole models with sharded stages: chosen strategies, any strategies, pipelines of which some stages are sharded."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Case, assert_same_gradients, assert_same_outputs, gradients, loss_of
+from test_sharded_execution import at_random, one_stage, pipelined
+from torch import nn
+
+from autopar import PipelinedModule, Plan
+from autopar.capture import Program, capture
+from autopar.operators import captured_device, on_device, operator_keys
+from autopar.plan import Stage
+from autopar.search.assigned import assignment
+from autopar.search.sharding import Sharding, Task, choose
+from autopar.sharding.assignment import StageSharding
+from autopar.sharding.mesh import make_mesh
+from cost_models import Cluster
+
+META = torch.device("meta")
+BY_NAME = {case.name: case for case in CASES}
+
+
+def case_of(name: str, shards: int) -> tuple[Case, nn.Module, dict[str, Any]]:
+    case = BY_NAME[name]
+    return case, case.model(), case.inputs(4 * shards)
+
+
+def chosen(program: Program, inputs: dict[str, Any], rows: int, mesh: tuple[int, ...], room: float = 1.0) -> Sharding:
+    """What the search takes for micro-batches of so many samples; `room`: of the bytes that it takes if it may."""
+    module = on_device(copy.deepcopy(program.graph_module), captured_device(program), META).to(META)
+    leaves = [x[:rows].to(META) if isinstance(x, torch.Tensor) else x for x in program.bind((), inputs)[0]]
+    cluster = Cluster.preset(f"{math.prod(mesh)}xH100")
+    task, grid = Task(module, leaves, rows, cluster), make_mesh(mesh, [d.name for d in cluster.devices])
+    found = choose(task, grid)
+    return found if room == 1 else choose(task, grid, memory=room * found.nbytes)
+
+
+def assert_same_step(model: nn.Module, pm: PipelinedModule, inputs: dict[str, Any], batch: int) -> None:
+    target = torch.randn(batch)
+
+    def step(module: nn.Module) -> tuple[Any, dict[str, Any]]:
+        output = module(**inputs)
+        loss_of(output, target).backward()
+        return output, gradients(model)
+
+    (expected, wanted), (output, found) = step(model), step(pm)
+    assert_same_outputs(output, expected)
+    assert_same_gradients(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *[("bert", (2,)), ("resnet", (2, 2))],
+        *[pytest.param(name, (2, 2), marks=pytest.mark.slow) for name in ("gpt2", "bert", "t5", "mixtral")],
+    ],
+    ids=str,
+)
+def test_chosen_strategies_give_the_originals_outputs_and_gradients(name: str, mesh: tuple[int, ...]) -> None:
+    _, model, inputs = case_of(name, shards := math.prod(mesh))
+    program = capture(model, (), inputs)
+    found = chosen(program, inputs, 2 * shards, mesh, room=0.8)
+    sharding = assignment(found, {node.name: key for node, key in operator_keys(program).items()})
+    assert sharding.strategies
+    plan = Plan.from_json(one_stage(program, sharding).to_json())
+    assert_same_step(model, pipelined(model, plan), inputs, 4 * shards)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *[(name, (2,)) for name in ("gpt2 with labels", "bert", "resnet", "llama")],
+        *[("bert", (4,)), ("resnet", (2, 2)), ("u-net", (2, 2)), ("lstm", (2,)), ("vit", (3,))],
+        *[pytest.param(name, (2, 2), marks=pytest.mark.slow) for name in ("gpt2", "t5", "mixtral")],
+    ],
+    ids=str,
+)
+def test_any_strategies_give_the_originals_outputs_and_gradients(name: str, mesh: tuple[int, ...]) -> None:
+    _, model, inputs = case_of(name, math.prod(mesh))
+    program = capture(model, (), inputs)
+    plan = one_stage(program, at_random(program, mesh, 5))
+    assert_same_step(model, pipelined(model, plan), inputs, 4 * math.prod(mesh))
+
+
+def staged(
+    program: Program,
+    split: dict[str, int],
+    meshes: Sequence[tuple[int, ...] | None],
+    replicas: Sequence[int],
+    **more: Any,
+) -> Plan:
+    """A pipeline of which stage s is sharded over meshes[s], if there is one, as often as replicas[s] says."""
+    keys, stage_of = operator_keys(program), Plan.from_split(split, n_microbatches=2).assign(program)
+    stages, used = [], 0
+    for s, (mesh, times) in enumerate(zip(meshes, replicas, strict=True)):
+        nodes = [node for node, stage in stage_of.items() if stage == s]
+        sharding: StageSharding | None = at_random(program, mesh, s, nodes) if mesh is not None else None
+        size = times * math.prod(mesh or (1,))
+        names = tuple(f"cpu:{i}" for i in range(used, used + size))
+        used += size
+        stages.append(Stage(names, tuple(keys[node] for node in nodes), sharding=sharding))
+    return replace(Plan(tuple(stages), 2), **more)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("meshes", "replicas", "schedule", "recompute"),
+    [
+        ([(2,), None], [1, 1], "1f1b", False),
+        ([None, (2,)], [2, 1], "1f1b", True),
+        ([(2,), (3,)], [1, 1], "zb-h1", False),
+        ([(2,), (2, 2)], [2, 1], "gpipe", True),
+    ],
+    ids=str,
+)
+def test_stages_of_a_pipeline_may_be_sharded_or_not(
+    name: str, meshes: list[Any], replicas: list[int], schedule: str, recompute: bool
+) -> None:
+    case, model, inputs = case_of(name, 6)
+    program = capture(model, (), inputs)
+    plan = staged(program, dict(case.two), meshes, replicas, schedule=schedule)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
+    assert_same_step(model, pipelined(model, plan), inputs, 24)
+
+
+def test_interleaved_stages_may_be_sharded() -> None:
+    _, model, inputs = case_of("sequential", 2)
+    program = capture(model, (), inputs)
+    split = {"0": 0, "2": 1, "4": 2, "6": 3}
+    plan = staged(program, split, [(2,)] * 4, [1] * 4)
+    stages = [replace(stage, devices=plan.stages[s % 2].devices) for s, stage in enumerate(plan.stages)]
+    plan = replace(plan, stages=tuple(stages), schedule="interleaved-1f1b")
+    assert_same_step(model, pipelined(model, plan), inputs, 8)
+
+
+def test_a_trained_step_with_the_loss_inside_is_the_originals() -> None:
+    case, model, inputs = case_of("gpt2", 2)
+    program = capture(model, (), inputs)
+    plan = staged(program, dict(case.two), [(2,), (2,)], [1, 1])
+    target, original = torch.randn(8), copy.deepcopy(model)
+    pm = pipelined(model, plan)
+    losses: list[list[float]] = [[], []]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, original)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses[0].append(float(pm.train_step(**inputs, target=target, loss_fn=loss_of)))
+        loss = loss_of(original(**inputs), target)
+        loss.backward()
+        losses[1].append(float(loss))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]

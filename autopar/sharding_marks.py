@@ -174,8 +174,9 @@ def _border(graph: fx.Graph, mark: fx.Node, cuts: tuple[Cut | None, ...] | None)
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node makes tensors of its own."""
-    if node.op != "call_function" or node.target in (_MARK, operator.getitem):
+    """Whether a node makes tensors of its own; points where a module's hooks run do not."""
+    hook_point = getattr(node.target, "namespace", "") == "autopar"
+    if node.op != "call_function" or node.target in (_MARK, operator.getitem) or hook_point:
         return False
     leaves = _torch.tree_leaves(node.meta.get("val"))
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves)

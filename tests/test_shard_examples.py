@@ -221,3 +221,12 @@ def test_plans_that_are_compared_follow_the_hints() -> None:
     (stage,) = found["auto"].plan.stages
     assert stage.sharding is not None
     assert dict(stage.sharding.strategies)["1/linear#0"].startswith("S0 ")
+
+
+def test_a_module_with_hooks_of_the_users_is_sharded_as_asked() -> None:
+    seen = []
+    layer = autopar.shard(nn.Linear(8, 8), in_strategy=((2, 1),))
+    layer.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    _, found = sharded(nn.Sequential(nn.Linear(8, 8), layer), 2, torch.randn(8, 8))
+    assert dict(found.strategies)["1/linear#0"].startswith("S0 ")
+    assert seen == [(8, 8)] * 2

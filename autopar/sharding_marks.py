@@ -42,7 +42,7 @@ class ShardCall:
     operators: tuple[str, ...]  # nodes that do it
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Marked:
     """A call while the model is traced."""
 
@@ -134,7 +134,8 @@ class Region:
 
 
 def borders(graph: fx.Graph, calls: list[_Marked]) -> list[Region]:
-    """Put borders in the place of all marks, in the order of the calls."""
+    """Put borders in the place of all marks, in the order of the calls; calls that the tracer did not see come last,
+    without operators."""
     opened: dict[str, tuple[Region, int]] = {}
     found: list[Region] = []
     nodes = list(graph.nodes)
@@ -152,7 +153,9 @@ def borders(graph: fx.Graph, calls: list[_Marked]) -> list[Region]:
             region.outputs = _border(graph, node, known.hint.outputs)
             region.operators = [n for n in nodes[start:position] if _computes(n)]
         graph.erase_node(node)
-    return found
+    # A tracer that starts again calls everything again: what is shown once is not lost.
+    shown = {region.call for region in found}
+    return found + [Region(lost, [], []) for lost in dict.fromkeys(calls) if lost not in shown]
 
 
 def _border(graph: fx.Graph, mark: fx.Node, cuts: tuple[Cut | None, ...] | None) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar import InputError, Layout, Plan, PlanError
+from autopar import InputError, Layout, Plan, PlanError, tracing
 from autopar.capture import Program, capture
 from autopar.plan import Stage
 from autopar.search.sharding import Sharding, Task, choose
@@ -418,3 +418,27 @@ def test_hints_of_one_stage_say_nothing_about_the_others() -> None:
     first = Stage(("cpu:0", "cpu:1"), ("0/linear#0",), sharding=sharding)
     plan = Plan((first, Stage(("cpu:2",), ("1/linear#0",))), 2)
     assert torch.allclose(autopar.parallelize(model, ["cpu"] * 3, plan=plan)(x), model(x), atol=1e-6)
+
+
+def test_calls_that_the_tracer_does_not_show_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no export today")
+
+    monkeypatch.setattr(tracing, "_export", refuse)
+    told = refusal(Calling(autopar.shard(torch.matmul, ((4, 1), (1, 1)))), torch.randn(8, 8))
+    assert "function 'matmul' runs no operator that the captured graph shows" in told
+
+
+def test_a_tracer_that_starts_again_loses_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    export, failures = torch.export.export, [RuntimeError("once more")]
+
+    def unsteady(*args: Any, **kwargs: Any) -> Any:
+        found = export(*args, **kwargs)
+        if failures:
+            raise failures.pop()
+        return found
+
+    monkeypatch.setattr(torch.export, "export", unsteady)
+    monkeypatch.setattr(tracing._torch, "register_output_type", lambda *_: True)
+    _, found = chosen(Calling(autopar.shard(torch.matmul, ((4, 1), (1, 1)))), torch.randn(8, 8))
+    assert cut_into(found.strategies["matmul"].inputs[0], found, 2) == (4, 1)

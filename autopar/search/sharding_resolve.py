@@ -194,7 +194,7 @@ class _Resolving:
 
     def _add_call(self, call: ShardCall) -> None:
         if not call.operators:
-            self.problems.append(f"{call.title} runs no operator that could be sharded; take its hint off")
+            self.problems.append(f"{call.title} runs no operator that the captured graph shows; take its hint off")
             return
         hint = call.hint
         inputs = self._side(call, "in_strategy", "input", call.inputs, hint.inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar import InfeasibleError
 from autopar.capture import capture
 from autopar.operators import captured_device, on_device
+from autopar.search.folding import fold
 from autopar.search.sharding import Sharding, Stored, Task, choose
 from autopar.sharding import PARTIAL, REPLICATE, Mesh
 from autopar.sharding.mesh import make_mesh
@@ -279,6 +281,43 @@ def test_short_memory_shards_the_state_of_a_table_of_words_first() -> None:
     assert found.stored["head.weight"] in (Stored((REPLICATE,), (0,)), Stored((REPLICATE,), (1,)))
     assert named(task, found)["embedding0"].outputs == ((0,),)  # still by samples
     assert fast.seconds < found.seconds
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.down = (nn.Linear(1024, 1024) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.silu(self.a(x)) * self.b(x)) * scale
+
+
+class Blocks(nn.Module):
+    """Residual layers that all read one more tensor."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.scale = nn.Linear(1024, 1024)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale(x)
+        for layer in self.layers:
+            x = layer(x, scale)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_a_layer_that_stands_for_equal_ones_costs_what_they_cost(mesh: tuple[int, ...]) -> None:
+    cluster = Cluster.preset("4xH100")
+    x = torch.empty(8, 128, 1024, device=META)
+    task = task_of(on_meta(lambda: Blocks(6)), 8, x, cluster=cluster)
+    folded = fold(task.module)
+    assert max(folded.copies.values()) > 2
+    short = replace(task, module=folded.module, copies=folded.copies, again=folded.again)
+    every, one = (choose(t, over(cluster, *mesh)) for t in (task, short))
+    assert one.seconds == pytest.approx(every.seconds)
+    assert one.nbytes == pytest.approx(every.nbytes)
 
 
 def test_every_collective_is_paid_for() -> None:

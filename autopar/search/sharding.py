@@ -5,6 +5,12 @@ what reads it lies a redistribution, forward from the one's layout to the other'
 
     linear --- [y: columns] -- redistribution -- [x: rows] --- gelu            R(out, in) + R(dual(in), dual(out))
 
+What several read is moved once for those that read it in the same layout: they share a variable in between.
+
+    norm --- redistribution --- shared --.-- queries
+                                         |-- keys
+                                         `-- values
+
 A parameter is stored in one layout, its optimizer's state in the same or a finer one (ZeRO: Rajbhandari et al., 2020).
 Read as it is stored, its gradient is summed up over all micro-batches before it is reduced, once a step; stored in
 parts and gathered to be read (ZeRO 3, FSDP), it is gathered for every forward and backward, and its gradient scattered.
@@ -269,8 +275,8 @@ class ShardingProblem:
     # -- edges ------------------------------------------------------------------------------------------------------
 
     def _read(self, tensor: fx.Node, reader: Reader, *, between: bool = False) -> None:
-        """`between`: one copy of a layer reads what another one made. Whatever else makes and reads a tensor, it is
-        made no more often than its maker is there, and not read by more copies than there are."""
+        """`between`: a copy of a layer reads what the copy before it made. A tensor is moved for its readers as often as
+        there are makers of it that these read: one for all copies of a layer that read what was made outside."""
         times = min(reader.times, self.task.copies.get(tensor.name, 1))
         self._readers.setdefault((tensor, times, between), []).append(reader)
 

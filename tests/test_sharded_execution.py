@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections import Counter
@@ -19,11 +20,13 @@ from torch.nn import functional
 import autopar
 from autopar import InputError, PipelinedModule, Plan, PlanError
 from autopar.capture import Program, capture
+from autopar.lower.collectives import added_up
+from autopar.lower.parts import Made, Parts
 from autopar.operators import compute_nodes, get_attribute, operator_keys
 from autopar.plan import Stage
 from autopar.rules import bind
 from autopar.sharding.assignment import StageSharding, Stored, stored_text, strategy_text
-from autopar.sharding.layouts import PARTIAL, layouts
+from autopar.sharding.layouts import PARTIAL, REPLICATE, layouts
 from autopar.sharding.strategies import Strategy, strategies
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
@@ -201,6 +204,30 @@ def test_any_strategies_give_the_originals_outputs_and_gradients(graph: str, mes
     assert_same_step(model, pipelined(model, one_stage(capture(model, (x,), {}), sharding)), x, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 3), (3, 2), (2, 2, 2)], ids=str)
+def test_moves_between_any_two_layouts_leave_the_whole_tensor_as_it_is(mesh: tuple[int, ...]) -> None:
+    """Forward, and in the backward its gradient, which may be the same everywhere or add up."""
+    shape = (12, 12) if len(mesh) < 3 else (8,)
+    parts, options = Parts(mesh, math.prod(mesh)), layouts(shape, mesh)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    given = parts.graph.placeholder("x")
+    given.meta["val"], source = x, Made((given,))
+    wholes = []
+    chance = random.Random(0)
+    for before, after in itertools.product(options, repeat=2):
+        gradient = tuple(code if code >= 0 else chance.choice([REPLICATE, PARTIAL]) for code in after)
+        cut = parts.read(source, given, before, added_up(before))
+        changed = parts.read(Made(cut, (before,), (added_up(before),), True), given, after, gradient)
+        wholes.append(parts.joined(Made(changed, (after,), (gradient,), True), 0, given))
+    parts.graph.output(tuple(wholes))
+    found = fx.GraphModule({}, parts.graph)(x)
+    factors = torch.randn(len(wholes), dtype=torch.float64).unbind()
+    for whole in found:
+        torch.testing.assert_close(whole, x)
+    torch.stack([(whole.square() * f).sum() for whole, f in zip(found, factors, strict=True)]).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() * sum(factors))
+
+
 MEGATRON = StageSharding(
     (2,),
     ("model",),
@@ -364,7 +391,7 @@ def test_any_batch_that_comes_apart_evenly_runs_and_others_are_refused() -> None
         assert_same_outputs(pm(x), model(x), 1e-9)
     with torch.inference_mode():
         assert_same_outputs(pm(x), model(x), 1e-9)
-    with pytest.raises(InputError, match="multiple of 2"):
+    with pytest.raises(InputError, match="dimension 0 of size 3 is cut into 2 equal parts"):
         pm(x[:5])
 
 

@@ -62,10 +62,13 @@ class Choices:
         """`keys`: of operators, by name of the node. `whole`: nodes that every device does all of in any case."""
         self._sharding, self._keys, self._whole = sharding, keys, whole
         self._known: dict[Any, list[Strategy]] = {}
+        self._found: dict[fx.Node, Choice | None] = {}
 
     def of(self, node: fx.Node) -> Choice:
         """Raises PlanError for layouts that no strategy of the operator has."""
-        found = self._named(node)
+        if node not in self._found:
+            self._found[node] = self._named(node)
+        found = self._found[node]
         if found is None or node in self._whole:
             count = len(operands_of(node))
             whole = repeated(count, max(1, len(tensors_of(node))), len(self._sharding.mesh))

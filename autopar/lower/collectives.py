@@ -36,12 +36,12 @@ def lines(n_devices: int, mesh: Sequence[int], axis: int) -> Iterator[range]:
             yield range(first, first + step * mesh[axis], step)
 
 
-def share(size: int, count: int) -> int:
+def share(size: int, count: int, dim: int) -> int:
     """A device's part of a size that depends on the batch. Raises InputError where parts would not be even."""
     if size % count:
         raise InputError(
-            f"a size of {size} that is cut into {count} equal parts, one a device, must be a multiple of {count}; give "
-            "batches whose micro-batches are, or a plan that does not cut them"
+            f"dimension {dim} of size {size} is cut into {count} equal parts, one a device, so that its size must be a "
+            f"multiple of {count}; give batches whose micro-batches make it one, or a plan that does not cut it"
         )
     return size // count
 
@@ -214,7 +214,7 @@ def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _slice(x: torch.Tensor, dim: int, number: int, count: int) -> torch.Tensor:
     """A copy: autograd keeps and adds to gradients that it takes to be nobody else's."""
-    size = share(x.shape[dim], count)
+    size = share(x.shape[dim], count, dim)
     return x.narrow(dim, number * size, size).clone()
 
 

@@ -117,7 +117,12 @@ class Parts:
             given = parts if result is None else result
             ways = {"moves": back, "mesh": self.mesh}
             result = self.node(
-                "call_function", collectives.gradient, (parts, given), ways, name=f"{node.name}__gradient"
+                "call_function",
+                collectives.gradient,
+                (parts, given),
+                ways,
+                name=f"{node.name}__gradient",
+                meta=place_of(node),
             )
         return made.nodes if result is None else self.items(result, node)
 
@@ -125,7 +130,14 @@ class Parts:
         """What is whole on the first device, handed out."""
         if ("spread", layout) not in made.moved:
             kwargs = {"layout": layout, "mesh": self.mesh, "devices": ()}
-            found = self.node("call_function", collectives.spread, made.nodes, kwargs, name=f"{node.name}__spread")
+            found = self.node(
+                "call_function",
+                collectives.spread,
+                made.nodes,
+                kwargs,
+                name=f"{node.name}__spread",
+                meta=place_of(node),
+            )
             floating = node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
             made.moved["spread", layout] = Made(
                 self.items(found, node), (layout,), (collectives.added_up(layout),), floating
@@ -144,6 +156,7 @@ class Parts:
                     (list(made.nodes) if result is None else result,),
                     {"axis": axis, "dim": dim, "mesh": self.mesh},
                     name=f"{node.name}__{name}",
+                    meta=place_of(node),
                 )
             made.moved[layout] = result
         found: fx.Node | None = made.moved[layout]
@@ -161,3 +174,8 @@ class Parts:
     @cache  # noqa: B019 - a builder lives as long as its stage is lowered
     def _redistribution(self, shape: tuple[int, ...], itemsize: int, floating: bool) -> Redistribution:
         return Redistribution(shape, itemsize, self._grid, self._cluster, partial=floating)
+
+
+def place_of(node: fx.Node) -> dict[str, Any]:
+    """What export recorded of where a node is in the model's code."""
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}

@@ -24,7 +24,7 @@ from autopar.errors import PlanError
 from autopar.hooks import is_hook_point
 from autopar.lower import collectives
 from autopar.lower.choices import Choice, Choices, is_tensor, operands_of, ordered_kwargs, tensors_of
-from autopar.lower.parts import Made, Parts
+from autopar.lower.parts import Made, Parts, place_of
 from autopar.lower.writes import operator_name_of, without_writes
 from autopar.operators import get_attribute, is_random, written_arguments
 from autopar.sharding import special
@@ -230,6 +230,7 @@ class _Builder:
                 (strategy.special, calls),
                 {"strategy": dataclasses.astuple(strategy), "mesh": self.mesh},
                 name=f"{node.name}__together",
+                meta=place_of(node),
             )
             nodes = self.parts.items(together, node)
         else:
@@ -283,7 +284,7 @@ class _Builder:
             count = self.parts.count(layout, d)
             given: Any = size if isinstance(size, int) else self._given_size(node, d)
             if isinstance(given, fx.Node) and count > 1:
-                given = self.parts.node("call_function", collectives.share, (given, count))
+                given = self.parts.node("call_function", collectives.share, (given, count, d), meta=place_of(node))
             elif isinstance(given, int) and given > 0:
                 given //= count
             found.append(given)

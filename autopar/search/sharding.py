@@ -275,8 +275,8 @@ class ShardingProblem:
     # -- edges ------------------------------------------------------------------------------------------------------
 
     def _read(self, tensor: fx.Node, reader: Reader, *, between: bool = False) -> None:
-        """`between`: a copy of a layer reads what the copy before it made. A tensor is moved for its readers as often as
-        there are makers of it that these read: one for all copies of a layer that read what was made outside."""
+        """`between`: a copy of a layer reads what the copy before it made. A tensor is moved for its readers as often
+        as it is made: once for all copies of a layer that read what was made outside."""
         times = min(reader.times, self.task.copies.get(tensor.name, 1))
         self._readers.setdefault((tensor, times, between), []).append(reader)
 

@@ -312,6 +312,19 @@ def test_deferred_batch_norm_leaves_the_statistics_of_the_batch() -> None:
     assert int(model.norm1.num_batches_tracked) == 1
 
 
+def test_writes_stay_in_place_only_where_somebody_sees_them() -> None:
+    def in_place(build: Callable[[], nn.Module], *shape: int) -> set[str]:
+        model, x = build().eval(), torch.randn(shape)
+        pm = pipelined(model, one_stage(capture(model, (x,), {}), StageSharding((2,), ("a",)), 1))
+        with torch.no_grad():
+            assert_same_outputs(pm(x), model(x))
+        targets = [node.target for node in graph_of(pm).nodes if isinstance(node.target, torch._ops.OpOverload)]
+        return {t.overloadpacket.__name__ for t in targets if t.overloadpacket.__name__.endswith("_")}
+
+    assert in_place(Convolutions, 4, 3, 8, 8) == set()
+    assert in_place(InPlace, 4, 12, 12) == {"fill_", "add_"}
+
+
 class Drops(nn.Module):
     def __init__(self) -> None:
         super().__init__()

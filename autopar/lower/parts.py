@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from torch import fx
@@ -45,6 +44,7 @@ class Parts:
         self.graph, self.mesh, self.size = fx.Graph(), mesh, size
         self._cluster = Cluster.preset(f"{size}xH100")  # any will do: the plan has chosen layouts, not ways
         self._grid = make_mesh(mesh, [device.name for device in self._cluster.devices])
+        self._ways: dict[tuple[tuple[int, ...], int, bool], Redistribution] = {}
         self.places = [self._grid.place(i) for i in range(size)]
 
     def node(
@@ -168,12 +168,10 @@ class Parts:
             return ()
         tensor = node.meta["val"]
         shape = tuple(n if isinstance(n, int) else self.size for n in tensor.shape)
-        ways = self._redistribution(shape, tensor.element_size(), tensor.is_floating_point())
-        return tuple(collectives.move_of(m.axis, m.before, m.after) for m in ways.path(before, after))
-
-    @cache  # noqa: B019 - a builder lives as long as its stage is lowered
-    def _redistribution(self, shape: tuple[int, ...], itemsize: int, floating: bool) -> Redistribution:
-        return Redistribution(shape, itemsize, self._grid, self._cluster, partial=floating)
+        key = (shape, tensor.element_size(), tensor.is_floating_point())
+        if key not in self._ways:
+            self._ways[key] = Redistribution(*key[:2], self._grid, self._cluster, partial=key[2])
+        return tuple(collectives.move_of(m.axis, m.before, m.after) for m in self._ways[key].path(before, after))
 
 
 def place_of(node: fx.Node) -> dict[str, Any]:

@@ -89,7 +89,10 @@ class _Builder:
                 node.meta = {"val": t, **node.meta}
         self.made: dict[fx.Node, Made] = {}
         self.pieces: dict[str, Piece] = {}  # by attribute
-        self.choices = Choices(sharding, keys, without_writes(graph, storages))
+        seen = without_writes(graph, storages)
+        self.choices = Choices(sharding, keys, seen)
+        # A stage starts from clones of what it overwrites (`lower.stages`): nobody does any more.
+        self.spare = {n for n in graph.nodes if n.target is aten.clone.default and n.name not in keys and n not in seen}
         self.buffers = self._written_buffers()
         self.stored = self._stored()
         self.draws = 0
@@ -172,6 +175,8 @@ class _Builder:
             tensor, dim = node.args
             assert isinstance(tensor, fx.Node)
             self.made[node] = Made((self.parts.whole_size(self.made[tensor], dim),))
+        elif node in self.spare:
+            self.made[node] = self.made[node.all_input_nodes[0]]
         elif self._is_done_once(node):
             self._add_once(node)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, assert_same_gradients, assert_same_outputs, gradients, loss_of
-from test_sharded_execution import at_random, one_stage, pipelined
+from shardings import at_random, one_stage, pipelined
 from torch import nn
 
 from autopar import PipelinedModule, Plan

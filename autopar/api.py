@@ -35,17 +35,20 @@ from autopar.profiling import (
     estimate_costs,
     example_ahead,
     measure_costs,
+    subject_of,
     summarize,
     training_step,
 )
 from autopar.report.accuracy import Accuracy
 from autopar.report.comparison import Comparison
 from autopar.report.profile import Profile
+from autopar.report.progress import progress_bar
 from autopar.runtime.entries import Settings
 from autopar.runtime.example import Example
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.passes import LossFunction
 from autopar.search.atoms import Constraints
+from autopar.search.joint import plan_with_meshes
 from autopar.search.planner import Options, find_plans, make_plan
 from autopar.shard_planning import asks_for_sharding, checked_alone, plan_as_sharded
 from cost_models import Cluster, Device
@@ -140,7 +143,10 @@ def plan(
 
     `devices` may be a cluster that is not at hand (`Cluster.preset`, `Cluster.from_toml`): then costs are estimated
     from its data sheets, and `model` may be on the meta device or made under FakeTensorMode, so that no weights are
-    allocated. The plan is followed where such devices are: save it, and give it to `parallelize` as `plan`.
+    allocated. The plan is followed where such devices are: save it, and give it to `parallelize` as `plan`. Stages may
+    then be meshes of devices that split the operators among them, each with its shape and strategies; `max_shards`: most
+    devices of a mesh, 1 for none. (Workers of one CPU do their shards one after another: there nothing is split unless
+    `shard` asks for it.)
     """
     need_example("planning", example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:
@@ -327,6 +333,7 @@ def _plan_ahead(
     optimizer: str = "adamw",
     batch_norm: str = "per-microbatch",
     batch_dim: int | dict[str, int | None] | None = None,
+    max_shards: int | None = None,
     **others: Any,
 ) -> Plan:
     """The plan for devices that are not here."""
@@ -334,13 +341,20 @@ def _plan_ahead(
     if wrong := sorted(set(others) - needless):
         raise InputError(f"{', '.join(wrong)}: nothing can be run on {cluster.title}, which is not at hand")
     options = checked_options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
+    if max_shards is not None and (type(max_shards) is not int or max_shards < 1):
+        raise InputError(f"max_shards must be a whole number of at least 1, got {max_shards!r}")
     settings = Settings(batch_dim, batch_norm)
     example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
     example, options = _as_the_model_allows(example, options, cluster.devices, batch_norm)
     if asks_for_sharding(example):
         return plan_as_sharded(example, cluster.devices, options, cluster)
     costs = estimate_costs(example, cluster, n_microbatches=options.n_microbatches)
-    found = make_plan(costs, options)
+    if max_shards == 1:
+        found = make_plan(costs, options)
+    else:
+        subject = subject_of(example, options.optimizer)
+        with progress_bar() as progress:
+            found = plan_with_meshes(costs, options, subject, max_shards=max_shards, progress=progress)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
     return dataclasses.replace(found, notes=(note, *found.notes), model=fingerprint(model))
 

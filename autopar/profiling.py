@@ -30,8 +30,9 @@ from autopar.runtime.example import (
     without_values,
 )
 from autopar.runtime.passes import LossFunction
+from autopar.search.meshes import Subject
 from cost_models import Cluster, Device, Link, MeasurementCache
-from cost_models.graphs import on_meta
+from cost_models.graphs import get_attribute, on_meta, storage_key
 from cost_models.step_memory import StepMemory, step_memory
 
 
@@ -104,6 +105,19 @@ def estimate_costs(example: Example, cluster: Cluster, *, n_microbatches: int | 
             n_microbatches=n_microbatches,
         )
         return costgraph.build(example.program, example.batching, source, training=example.training, progress=progress)
+
+
+def subject_of(example: Example, optimizer: str) -> Subject:
+    """The program of an example call as what is to be split over meshes."""
+    program = example.program
+    leaves = [on_meta(x) for x in example.leaves]
+    calls = Calls(program, leaves)
+    with torch.device("cpu"):
+        module = on_device(program.graph_module, captured_device(program), torch.device("meta"))
+    named = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
+    values = {name: get_attribute(program.graph_module, name) for name in named}
+    storages = {name: str(storage_key(t)) for name, t in values.items() if isinstance(t, torch.Tensor)}
+    return Subject(module, calls.inputs, storages, optimizer)
 
 
 def training_step(example: Example, optimizer: str, device_type: str) -> StepMemory:

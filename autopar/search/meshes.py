@@ -24,7 +24,6 @@ from torch import fx
 
 from autopar.costgraph import CostGraph, Way
 from autopar.costtable import CostTable
-from autopar.errors import InfeasibleError
 from autopar.search.folding import Folded, fold
 from autopar.search.sharding import Facts, Sharding, ShardingProblem, Task
 from autopar.sharding.assignment import StageSharding, stored_text, strategy_text
@@ -34,10 +33,12 @@ from cost_models import Cluster, Device
 
 log = logging.getLogger(__name__)
 
-_FILLED = 0.85  # of a device's memory that strategies are chosen for; activations in flight need the rest
-_LIMITS = 3  # of the memory that are tried beside none
-_SIZES = 5  # of micro-batches
-_ROUNDS = (0.5, 1, 2, 4, 8)  # micro-batches for each mesh: fewer leave meshes idle, more gain little
+# Where a mesh has no room for the model, strategies that need less are worth having: chosen as if all that the fastest
+# ones hold cost so many times what they take.
+_PRICES = (0.1, 1.0)
+_FILLED = 0.5  # of the memory; activations in flight need the rest
+
+_ROUNDS = (1, 2, 4)  # micro-batches for each mesh: fewer leave meshes idle, more gain little
 
 
 @dataclass(frozen=True)
@@ -102,19 +103,20 @@ class Meshes:
 
     def _ways(self, kind: str, chunks: Sequence[tuple[Device, ...]], counts: Sequence[int] | None) -> Iterator[Way]:
         batch, size = self._costs.batch_size, len(chunks[0])
-        wanted = counts or sorted({round(r * len(chunks)) for r in _ROUNDS} | {1})[: _SIZES + 1]
+        fitting = [m for m in range(1, batch + 1) if batch % m == 0]
+        wanted = counts or sorted({max(m for m in fitting if m <= r * len(chunks)) for r in _ROUNDS})
         memory = min(self._limit, *(d.memory for d in chunks[0]))
         for m in wanted:
-            if m < 1 or batch % m:
+            if m not in fitting:
                 continue
             for shape in _shapes(size, self._per_node(kind)):
                 mesh = make_mesh(shape, [d.name for d in chunks[0]], _NAMES[-len(shape) :])
-                for number, found in enumerate(self._chosen(mesh, m, memory, len(chunks))):
+                for number, found in enumerate(self._chosen(mesh, m, memory)):
                     name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"
                     yield self._way(name, kind, m, found)
 
-    def _chosen(self, mesh: Mesh, m: int, memory: float, n_meshes: int) -> Iterator[Sharding]:
-        """The fastest strategies, and the fastest that need less memory where a stage has more of the model."""
+    def _chosen(self, mesh: Mesh, m: int, memory: float) -> Iterator[Sharding]:
+        """The fastest strategies, and the fastest of those that need less memory, should `memory` be short."""
         rows = self._costs.batch_size // m
         task = Task(
             self._folded.module,
@@ -130,21 +132,14 @@ class Meshes:
         if rows not in self._facts:
             self._facts[rows] = Facts(task)
         problem = ShardingProblem(task, mesh, self._facts[rows])
-        best = problem.solve(float("inf"), {})
+        best = problem.priced(0.0)
         yield best
-        needed, stages = best.nbytes, n_meshes
-        for _ in range(_LIMITS):
-            limit = _FILLED * memory * stages
-            if limit < needed:
-                try:
-                    found = problem.solve(limit, {})
-                except InfeasibleError:
-                    return
+        needed = best.nbytes
+        for price in _PRICES if needed > _FILLED * memory else ():
+            found = problem.priced(price * best.seconds / best.nbytes)
+            if found.nbytes < needed:
                 yield found
                 needed = found.nbytes
-            if stages == 1:
-                return
-            stages //= 2
 
     def _way(self, name: str, kind: str, m: int, found: Sharding) -> Way:
         folded, mesh = self._folded, found.mesh

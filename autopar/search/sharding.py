@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from autopar.observing import observe
-from autopar.search.elimination import Choices, Edge, Selection, select
+from autopar.search.elimination import Choices, Edge, Selection, cost, select
 from autopar.search.sharding_constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.search.sharding_links import Link, Made, Reader, finer, through_gradients, ways
 from autopar.sharding.assignment import Stored
@@ -173,6 +173,20 @@ class ShardingProblem:
         for (node, times, _), readers in self._readers.items():
             self._connect(node, readers, times)
 
+    def priced(self, price: float) -> Sharding:
+        """What takes least if every byte on a device costs `price` seconds.
+
+        By duality nothing that needs as few bytes is faster; and it is found as quickly as without a limit.
+        """
+        both = [
+            self._shared_by(("priced", id(s), id(b), price), lambda s=s, b=b: (s + price * b, s, b))[0]
+            for s, b in zip(self.seconds, self.nbytes, strict=True)
+        ]
+        found = select(Choices(tuple(both), tuple(self.nbytes), tuple(self.edges)), float("inf"))
+        whole = Choices(tuple(self.seconds), tuple(self.nbytes), tuple(self.edges))
+        seconds, nbytes = cost(whole, found.options)
+        return self._told(replace(found, seconds=seconds, bytes=nbytes, bound=seconds if found.proven else 0.0))
+
     def solve(
         self, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints = NO_CONSTRAINTS
     ) -> Sharding:
@@ -262,11 +276,11 @@ class ShardingProblem:
                     self._read(self._named[same], replace(reader, times=copies - 1), between=True)
 
     def _add_outputs(self) -> None:
-        """Numbers, such as a loss, are wanted whole everywhere; other results stay as they are."""
+        """Results are wanted whole: a loss for its backward, others by the caller."""
         (results,) = self.task.module.graph.output_node().args
         whole = (REPLICATE,) * len(self.mesh.shape)
         for node in {n: None for n in results if isinstance(n, fx.Node) and n in self.made}:  # type: ignore[union-attr]
-            if isinstance(value := self.facts.values[node], torch.Tensor) and value.dim() == 0:
+            if isinstance(self.facts.values[node], torch.Tensor):
                 nothing = self._shared_by("nothing", lambda: np.zeros(1))
                 zero = self._shared_by("zero", lambda: np.zeros(1, dtype=int))
                 sink = self._variable(f"output {node.name}", nothing, nothing)

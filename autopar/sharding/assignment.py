@@ -30,6 +30,20 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """A collective that a stage's devices take part in, along one axis of their mesh."""
+
+    collective: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", ...
+    axis: str  # of the mesh
+    operator: str  # key of the one that reads what comes of it, and so causes it
+    tensor: str  # key of the operator that made it, or a parameter's name
+    nbytes: int  # as `collective_seconds` counts them
+    seconds: float
+    backward: bool = False  # of a gradient
+    once: bool = False  # a step, rather than a micro-batch
+
+
+@dataclass(frozen=True)
 class StageSharding:
     """The devices of a stage as meshes: each `size` of them that follow each other work on a micro-batch together.
 
@@ -40,8 +54,9 @@ class StageSharding:
     axes: tuple[str, ...]  # names
     strategies: tuple[tuple[str, str], ...] = ()  # operator key -> layouts; who is not named is done by every device
     parameters: tuple[tuple[str, str], ...] = ()  # name -> layout, or layout / layout of the optimizer's state
+    exchanges: tuple[Exchange, ...] = ()
     collective_bytes: int | None = None  # that a device sends or receives for a micro-batch, forward and backward
-    collective_time: float | None = None  # s, of a micro-batch
+    collective_time: float | None = None  # s, of a micro-batch, with its part of what happens once a step
     repeated_time: float | None = None  # s, of a micro-batch: work that a device does although another does it, too
 
     @property

@@ -144,9 +144,9 @@ def plan(
     `devices` may be a cluster that is not at hand (`Cluster.preset`, `Cluster.from_toml`): then costs are estimated
     from its data sheets, and `model` may be on the meta device or made under FakeTensorMode, so that no weights are
     allocated. The plan is followed where such devices are: save it, and give it to `parallelize` as `plan`. Stages may
-    then be meshes of devices that split the operators among them, each with its shape and strategies; `max_shards`: most
-    devices of a mesh, 1 for none. (Workers of one CPU do their shards one after another: there nothing is split unless
-    `shard` asks for it.)
+    then be meshes of devices that split the operators among them, each with its own shape and strategies; `max_shards`:
+    most devices of a mesh, 1 for none. (Workers of one CPU do their shards one after another: there nothing is split
+    unless `shard` asks for it.)
     """
     need_example("planning", example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:

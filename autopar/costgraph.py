@@ -6,7 +6,7 @@ kind, on how many of its siblings are busy and on the micro-batch size, and lie 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from autopar.operators import (
     weight_shares,
     write_order,
 )
-from autopar.sharding.assignment import StageSharding
+from autopar.sharding.assignment import Exchange, StageSharding
 from cost_models import Cluster, Device, Link, optimizer_state_bytes
 from cost_models.footprint import GraphBytes
 from cost_models.graphs import storage_key
@@ -68,6 +68,7 @@ class Way:
     moved: Mapping[str, tuple[float, float]]  # by operator: bytes and seconds of its collectives
     repeated: Mapping[str, float]  # by operator: s of its work that other devices do, too
     reads: Mapping[str, tuple[str, ...]]  # by operator: names of its parameters
+    exchanges: Callable[[str], tuple[Exchange, ...]]  # of an operator: its collectives
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from autopar import _torch
 from autopar.batching import Batching
 from autopar.capture import Program
 from autopar.costtable import Calls, CostTable, Progress
+from autopar.folding import fold
 from autopar.operators import captured_device, compute_nodes, on_device
 from cost_models import Cluster, Link
 from cost_models.footprint import GraphBytes, measure_bytes
@@ -50,6 +51,7 @@ class Estimated:
         self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, _torch.tree_map(on_meta, target))
         self._module = on_device(program.graph_module, captured_device(program), META)
         self._n_microbatches = n_microbatches
+        self._folded = fold(self._module)  # equal layers cost the same
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         sizes = self._sizes()
@@ -59,11 +61,13 @@ class Estimated:
         loss = np.zeros((len(kinds), len(sizes), 2))
         for row, rows in enumerate(sizes):
             progress(f"estimating {rows} samples", row / len(sizes))
-            work = count(self._module, rows, training=self._training, inputs=self._calls.inputs(rows))
+            inputs = self._calls.inputs(rows)
+            work = count(self._folded.module, rows, training=self._training, inputs=inputs)
             of_loss = self._loss(rows)
             for place, spec in enumerate(kinds.values()):
                 rates, efficiency = rates_of(spec), efficiency_of(spec)
-                costs = [price(work[name], rates, efficiency) for name in nodes]
+                priced = {name: price(each, rates, efficiency) for name, each in work.items()}
+                costs = [priced[self._folded.kept(name)] for name in nodes]
                 forward[place, row] = [cost.forward_seconds for cost in costs]
                 backward[place, row] = [cost.backward_seconds for cost in costs]
                 whole = price(of_loss, rates, efficiency)
@@ -104,7 +108,7 @@ class Estimated:
         if loss is None:
             return OperatorWork((), ())
         with torch.no_grad():
-            outputs = private_copy(self._module, META)(*self._inputs(rows))
+            outputs = private_copy(self._folded.module, META)(*self._inputs(rows))
         for tensor in tensors_in(outputs):
             tensor.requires_grad_(self._training and tensor.is_floating_point())
         return count_call(lambda *flat: loss(flat), outputs)[1]

@@ -32,7 +32,7 @@ from autopar.runtime.example import (
 from autopar.runtime.passes import LossFunction
 from autopar.search.meshes import Subject
 from cost_models import Cluster, Device, Link, MeasurementCache
-from cost_models.graphs import get_attribute, on_meta, storage_key
+from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key
 from cost_models.step_memory import StepMemory, step_memory
 
 
@@ -112,8 +112,9 @@ def subject_of(example: Example, optimizer: str) -> Subject:
     program = example.program
     leaves = [on_meta(x) for x in example.leaves]
     calls = Calls(program, leaves)
+    meta = torch.device("meta")
     with torch.device("cpu"):
-        module = on_device(program.graph_module, captured_device(program), torch.device("meta"))
+        module = private_copy(on_device(program.graph_module, captured_device(program), meta), meta)
     named = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
     values = {name: get_attribute(program.graph_module, name) for name in named}
     storages = {name: str(storage_key(t)) for name, t in values.items() if isinstance(t, torch.Tensor)}

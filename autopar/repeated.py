@@ -189,7 +189,8 @@ def fill_in(module: fx.GraphModule, model: nn.Module) -> None:
         copies = {item: given[item.args[1]] for item in enter.users}
 
         def copied(old: fx.Node, copies: dict[fx.Node, Any] = copies, ends: tuple[str, str] = (first, path)) -> Any:
-            if old.op == "get_attr" and old not in copies and str(old.target).startswith(ends[0] + "."):
+            own = old.op == "get_attr" and str(old.target).startswith(ends[0] + ".")
+            if own and old not in copies and _has(model, str(old.target)):  # constants in the code are everybody's
                 copies[old] = _attribute(module, model, ends[1] + str(old.target)[len(ends[0]) :])
                 copies[old].meta = dict(old.meta)
             return copies.get(old, old)
@@ -220,6 +221,15 @@ def _region(graph: fx.Graph, enter: fx.Node, leave: fx.Node) -> list[fx.Node]:
 
 def _within(path: str, layer: str) -> bool:
     return path == layer or path.startswith(layer + ".")
+
+
+def _has(model: nn.Module, target: str) -> bool:
+    """Whether it is a tensor of the model, rather than a constant that tracing found in its code."""
+    try:
+        get_attribute(model, target)
+    except AttributeError:
+        return False
+    return True
 
 
 def _attribute(module: fx.GraphModule, model: nn.Module, target: str) -> fx.Node:

@@ -52,13 +52,14 @@ class Effort:
     rounds: int  # of that
     simulated: int = 24
     fewer: tuple[int, ...] = (1, 2)  # where devices are many: how often their number is halved
+    cuts: int = 400
 
 
 # Up to so many vectors of device counts everything is proven.
 _EXACT_STATES = 100
 _EXACT = Effort(tolerance=0.0, counts=20, chunks=(2, 3, 4), halvings=6, halved=4, refined=2, rounds=3)
 _COARSE = Effort(tolerance=2e-3, counts=9, chunks=(2,), halvings=1, halved=1, refined=1, rounds=1)
-_ONE_OF_SEVERAL = Effort(5e-3, counts=6, chunks=(2,), halvings=0, halved=0, refined=1, rounds=1, simulated=6, fewer=())
+_ONE_OF_SEVERAL = Effort(5e-3, 6, (2,), halvings=0, halved=0, refined=0, rounds=0, simulated=6, fewer=(), cuts=160)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Searching:
         self.graph: AtomGraph = self.atoms.graph(
             np.maximum(self.atoms.sums(table.nodes, table.forward[-1] + table.backward[-1]), 0.0)
         )
-        self._most_cuts = most_cuts(self.full)
+        self._most_cuts = most_cuts(self.full, self.effort.cuts)
         cuts, self.complete = cuts_worth_looking_at(self.graph, self._most_cuts)
         self.n_cuts = len(cuts)
         self._space = self._space_of(cuts)

@@ -14,7 +14,6 @@ from autopar.search.problem import Problem, Solution
 
 # Entries that the tables of one sweep may have: cuts^2 / 2 x vectors of device counts x kinds.
 _WORK = 2e7
-_MOST_CUTS = 400
 _FEWEST_CUTS = 48
 # A round that gains less than this share is the last.
 _GAIN = 1e-4
@@ -45,7 +44,7 @@ def cuts_worth_looking_at(graph: AtomGraph, limit: int) -> tuple[np.ndarray, boo
     return (first_cuts(graph, limit), False) if every is None else (every, True)
 
 
-def most_cuts(counts: Sequence[int], most: int = _MOST_CUTS) -> int:
+def most_cuts(counts: Sequence[int], most: int) -> int:
     """How many cuts a sweep over so many devices of each kind can afford, `most` at most."""
     states = math.prod(c + 1 for c in counts)
     return int(min(most, max(_FEWEST_CUTS, math.sqrt(2 * _WORK / (states * len(counts))))))

@@ -16,6 +16,9 @@ from autopar.search.planner import Options, find_plans
 log = logging.getLogger(__name__)
 
 _FIRST = 8  # devices of the meshes that are tried first: a good plan early cuts the rest short
+# Micro-batches for each mesh: fewer leave meshes idle, more gain little. At first one number, for the best two sizes of
+# meshes others, too.
+_ROUNDS, _OTHER_ROUNDS, _CLOSER = (2,), (1, 4), 2
 _RUNNERS_UP = 4
 # Operators are split only where that is faster by this share of the step.
 _WORTH = 0.01
@@ -40,32 +43,44 @@ def plan_with_meshes(
     found: list[Plan] = []
     impossible: InfeasibleError | None = None
     sizes = sorted([1, *sizes], key=lambda size: (abs(math.log2(size / _FIRST)), size))
-    for number, size in enumerate(sizes):
-        progress(f"plans with {size} devices a micro-batch", number / len(sizes))
-        fixed = None if options.n_microbatches is None else [options.n_microbatches]
-        if options.one_microbatch_because:
-            fixed = [1]
-        own = costs if size == 1 else meshes.of(size, fixed)
-        if own is None:
-            continue
-        rival = min(map(_seconds, found), default=math.inf)
+    fixed = [1] if options.one_microbatch_because else options.n_microbatches and [options.n_microbatches]
+    left = [(size, fixed or meshes.counts(size, _ROUNDS)) for size in sizes]
+    closer = False
+    while left:
+        size, counts = left.pop(0)
+        progress(f"plans with {size} devices a micro-batch", 1 - (len(left) + 1) / (len(sizes) + _CLOSER))
+        own = costs if size == 1 else meshes.of(size, counts)
         try:
-            plans = find_plans(own, replace(options, rival=rival, one_of_several=True), 1)
+            rival = replace(options, rival=min(map(_seconds, found), default=math.inf), one_of_several=True)
+            plans = find_plans(own, rival, 1) if own is not None else []
         except InfeasibleError as error:
             impossible = impossible or error
-            continue
+            plans = []
         found += plans
-        log.info("%d devices a micro-batch: %s s", size, [plan.predicted_step_time for plan in plans])
+        log.info("%d devices a micro-batch, %s: %s s", size, counts, [plan.predicted_step_time for plan in plans])
+        if not left and not closer and not fixed:
+            closer = True
+            best = sorted(
+                {_shards(plan): plan for plan in sorted(found, key=_seconds, reverse=True)}.values(), key=_seconds
+            )
+            for plan in best[:_CLOSER]:
+                other = set(meshes.counts(_shards(plan), _OTHER_ROUNDS)) - set(meshes.counts(_shards(plan), _ROUNDS))
+                if _shards(plan) > 1 and other:
+                    left.append((_shards(plan), sorted(other)))
     if not found:
         assert impossible is not None
         raise impossible
     fastest = min(found, key=_seconds)
     near = [plan for plan in found if _seconds(plan) <= _seconds(fastest) * (1 + _WORTH)]
-    best = min(near, key=lambda plan: (max(stage.shards for stage in plan.stages), _seconds(plan)))
+    best = min(near, key=lambda plan: (_shards(plan), _seconds(plan)))
     others = sorted((plan for plan in found if plan is not best), key=_seconds)
     rivals = [RunnerUp(_described(plan), _seconds(plan)) for plan in others]
     rivals += [r for plan in found for r in plan.runners_up]
     return replace(best, runners_up=tuple(sorted(rivals, key=lambda r: r.step_time)[:_RUNNERS_UP]))
+
+
+def _shards(plan: Plan) -> int:
+    return max(stage.shards for stage in plan.stages)
 
 
 def _seconds(plan: Plan) -> float:

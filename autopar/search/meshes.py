@@ -24,11 +24,12 @@ from torch import fx
 
 from autopar.costgraph import CostGraph, Way
 from autopar.costtable import CostTable
-from autopar.search.folding import Folded, fold
-from autopar.search.sharding import Facts, Sharding, ShardingProblem, Task
-from autopar.sharding.assignment import StageSharding, stored_text, strategy_text
+from autopar.folding import Folded, fold
+from autopar.search.sharding import Collective, Facts, Sharding, ShardingProblem, Task
+from autopar.sharding.assignment import Exchange, StageSharding, stored_text, strategy_text
 from autopar.sharding.layouts import REPLICATE, parts
 from autopar.sharding.mesh import Mesh, make_mesh
+from autopar.sharding.strategies import Strategy
 from cost_models import Cluster, Device
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,6 @@ log = logging.getLogger(__name__)
 # ones hold cost so many times what they take.
 _PRICES = (0.1, 1.0)
 _FILLED = 0.5  # of the memory; activations in flight need the rest
-
-_ROUNDS = (1, 2, 4)  # micro-batches for each mesh: fewer leave meshes idle, more gain little
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,22 @@ class Meshes:
             found |= {count << shift for shift in range(self._cluster.nodes.bit_length()) if count << shift <= most}
         return sorted(size for size in found if size > 1)
 
-    def of(self, size: int, counts: Sequence[int] | None = None) -> CostGraph | None:
+    def counts(self, size: int, rounds: Sequence[int]) -> list[int]:
+        """Numbers of micro-batches that divide the batch, near so many for each mesh of `size` devices."""
+        batch, n_meshes = self._costs.batch_size, max(1, len(self._costs.devices) // size)
+        fitting = [m for m in range(1, batch + 1) if batch % m == 0]
+        return sorted({max(m for m in fitting if m <= each * n_meshes) for each in rounds})
+
+    def of(self, size: int, counts: Sequence[int]) -> CostGraph | None:
         """The cost graph over meshes of so many devices; None if there are none of them.
 
-        `counts`: the numbers of micro-batches wanted. Those that leave the samples of one uneven are left out.
+        `counts`: numbers of micro-batches. Those that do not divide the batch are left out, and so are devices that are
+        workers of this process's CPUs: they would do their shards one after another.
         """
         meshes: list[tuple[Device, ...]] = []
         ways: list[Way] = []
         for kind in dict.fromkeys(d.kind for d in self._costs.devices):
-            mine = [d for d in self._costs.devices if d.kind == kind]
+            mine = [d for d in self._costs.devices if d.kind == kind and d.torch_device.type != "cpu"]
             per_node = self._per_node(kind)
             if per_node % size and size % per_node:
                 continue
@@ -101,13 +107,11 @@ class Meshes:
     def _per_node(self, kind: str) -> int:
         return sum(d.kind == kind for d in self._costs.devices) // self._cluster.nodes
 
-    def _ways(self, kind: str, chunks: Sequence[tuple[Device, ...]], counts: Sequence[int] | None) -> Iterator[Way]:
+    def _ways(self, kind: str, chunks: Sequence[tuple[Device, ...]], counts: Sequence[int]) -> Iterator[Way]:
         batch, size = self._costs.batch_size, len(chunks[0])
-        fitting = [m for m in range(1, batch + 1) if batch % m == 0]
-        wanted = counts or sorted({max(m for m in fitting if m <= r * len(chunks)) for r in _ROUNDS})
         memory = min(self._limit, *(d.memory for d in chunks[0]))
-        for m in wanted:
-            if m not in fitting:
+        for m in counts:
+            if batch % m:
                 continue
             for shape in _shapes(size, self._per_node(kind)):
                 mesh = make_mesh(shape, [d.name for d in chunks[0]], _NAMES[-len(shape) :])
@@ -151,6 +155,7 @@ class Meshes:
         seconds = np.zeros((2, 1, len(table.nodes)))
         repeated, reads, strategies = {}, {}, []
         nodes = {node.name: node for node in self._subject.module.graph.nodes}
+        texts = {kept: _text(strategy) for kept, strategy in found.strategies.items()}
         for place, node in enumerate(table.nodes):
             kept = folded.kept(node)
             work = found.work.get(kept)
@@ -162,8 +167,8 @@ class Meshes:
                 continue
             strategy = found.strategies[kept]
             repeated[node] = (work.forward + work.backward) * (1 - 1 / (work.share * mesh.size))
-            if any(code != REPLICATE for layout in (*strategy.inputs, *strategy.outputs) for code in layout):
-                strategies.append((data["key"], strategy_text(strategy)))
+            if texts[kept]:
+                strategies.append((data["key"], texts[kept]))
             cut = parts(strategy.outputs[0], mesh.shape) if strategy.outputs else 1
             graph.nodes[node].update(
                 output=data["output"] / cut,
@@ -197,7 +202,14 @@ class Meshes:
             {node: moved[folded.kept(node)] for node in table.nodes if folded.kept(node) in moved},
             repeated,
             reads,
+            _exchanges(found, folded, {name: n for name, n in nodes.items() if name in graph}, graph),
         )
+
+
+def _text(strategy: Strategy) -> str:
+    """Empty where every device does everything."""
+    split = any(code != REPLICATE for layout in (*strategy.inputs, *strategy.outputs) for code in layout)
+    return strategy_text(strategy) if split else ""
 
 
 _NAMES = ("data", "model")  # axes of a mesh, by what they mostly come to be used for
@@ -229,6 +241,40 @@ def _with_collectives(
     return forward, backward, {name: (nbytes, seconds) for name, (nbytes, seconds) in moved.items()}
 
 
+def _exchanges(
+    found: Sharding, folded: Folded, nodes: Mapping[str, fx.Node], graph: nx.DiGraph
+) -> Callable[[str], tuple[Exchange, ...]]:
+    """What tells the collectives of an operator by the names that plans have."""
+    by_reader: dict[str, list[Collective]] = defaultdict(list)
+    for collective in found.collectives:
+        by_reader[collective.reader if collective.reader in found.work else collective.tensor].append(collective)
+
+    def of(name: str) -> tuple[Exchange, ...]:
+        key = graph.nodes[name]["key"]
+        operands = {folded.kept(name): key}  # of what is returned
+        for n in nodes[name].all_input_nodes:
+            told = str(n.target) if n.op in ("get_attr", "placeholder") else graph.nodes[n.name]["key"]
+            operands[folded.kept(str(n.target) if n.op in ("get_attr", "placeholder") else n.name)] = told
+        return tuple(
+            Exchange(
+                str(move.collective),
+                found.mesh.names[move.axis],
+                key,
+                operands[c.tensor],
+                int(move.nbytes),
+                move.seconds,
+                c.backward,
+                c.once,
+            )
+            for c in by_reader[folded.kept(name)]
+            if c.tensor in operands
+            for move in c.moves * c.each
+            if move.collective
+        )
+
+    return of
+
+
 def stage_sharding(costs: CostGraph, way: Way, nodes: Sequence[str]) -> StageSharding:
     """What `way` says of the operators `nodes`, which make a stage."""
     keys = {costs.graph.nodes[node]["key"] for node in nodes}
@@ -239,6 +285,7 @@ def stage_sharding(costs: CostGraph, way: Way, nodes: Sequence[str]) -> StageSha
         whole,
         strategies=tuple(pair for pair in whole.strategies if pair[0] in keys),
         parameters=tuple(pair for pair in whole.parameters if pair[0] in names),
+        exchanges=tuple(exchange for node in nodes for exchange in way.exchanges(node)),
         collective_bytes=int(sum(nbytes for nbytes, _ in moved)),
         collective_time=float(sum(seconds for _, seconds in moved)),
         repeated_time=float(sum(way.repeated.get(node, 0.0) for node in nodes)),

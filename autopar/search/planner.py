@@ -170,7 +170,7 @@ def _check(costs: CostGraph, options: Options) -> None:
 
 def _infeasible(searching: Searching) -> InfeasibleError:
     """Which stage lacks how much, in the plan and with the micro-batches that lack least."""
-    costs, kinds = searching.costs, searching.kinds
+    costs = searching.costs
     shortest = None
     for m in searching.counts:
         problem = searching.problem(m, searching.schedules[0], searching.full)
@@ -193,7 +193,7 @@ def _infeasible(searching: Searching) -> InfeasibleError:
     modules = [p for p in dict.fromkeys(costs.graph.nodes[n]["module"] for n in names) if p] or ["the whole model"]
     return InfeasibleError(
         f"no plan fits the memory: with {m} micro-batches, stage {found.index} ({modules[0]} .. {modules[-1]}) needs "
-        f"{_megabytes(found.needed)} on {kinds[found.stage.kind].name} and has {_megabytes(found.available)}, "
+        f"{_megabytes(found.needed)} on {problem.kinds[found.stage.kind].name} and has {_megabytes(found.available)}, "
         f"{_megabytes(lack)} too little; give more memory or devices, a smaller batch, or an optimizer with less state"
     )
 

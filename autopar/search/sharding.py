@@ -54,6 +54,7 @@ class Collective:
     once: bool  # a step, rather than a micro-batch
     times: int  # that
     moves: tuple[Move, ...]
+    each: int = 1  # of the times those of one of the equal layers that the reader stands for
 
     @property
     def seconds(self) -> float:
@@ -361,7 +362,7 @@ class ShardingProblem:
             for a, b, backward, once, times in ways(link, out, into, self.task.training):
                 path = link.redistribution.path(a, b)
                 if any(move.collective for move in path):
-                    moves.append(Collective(link.tensor, link.reader, backward, once, times * link.times, path))
+                    moves.append(Collective(link.tensor, link.reader, backward, once, times * link.times, path, times))
         return Sharding(
             self.mesh,
             {name: options.strategies[option[v]] for name, (v, options) in self.options.items()},

@@ -42,6 +42,9 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
     graph.eliminate_dead_code()
     separate_layers(graph)
     _name_writes(graph)
+    for node in graph.nodes:
+        if node.target is aten.detach_.default:  # takes history off, and writes no memory
+            node.target = aten.detach.default
     _count_elements(graph)
     return fx.GraphModule(module, graph, class_name="Captured")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -35,8 +35,14 @@ def cut_matrix(n: int, cuts: list[frozenset[int]]) -> np.ndarray:
     return np.array([[atom in cut for atom in range(n)] for cut in cuts])
 
 
-def received(problem: Problem, atoms: frozenset[int]) -> list[Value]:
-    return [v for v in problem.space.values if v.producer not in atoms and atoms & set(v.consumers)]
+def space_of(problem: Problem, stage: OracleStage) -> Space:
+    """What the stage holds and sends, in its way of using the devices."""
+    return problem.kinds[stage.kind].space or problem.space
+
+
+def received(problem: Problem, stage: OracleStage) -> list[Value]:
+    atoms = stage.atoms
+    return [v for v in space_of(problem, stage).values if v.producer not in atoms and atoms & set(v.consumers)]
 
 
 def stage_time(problem: Problem, stage: OracleStage) -> float:
@@ -44,11 +50,11 @@ def stage_time(problem: Problem, stage: OracleStage) -> float:
     forward = sum(problem.forward[stage.kind, a] for a in stage.atoms)
     seconds = forward + sum(problem.backward[stage.kind, a] for a in stage.atoms)
     seconds += forward if stage.recompute else 0.0
-    values = received(problem, stage.atoms)
+    values = received(problem, stage)
     for nbytes in (sum(v.nbytes for v in values), sum(v.grad_nbytes for v in values)):
         if nbytes > 0:
             seconds += kind.latency + nbytes * share * kind.seconds_per_byte
-    sent = [v for v in problem.space.values if v.producer in stage.atoms and set(v.consumers) - stage.atoms]
+    sent = [v for v in space_of(problem, stage).values if v.producer in stage.atoms and set(v.consumers) - stage.atoms]
     return float(seconds + sum(v.nbytes for v in sent) * share * kind.send_seconds_per_byte)
 
 
@@ -60,11 +66,10 @@ def needed_bytes(problem: Problem, stages: Stages, index: int, devices: int) -> 
     stage, share = stages[index], problem.bytes_share
     after = sum(later.replicas for later in stages[index + 1 :])
     held = in_flight_limit(problem.schedule, problem.n_microbatches, stage.replicas, stage.replicas + after, devices)
-    arriving = sum(v.nbytes for v in received(problem, stage.atoms))
-    saved = shared_bytes(problem.space.saved, stage.atoms)
-    once = shared_bytes(problem.space.resident, stage.atoms) + share * max(
-        problem.space.transient[a] for a in stage.atoms
-    )
+    space = space_of(problem, stage)
+    arriving = sum(v.nbytes for v in received(problem, stage))
+    saved = shared_bytes(space.saved, stage.atoms)
+    once = shared_bytes(space.resident, stage.atoms) + share * max(space.transient[a] for a in stage.atoms)
     if stage.recompute:
         return float(once + share * saved + held * (share * arriving))
     return float(once + held * (share * (saved + arriving)))
@@ -76,7 +81,7 @@ def objective(problem: Problem, stages: Stages) -> float:
         time = stage_time(problem, stage)
         weight = 0.0 if problem.weight is None else sum(problem.weight[stage.kind, a] for a in stage.atoms)
         delayed = min(2 * weight, time)
-        gradient = shared_bytes(problem.space.gradients, stage.atoms)
+        gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
         reduction = gradient * problem.kinds[stage.kind].reduction(stage.replicas)
         total += (time - delayed) if problem.sum_counts else 0.0
         slowest = max(slowest, (math.ceil(m / stage.replicas) - 1) * time + delayed + reduction)
@@ -108,9 +113,9 @@ def all_partitions(problem: Problem, counts: tuple[int, ...]) -> Iterator[Stages
             may = not any(a in atoms for a in problem.space.unrepeatable)
             if pins - {place}:
                 continue
-            for kind, count in enumerate(left):
-                for replicas in range(1, min(most, count) + 1):
-                    rest = (*left[:kind], count - replicas, *left[kind + 1 :])
+            for kind, pool in enumerate(problem.pools):
+                for replicas in range(1, min(most, left[pool]) + 1):
+                    rest = (*left[:pool], left[pool] - replicas, *left[pool + 1 :])
                     for again in recompute:
                         if may if again else not must:
                             stage = OracleStage(atoms, kind, replicas, again)
@@ -126,6 +131,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
     just fit are common."""
     n = draw(st.integers(1, most))
     counts = draw(st.sampled_from([(1,), (2,), (4,), (1, 1), (2, 1), (1, 3)]))
+    pools = draw(st.sampled_from([(0,), (0, 0)])) if len(counts) == 1 else draw(st.sampled_from([(0, 1), (0, 1, 0)]))
     whole = st.integers(0, 9).map(float)
     atoms = st.integers(0, n - 1)
 
@@ -158,17 +164,28 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
         unrepeatable=draw(st.one_of(st.just(()), st.lists(atoms, max_size=1).map(tuple))),
     )
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
-    backward = array(len(counts), n)
+    backward = array(len(pools), n)
+
+    def other() -> Space:
+        """The same cuts and hints, other bytes."""
+        held = {name: draw(shared) for name in ("resident", "gradients", "saved")}
+        sent = tuple(replace(v, nbytes=draw(whole), grad_nbytes=draw(whole)) for v in space.values)
+        return replace(space, values=sent, transient=array(n), **held)
+
     return Problem(
         space=space,
-        forward=array(len(counts), n),
+        forward=array(len(pools), n),
         backward=backward,
-        weight=np.minimum(array(len(counts), n), backward) if schedule == "zb-h1" else None,
+        weight=np.minimum(array(len(pools), n), backward) if schedule == "zb-h1" else None,
         n_microbatches=m,
         schedule=schedule,
         kinds=tuple(
-            Kind(str(kind), count, draw(memory), draw(third), draw(third), draw(third), draw(third))
-            for kind, count in enumerate(counts)
+            Kind(
+                *(str(kind), counts[pool], draw(memory), draw(third), draw(third), draw(third), draw(third)),
+                pool=pool,
+                space=other() if pools.count(pool) > 1 else None,
+            )
+            for kind, pool in enumerate(pools)
         ),
         max_replicas=draw(st.integers(1, 4)),
         may_recompute=draw(st.booleans()),

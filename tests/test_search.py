@@ -23,10 +23,6 @@ def as_oracle(problem: Problem, solution: Solution) -> Stages:
     )
 
 
-def counts_of(problem: Problem) -> tuple[int, ...]:
-    return tuple(kind.count for kind in problem.kinds)
-
-
 def least_objective(problem: Problem, counts: tuple[int, ...]) -> float:
     fitting = (s for s in all_partitions(problem, counts) if lacking(problem, s, sum(counts)) <= 0)
     return min((objective(problem, s) for s in fitting), default=math.inf)
@@ -35,7 +31,7 @@ def least_objective(problem: Problem, counts: tuple[int, ...]) -> float:
 @settings(max_examples=600, deadline=None)
 @given(problems())
 def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -> None:
-    counts = counts_of(problem)
+    counts = problem.counts
     least = least_objective(problem, counts)
     found = solve(problem)
     assert (found is None) == math.isinf(least)
@@ -47,7 +43,7 @@ def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -
 @settings(max_examples=300, deadline=None)
 @given(problems(), st.data())
 def test_solve_equals_brute_force_for_fewer_devices(problem: Problem, data: st.DataObject) -> None:
-    counts = tuple(data.draw(st.integers(0, kind.count)) for kind in problem.kinds)
+    counts = tuple(data.draw(st.integers(0, count)) for count in problem.counts)
     if any(counts):
         found = solve(problem, counts)
         assert (math.inf if found is None else found.objective) == pytest.approx(least_objective(problem, counts))
@@ -59,12 +55,12 @@ def test_solutions_are_plans_that_cost_what_they_say(problem: Problem) -> None:
     found = solve(problem)
     if found is None:
         return
-    stages, counts = as_oracle(problem, found), counts_of(problem)
+    stages, counts = as_oracle(problem, found), problem.counts
     assert sorted(a for s in stages for a in s.atoms) == list(range(problem.n_atoms))
     assert stages in set(all_partitions(problem, counts))
     assert lacking(problem, stages, sum(counts)) <= 0
     assert objective(problem, stages) == pytest.approx(found.objective, rel=1e-9)
-    used = tuple(sum(s.replicas for s in stages if s.kind == k) for k in range(len(counts)))
+    used = tuple(sum(s.replicas for s in stages if problem.pools[s.kind] == k) for k in range(len(counts)))
     assert found.used == used
     assert [s.time for s in found.stages] == pytest.approx([stage_time(problem, s) for s in stages])
 
@@ -96,13 +92,13 @@ def test_a_cutoff_keeps_plans_below_it_and_only_those(problem: Problem, factor: 
 def test_no_plan_is_below_the_relaxed_bound(problem: Problem) -> None:
     best = solve(problem)
     if best is not None:
-        assert relaxed_bound(problem, counts_of(problem)) <= best.objective * (1 + 1e-9)
+        assert relaxed_bound(problem, problem.counts) <= best.objective * (1 + 1e-9)
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
 def test_infeasibility_is_explained_by_the_least_lack_of_memory(problem: Problem) -> None:
-    counts = counts_of(problem)
+    counts = problem.counts
     least = min((lacking(problem, s, sum(counts)) for s in all_partitions(problem, counts)), default=math.inf)
     if least == math.inf:
         with pytest.raises(ValueError, match="the hints leave no partition"):
@@ -120,9 +116,7 @@ def test_infeasibility_is_explained_by_the_least_lack_of_memory(problem: Problem
 def test_the_largest_stage_alone_may_be_the_objective(problem: Problem) -> None:
     problem = dataclasses.replace(problem, sum_counts=False)
     found = solve(problem)
-    assert (math.inf if found is None else found.objective) == pytest.approx(
-        least_objective(problem, counts_of(problem))
-    )
+    assert (math.inf if found is None else found.objective) == pytest.approx(least_objective(problem, problem.counts))
 
 
 def line(seconds: list[float], counts: tuple[int, ...] = (2,), **changes: object) -> Problem:

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar import InfeasibleError
 from autopar.capture import capture
-from autopar.operators import captured_device, on_device
 from autopar.folding import fold
+from autopar.operators import captured_device, on_device
 from autopar.search.sharding import Sharding, Stored, Task, choose
 from autopar.sharding import PARTIAL, REPLICATE, Mesh
 from autopar.sharding.mesh import make_mesh

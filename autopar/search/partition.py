@@ -154,7 +154,8 @@ class _Search:
         best, best_time = first, first.total + top
         # (promise, no plan's max term is at or below, plans are below, least sum of those)
         intervals = [(first.total, 0.0, top, first.total)]
-        if self._costs.n_devices == 1:  # one stage: what fills least takes least
+        if self._costs.n_devices == 1 and len({mode.kind for mode in self._costs.modes}) == 1:
+            # One stage, and one way to do it: what fills least takes least.
             intervals.clear()
         for _ in range(_MOST_SWEEPS):
             if not intervals or intervals[0][0] >= min(best_time, cutoff) * (1 - tolerance):

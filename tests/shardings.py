@@ -74,6 +74,26 @@ def one_stage(
     return Plan((stage,), n_microbatches)
 
 
+def staged(
+    program: Program,
+    split: dict[str, int],
+    meshes: Sequence[tuple[int, ...] | None],
+    replicas: Sequence[int],
+    **more: Any,
+) -> Plan:
+    """A pipeline of which stage s is sharded over meshes[s], if there is one, as often as replicas[s] says."""
+    keys, stage_of = operator_keys(program), Plan.from_split(split, n_microbatches=2).assign(program)
+    stages, used = [], 0
+    for s, (mesh, times) in enumerate(zip(meshes, replicas, strict=True)):
+        nodes = [node for node, stage in stage_of.items() if stage == s]
+        sharding: StageSharding | None = at_random(program, mesh, s, nodes) if mesh is not None else None
+        size = times * math.prod(mesh or (1,))
+        names = tuple(f"cpu:{i}" for i in range(used, used + size))
+        used += size
+        stages.append(Stage(names, tuple(keys[node] for node in nodes), sharding=sharding))
+    return replace(Plan(tuple(stages), 2), **more)
+
+
 def pipelined(model: nn.Module, plan: Plan, **options: Any) -> PipelinedModule:
     return autopar.parallelize(model, ["cpu"] * len(plan.used_devices), plan=plan, **options)
 

@@ -13,7 +13,7 @@ from autopar.errors import PlanError
 from autopar.rules import Rule, bind, rule_name
 from autopar.rules.views import FACTORIES
 from autopar.sharding.assignment import StageSharding, strategy_text
-from autopar.sharding.layouts import PARTIAL, REPLICATE
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, fits
 from autopar.sharding.local import takes_sizes
 from autopar.sharding.strategies import Strategy, repeated, strategies
 
@@ -61,6 +61,7 @@ class Choices:
     def __init__(self, sharding: StageSharding, keys: Mapping[str, str], whole: set[fx.Node]) -> None:
         """`keys`: of operators, by name of the node. `whole`: nodes that every device does all of in any case."""
         self._sharding, self._keys, self._whole = sharding, keys, whole
+        self.undivided: list[str] = []  # keys of operators whose sizes do not come apart as the plan has it
         self._known: dict[Any, list[Strategy]] = {}
         self._found: dict[fx.Node, Choice | None] = {}
 
@@ -96,12 +97,29 @@ class Choices:
             example = bind(node, _as_in_example)
             if example is not None and wanted in [(s.inputs, s.outputs) for s in self._possible(example)]:
                 return None  # one that only batches of some sizes have
+            tensors = [o.meta["val"] if is_tensor(o) else None for o in rule.operands]
+            if not self._comes_apart(wanted, (tensors, results)):
+                self.undivided.append(str(key))  # one that other lengths or images have
+                return None
             few = "; ".join(map(strategy_text, every[:_MOST_NAMED])) + (" ..." if len(every) > _MOST_NAMED else "")
             text = dict(self._sharding.strategies)[str(key)]
             raise PlanError(f"{key} has no strategy '{text}' on a mesh of shape {self._sharding.mesh}; it has {few}")
         if not _legal(node, rule, match, results):
             return None
         return Choice(match, places, tuple(axis in rule.kinds for axis in match.axes))
+
+    def _comes_apart(self, layouts: Sequence[Sequence[Layout]], tensors: Sequence[Sequence[Any]]) -> bool:
+        """Whether all operands and results can be cut so, by their sizes."""
+        return all(
+            tensor is None or self._fits(layout, tensor)
+            for side, known in zip(layouts, tensors, strict=True)
+            for layout, tensor in zip(side, known, strict=False)
+        )
+
+    def _fits(self, layout: Layout, tensor: torch.Tensor) -> bool:
+        return fits(
+            layout, [n if isinstance(n, int) else self._sharding.size for n in tensor.shape], self._sharding.mesh
+        )
 
     def _possible(self, rule: Rule) -> list[Strategy]:
         # Sizes that depend on the batch are taken to come apart, which is seen when it runs.

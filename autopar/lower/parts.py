@@ -6,11 +6,13 @@ a gradient stands one node `gradient`, which says how its gradients come back (`
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.lower import collectives
@@ -46,6 +48,7 @@ class Parts:
         self._grid = make_mesh(mesh, [device.name for device in self._cluster.devices])
         self._ways: dict[tuple[tuple[int, ...], int, bool], Redistribution] = {}
         self.places = [self._grid.place(i) for i in range(size)]
+        self.multiple = 1  # sizes that depend on the batch come apart if that is a multiple of this
 
     def node(
         self,
@@ -130,6 +133,7 @@ class Parts:
         """What is whole on the first device, handed out."""
         if ("spread", layout) not in made.moved:
             kwargs = {"layout": layout, "mesh": self.mesh, "devices": ()}
+            self.note_cut(node, layout)
             found = self.node(
                 "call_function",
                 collectives.spread,
@@ -138,9 +142,8 @@ class Parts:
                 name=f"{node.name}__spread",
                 meta=place_of(node),
             )
-            floating = node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
             made.moved["spread", layout] = Made(
-                self.items(found, node), (layout,), (collectives.added_up(layout),), floating
+                self.items(found, node), (layout,), (collectives.added_up(layout),), may_have_gradient(node.meta["val"])
             )
         parts: Made = made.moved["spread", layout]
         return parts
@@ -168,10 +171,22 @@ class Parts:
             return ()
         tensor = node.meta["val"]
         shape = tuple(n if isinstance(n, int) else self.size for n in tensor.shape)
-        key = (shape, tensor.element_size(), tensor.is_floating_point())
+        key = (shape, tensor.element_size(), may_have_gradient(tensor))
         if key not in self._ways:
             self._ways[key] = Redistribution(*key[:2], self._grid, self._cluster, partial=key[2])
-        return tuple(collectives.move_of(m.axis, m.before, m.after) for m in self._ways[key].path(before, after))
+        way = self._ways[key].path(before, after)
+        for move in way:
+            self.note_cut(node, move.after)
+        return tuple(collectives.move_of(m.axis, m.before, m.after) for m in way)
+
+    def note_cut(self, node: fx.Node, layout: Layout) -> None:
+        for dim, size in enumerate(node.meta["val"].shape):
+            if not isinstance(size, int):
+                self.multiple = math.lcm(self.multiple, self.count(layout, dim))
+
+
+def may_have_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def place_of(node: fx.Node) -> dict[str, Any]:

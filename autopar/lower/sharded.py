@@ -24,7 +24,7 @@ from autopar.errors import PlanError
 from autopar.hooks import is_hook_point
 from autopar.lower import collectives
 from autopar.lower.choices import Choice, Choices, is_tensor, operands_of, ordered_kwargs, tensors_of
-from autopar.lower.parts import Made, Parts, place_of
+from autopar.lower.parts import Made, Parts, may_have_gradient, place_of
 from autopar.lower.writes import operator_name_of, without_writes
 from autopar.operators import get_attribute, is_random, written_arguments
 from autopar.sharding import special
@@ -58,14 +58,24 @@ class Piece:
         return slices(self.layout, tensor.shape, self.mesh, self.place)
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """A stage's graph on a mesh."""
+
+    graph: fx.Graph  # of all devices
+    pieces: tuple[Piece, ...]  # what they hold of the parameters that the stage's graph reads
+    multiple: int = 1  # of which the number of samples must be one, so that everything comes apart evenly
+    undivided: tuple[str, ...] = ()  # operators that every device does, for sizes that do not come apart as they should
+
+
 def shard(
     graph: fx.Graph,
     source: fx.GraphModule,
     sharding: StageSharding,
     keys: Mapping[str, str],
     storages: Mapping[str, frozenset[int]],
-) -> tuple[fx.Graph, tuple[Piece, ...]]:
-    """The graph of all devices, and what they hold of the parameters that the stage's graph reads.
+) -> Sharded:
+    """The stage on all devices of its mesh.
 
     `source` has the parameters. `keys`: of operators, by name of the node; `storages`: keys of the memory of every
     value, by name. Raises PlanError for layouts that an operator or a parameter cannot have.
@@ -97,10 +107,11 @@ class _Builder:
         self.stored = self._stored()
         self.draws = 0
 
-    def build(self) -> tuple[fx.Graph, tuple[Piece, ...]]:
+    def build(self) -> Sharded:
         for node in self.old.nodes:
             self._add(node)
-        return self.parts.graph, tuple(self.pieces.values())
+        pieces, undivided = tuple(self.pieces.values()), tuple(self.choices.undivided)
+        return Sharded(self.parts.graph, pieces, self.parts.multiple, undivided)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -145,6 +156,8 @@ class _Builder:
     def _add_parameter(self, node: fx.Node, tensor: torch.Tensor) -> None:
         name, whole = str(node.target), (REPLICATE,) * len(self.mesh)
         layout = self.buffers.get(name) or self.stored.get(id(tensor), whole)
+        if any(_has_sparse_gradient(user) for user in node.users):
+            layout = whole  # which cannot be cut
         nodes = []
         for i in range(self.size):
             key = f"{name}__{i}"
@@ -152,7 +165,7 @@ class _Builder:
             nodes.append(self.parts.node("get_attr", key, name=f"{node.name}__{i}", meta=node.meta, device=i))
         # The whole gradient is what all pieces' gradients add up to, each where the piece belongs.
         wanted = collectives.added_up(layout)
-        trained = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        trained = isinstance(tensor, nn.Parameter) and may_have_gradient(tensor)
         self.made[node] = Made(tuple(nodes), (layout,), (wanted,), trained)
 
     def _is_first(self, layout: Layout, device: int) -> bool:
@@ -285,6 +298,7 @@ class _Builder:
         if not isinstance(node.target, torch._ops.OpOverload) or not takes_sizes(node.target):
             return []
         found = []
+        self.parts.note_cut(node, layout)
         for d, size in enumerate(tensors_of(node)[0].shape):
             count = self.parts.count(layout, d)
             given: Any = size if isinstance(size, int) else self._given_size(node, d)
@@ -329,5 +343,10 @@ def run_special(name: str, calls: list[Any], *, strategy: Any, mesh: tuple[int, 
     return found
 
 
+def _has_sparse_gradient(node: fx.Node) -> bool:
+    """Whether it is a table of words whose gradient has the rows alone that were read."""
+    return operator_name_of(node) == "embedding" and node.args[4:5] == (True,)
+
+
 def _is_floating(node: fx.Node) -> bool:
-    return any(t.is_floating_point() or t.is_complex() for t in tensors_of(node))
+    return any(map(may_have_gradient, tensors_of(node)))

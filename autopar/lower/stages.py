@@ -11,6 +11,7 @@ Parameters keep their names and are the model's own tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from autopar.hooks import is_hook_point
 from autopar.lower.batchnorm import DeferredNorm, defer_batch_norms
 from autopar.lower.collectives import spread
 from autopar.lower.random import lower_random
-from autopar.lower.sharded import Piece, shard
+from autopar.lower.sharded import Piece, Sharded, shard
 from autopar.operators import (
     compute_nodes,
     get_attribute,
@@ -56,6 +57,8 @@ class StageProgram:
     unrepeatable: str  # the operator for which the stage cannot be run again for its backward; "" if there is none
     pieces: tuple[Piece, ...] = ()  # what its devices hold of its parameters
     shards: int = 1  # devices that compute a micro-batch together
+    multiple: int = 1  # of which the samples of a micro-batch must be one, so that they come apart evenly
+    undivided: tuple[str, ...] = ()  # operators that all of these devices do, for sizes that do not come apart
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -73,6 +76,11 @@ class Lowered:
     @property
     def random(self) -> bool:
         return any(stage.random for stage in self.stages)
+
+    @property
+    def multiple(self) -> int:
+        """Of which the samples of every micro-batch must be one."""
+        return math.lcm(*(stage.multiple for stage in self.stages))
 
     @property
     def deferred(self) -> tuple[DeferredNorm, ...]:
@@ -209,13 +217,14 @@ def _build(
     unrepeatable = [*unrepeatable_nodes(program.graph), *_written_through_views(program.graph, storages)]
     deferred = defer_batch_norms(graph, source_module) if defer_norms else ()
     later = {name for norm in deferred for name in (norm.mean, norm.var, norm.tracked)}
-    pieces = tuple(Piece(name, name, 0) for name in dict.fromkeys(parameters))
     shards = sharding.size if sharding is not None else 1
+    made = Sharded(graph, tuple(Piece(name, name, 0) for name in dict.fromkeys(parameters)))
     if sharding is not None and shards > 1:
         keys = {copies[node].name: key for node, key in operator_keys(program).items() if node in copies}
-        graph, pieces = shard(graph, source_module, sharding, keys, storages)
-    random = lower_random(graph, source_module)
-    module = fx.GraphModule(_attributes(source_module, graph, pieces), graph, class_name=f"Stage{stage}")
+        made = shard(graph, source_module, sharding, keys, storages)
+    random = lower_random(made.graph, source_module)
+    root = _attributes(source_module, made.graph, made.pieces)
+    module = fx.GraphModule(root, made.graph, class_name=f"Stage{stage}")
     return StageProgram(
         stage,
         module,
@@ -225,11 +234,13 @@ def _build(
         tuple(dict.fromkeys(parameters)),
         tuple(name for name in dict.fromkeys(overwritten) if name not in later),
         random,
-        any(is_hook_point(node) for node in graph.nodes),
+        any(is_hook_point(node) for node in made.graph.nodes),
         deferred,
         next((describe(node) for node in unrepeatable if home(node) == stage), ""),
-        pieces,
+        made.pieces,
         shards,
+        made.multiple,
+        made.undivided,
     )
 
 

@@ -85,8 +85,10 @@ def classes(call: Call) -> Stated:
 
 def embedding(call: Call) -> Stated:
     """Rows of a table. Devices that have some of them do it together, but for gradients that depend on how often a row
-    is read, or are sparse."""
-    return f"{'[v]' if call['scale_grad_by_freq'] or call['sparse'] else '{v}'} d, *i -> *i d ; 0"
+    is read (by all), or are sparse: these cannot be cut, and nor can their table."""
+    if call["scale_grad_by_freq"]:
+        return "[v] d, [*i] -> [*i] d ; 0"
+    return f"{'[v] [d], *i -> *i [d]' if call['sparse'] else '{v} d, *i -> *i d'} ; 0"
 
 
 # Where among the operands of a call the tensors stand whose values are places in another one.

@@ -10,11 +10,13 @@ import torch
 from autopar import _torch
 
 
-def split_sizes(batch: int, n_microbatches: int, least: int = 1) -> list[int]:
-    """Samples in each micro-batch, as even as they go, larger ones first; none with fewer than `least`."""
-    parts = max(1, min(n_microbatches, batch // least))
-    small, more = divmod(batch, parts)
-    return [small + 1] * more + [small] * (parts - more)
+def split_sizes(batch: int, n_microbatches: int, least: int = 1, multiple: int = 1) -> list[int]:
+    """Samples in each micro-batch, as even as they go, larger ones first; none with fewer than `least`. All are
+    multiples of `multiple`, of which the batch is one."""
+    units = batch // multiple
+    parts = max(1, min(n_microbatches, units // -(-least // multiple)))
+    small, more = divmod(units, parts)
+    return [(small + 1) * multiple] * more + [small * multiple] * (parts - more)
 
 
 def split_leaf(leaf: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Entry:
     n_microbatches: int = 1
     lowered: Lowered | None = None
     executable: Executable | None = None  # None: the plan is the plain model on one device
+    whole: Entry | None = None  # the same without shards, for batches that do not come apart
 
 
 def model_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
@@ -118,6 +119,13 @@ def build(
             watch_nan=settings.watch_nan,
         )
     entry.plan, entry.n_microbatches, entry.lowered, entry.executable = plan, n_microbatches, lowered, executable
+    entry.whole = None
+
+
+def without_shards(plan: Plan) -> Plan:
+    """The same stages, each whole on the first device of its mesh."""
+    stages = tuple(replace(s, devices=s.devices[:: s.shards], sharding=None) for s in plan.stages)
+    return replace(plan, stages=stages)
 
 
 def _is_plain(plan: Plan, n_microbatches: int, settings: Settings) -> bool:

@@ -13,14 +13,13 @@ from torch import fx, nn
 
 from autopar import _torch
 from autopar.accuracy import Record, costs_of, remember
-from autopar.batching import Batching
-from autopar.errors import InputError, warn
+from autopar.errors import InputError
 from autopar.plan import Plan
 from autopar.report.step import StepProfile
 from autopar.report.text import module_text
 from autopar.runtime.autograd import Call, Step
 from autopar.runtime.batches import split_sizes
-from autopar.runtime.entries import Entry, Settings, build, model_state, one_microbatch
+from autopar.runtime.entries import Entry, Settings, build, model_state, one_microbatch, without_shards
 from autopar.runtime.example import Example, examine, has_backward, under_default_device
 from autopar.runtime.memory import Watch
 from autopar.runtime.notes import Notes, timed
@@ -28,6 +27,7 @@ from autopar.runtime.passes import LossFunction
 from autopar.runtime.plain import plain_call, plain_step
 from autopar.runtime.run import Run
 from autopar.runtime.threads import CallerState, Worker
+from autopar.runtime.told import Told
 from cost_models.device import Device
 
 Decide = Callable[[Example], Plan]
@@ -74,7 +74,7 @@ class PipelinedModule(nn.Module):
         self._settings = settings or Settings()
         self._entries: list[Entry] = []
         self._workers: dict[str, Worker] = {}
-        self._warned: set[str] = set()
+        self._told = Told()
         self._watch: Watch | None = None
         self._notes: Notes | None = None
         self._record = record
@@ -96,7 +96,7 @@ class PipelinedModule(nn.Module):
         model = copy.deepcopy(self.unwrap(), memo)
         given, settings = self._given, self._settings
         new = PipelinedModule(model, self._devices, self._decide, plan=given, settings=settings, record=self._record)
-        new._plan, new._plan_knows_loss, new._warned = self._plan, self._plan_knows_loss, set(self._warned)
+        new._plan, new._plan_knows_loss, new._told = self._plan, self._plan_knows_loss, Told(self._told.said)
         memo[id(self)] = new
         return new
 
@@ -264,7 +264,7 @@ class PipelinedModule(nn.Module):
         executable.refresh()
         devices = [d.torch_device for d in self._devices]
         state = CallerState.of_this_thread(devices, training=loss_fn is not None)
-        sizes = split_sizes(batch, entry.n_microbatches, entry.batching.least_rows)
+        sizes = split_sizes(batch, entry.n_microbatches, entry.batching.least_rows, lowered.multiple)
         seed = int(torch.randint(1 << 62, (), device="cpu").item()) if lowered.random else None
         run = Run(
             executable,
@@ -304,16 +304,26 @@ class PipelinedModule(nn.Module):
         self._plan_for(entry, args, kwargs, bound[0], loss_fn, target)
         if entry.plan is not self._plan:
             assert self._plan is not None
-            build(
-                entry,
-                self._plan,
-                model,
-                self._devices,
-                self._worker,
-                self._settings,
-                check_hints=self._given is not None,
-            )
-        return entry, *bound
+            self._build(entry, self._plan, check_hints=self._given is not None)
+            assert entry.lowered is not None
+            self._told.undivided(entry.lowered)
+        return self._for_batch(entry, bound[1]), *bound
+
+    def _build(self, entry: Entry, plan: Plan, *, check_hints: bool) -> None:
+        build(entry, plan, self.unwrap(), self._devices, self._worker, self._settings, check_hints=check_hints)
+
+    def _for_batch(self, entry: Entry, batch: int) -> Entry:
+        """The entry itself, or for a batch that does not come apart as its shards need it, the same without shards."""
+        assert entry.lowered is not None
+        assert entry.plan is not None
+        if batch % entry.lowered.multiple == 0:
+            return entry
+        if entry.whole is None:
+            whole = Entry(entry.state, entry.program, entry.batching)
+            self._build(whole, without_shards(entry.plan), check_hints=False)
+            entry.whole = whole
+        self._told.without_shards(batch, entry.lowered.multiple)
+        return entry.whole
 
     def _plan_for(
         self,
@@ -346,7 +356,9 @@ class PipelinedModule(nn.Module):
                 example = Example(self.unwrap(), program, batching, args, kwargs, leaves, training, loss, target)
                 self._plan, self._plan_knows_loss = self._decide(example), loss_fn is not None
         assert self._plan is not None
-        self._warn_unsafe(self._plan, batching)
+        self._told.batch_stays_whole(batching)
+        if self._settings.batch_norm == "per-microbatch":
+            self._told.statistics_are_of_microbatches(self._plan, batching)
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
@@ -355,30 +367,16 @@ class PipelinedModule(nn.Module):
 
     def _forget_abandoned(self) -> None:
         """Start anew after a call that was interrupted while a worker was inside a long operator."""
-        if any(e.executable is not None and e.executable.abandoned for e in self._entries):
+        every = [*self._entries, *(entry.whole for entry in self._entries if entry.whole is not None)]
+        if any(e.executable is not None and e.executable.abandoned for e in every):
             self._close_workers()
             for entry in self._entries:
-                entry.plan = entry.executable = None
+                entry.plan = entry.executable = entry.whole = None
 
     def _close_workers(self) -> None:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
-
-    def _warn_unsafe(self, plan: Plan, batching: Batching) -> None:
-        if batching.obstacle and batching.obstacle != "the batch has one sample":
-            self._warn_once(f"the batch is not split into micro-batches: {batching.obstacle}")
-        if batching.batch_norms and plan.n_microbatches > 1 and self._settings.batch_norm == "per-microbatch":
-            self._warn_once(
-                f"batch norm uses the statistics of each micro-batch (1/{plan.n_microbatches} of the batch), first in "
-                f"'{batching.batch_norms[0]}'; batch_norm='deferred' keeps the running statistics those of the batch, "
-                "batch_norm='exact' keeps the batch whole"
-            )
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warn(message)
 
 
 def _check_target(target: Any) -> None:

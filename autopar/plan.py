@@ -21,7 +21,7 @@ from autopar.placeholders import stand_ins
 from autopar.plancheck import INTERLEAVED, places, rounds, violations
 from autopar.plandiff import PlanDiff, diff_plans
 from autopar.sharding.assignment import StageSharding
-from autopar.showing import explained, shown
+from autopar.showing import explained, inside_explained, shown
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ class Plan:
     measured_step_time: float | None = None  # s, where it was tuned
     model: str | None = None  # fingerprint of the model that it was made for
     device_kinds: tuple[str, ...] = ()  # of `devices`
-    explainer: Callable[[Plan], Any] | None = field(default=None, repr=False, compare=False)  # not saved
+    # What can explain it as a whole, and the operators at a path; not saved.
+    explainer: Callable[[Plan], Any] | None = field(default=None, repr=False, compare=False)
+    inside_explainer: Callable[[Plan, str], Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = violations(self)
@@ -120,19 +122,27 @@ class Plan:
         """`cpu:0 | cpu:1+cpu:2`: stages apart, replicas together; `(cpu:0 | cpu:1) x 2` for two stages on each."""
         return places([stage.devices for stage in self.stages[: self.ranks]], self.chunks)
 
-    def explain(self) -> Any:
+    def explain(self, path: str | None = None) -> Any:
         """Why this plan: what bounds it, its rivals, what limits cost and what would help (`search.explain`).
+
+        `path`: of a module, or the key of an operator (`encoder.layer.3/linear#0`): why the operators there are split
+        as they are, what else they could do and what that would cost (`search.sharding_explain`). Raises PlanError for
+        a path that the plan does not know.
 
         A plan that was loaded tells what its own numbers tell; one that was just made searches again for the rest.
         """
+        if path is not None:
+            return inside_explained(self, path) if self.inside_explainer is None else self.inside_explainer(self, path)
         return explained(self) if self.explainer is None else self.explainer(self)
 
-    def explained_by(self, explainer: Callable[[Plan], Any]) -> Plan:
-        """The same plan with what can explain it."""
-        return replace(self, explainer=explainer)
+    def explained_by(
+        self, explainer: Callable[[Plan], Any] | None = None, inside: Callable[[Plan, str], Any] | None = None
+    ) -> Plan:
+        """The same plan with what can explain it, and the operators inside of its modules."""
+        return replace(self, explainer=explainer or self.explainer, inside_explainer=inside or self.inside_explainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "explainer": None}  # it holds a whole search
+        return {**self.__dict__, "explainer": None, "inside_explainer": None}  # they hold a whole search
 
     @classmethod
     def from_split(

@@ -3,7 +3,6 @@ is left free."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from autopar.annotations import read_hints
@@ -14,7 +13,8 @@ from autopar.plan import Plan, Stage
 from autopar.runtime.example import Example
 from autopar.search.assigned import assignment
 from autopar.search.planner import Options
-from autopar.search.sharding import Sharding, Task, choose
+from autopar.search.sharding import Sharding, ShardingProblem, Task
+from autopar.search.sharding_explain import Solved, operator_explainer
 from autopar.search.sharding_resolve import has_sharding_hints, microbatch_on_meta, resolve_sharding
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding_hints import hinted_modules
@@ -55,7 +55,8 @@ def plan_as_sharded(
     task = Task(module, inputs, rows, cluster, m, example.training, options.optimizer, kept)
     memory = min(options.memory_limit or float("inf"), *(d.memory for d in devices))
     try:
-        found = choose(task, mesh, memory=memory, constraints=resolved.constraints)
+        problem = ShardingProblem(task, mesh)
+        found = problem.solve(memory, {}, resolved.constraints)
     except InfeasibleError as error:
         raise InfeasibleError(f"sharded as asked, nothing fits the memory of the devices: {error}") from error
     keys = {node.name: key for node, key in operator_keys(program).items()}
@@ -63,9 +64,9 @@ def plan_as_sharded(
         tuple(devices[i].name for i in resolved.order),
         tuple(keys.values()),
         recompute=bool(options.constraints.recompute) and example.training,
-        sharding=dataclasses.replace(assignment(found, keys), repeated_time=_repeated(found)),
+        sharding=assignment(problem, found, keys),
     )
-    return Plan(
+    plan = Plan(
         (stage,),
         m,
         batch_size=program.batch_size,
@@ -76,6 +77,9 @@ def plan_as_sharded(
         model=fingerprint(example.model),
         device_kinds=tuple(d.kind for d in devices),
     )
+    nodes = {key: name for name, key in keys.items()}
+    solved = Solved(problem, found, nodes, memory, resolved.constraints)
+    return plan.explained_by(inside=operator_explainer(lambda _: solved))
 
 
 def _together(example: Example, options: Options) -> Iterator[str]:
@@ -85,11 +89,6 @@ def _together(example: Example, options: Options) -> Iterator[str]:
             yield f"module '{path}' is pinned to stage {stage}"
     if options.schedule is not None:
         yield f"schedule={options.schedule!r} is for several stages"
-
-
-def _repeated(found: Sharding) -> float:
-    """Seconds of a micro-batch in which a device does what others do, too."""
-    return sum((w.forward + w.backward) * (1 - 1 / (w.share * found.mesh.size)) for w in found.work.values())
 
 
 def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool) -> Iterator[str]:

@@ -20,3 +20,9 @@ def shown(value: Any) -> str:
 def explained(value: Any) -> Any:
     """Why the value is as it is."""
     raise NotImplementedError(f"nothing explains {type(value).__name__}")
+
+
+@singledispatch
+def inside_explained(value: Any, path: str) -> Any:
+    """Why the part of the value that is called `path` is as it is."""
+    raise NotImplementedError(f"nothing explains parts of {type(value).__name__}")

@@ -19,7 +19,7 @@ from autopar.capture import Program, capture
 from autopar.operators import captured_device, on_device, operator_keys
 from autopar.plan import Stage
 from autopar.search.assigned import assignment
-from autopar.search.sharding import Sharding, Task, choose
+from autopar.search.sharding import Sharding, ShardingProblem, Task
 from autopar.sharding.assignment import StageSharding
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster
@@ -33,14 +33,17 @@ def case_of(name: str, shards: int) -> tuple[Case, nn.Module, dict[str, Any]]:
     return case, case.model(), case.inputs(4 * shards)
 
 
-def chosen(program: Program, inputs: dict[str, Any], rows: int, mesh: tuple[int, ...], room: float = 1.0) -> Sharding:
+def chosen(
+    program: Program, inputs: dict[str, Any], rows: int, mesh: tuple[int, ...], room: float = 1.0
+) -> tuple[ShardingProblem, Sharding]:
     """What the search takes for micro-batches of so many samples; `room`: of the bytes that it takes if it may."""
     module = on_device(copy.deepcopy(program.graph_module), captured_device(program), META).to(META)
     leaves = [x[:rows].to(META) if isinstance(x, torch.Tensor) else x for x in program.bind((), inputs)[0]]
     cluster = Cluster.preset(f"{math.prod(mesh)}xH100")
     task, grid = Task(module, leaves, rows, cluster), make_mesh(mesh, [d.name for d in cluster.devices])
-    found = choose(task, grid)
-    return found if room == 1 else choose(task, grid, memory=room * found.nbytes)
+    problem = ShardingProblem(task, grid)
+    found = problem.solve(math.inf, {})
+    return problem, found if room == 1 else problem.solve(room * found.nbytes, {})
 
 
 def assert_same_step(model: nn.Module, pm: PipelinedModule, inputs: dict[str, Any], batch: int) -> None:
@@ -67,8 +70,8 @@ def assert_same_step(model: nn.Module, pm: PipelinedModule, inputs: dict[str, An
 def test_chosen_strategies_give_the_originals_outputs_and_gradients(name: str, mesh: tuple[int, ...]) -> None:
     _, model, inputs = case_of(name, shards := math.prod(mesh))
     program = capture(model, (), inputs)
-    found = chosen(program, inputs, 2 * shards, mesh, room=0.8)
-    sharding = assignment(found, {node.name: key for node, key in operator_keys(program).items()})
+    problem, found = chosen(program, inputs, 2 * shards, mesh, room=0.8)
+    sharding = assignment(problem, found, {node.name: key for node, key in operator_keys(program).items()})
     assert sharding.strategies
     plan = Plan.from_json(one_stage(program, sharding).to_json())
     assert_same_step(model, pipelined(model, plan), inputs, 4 * shards)

@@ -1,5 +1,5 @@
 """Showing plans, profiles, runs and comparisons. The imports register what print() shows of values of lower rooms."""
 
-from autopar.report import diff, explain, text
+from autopar.report import diff, explain, inside, text
 
-__all__ = ["diff", "explain", "text"]
+__all__ = ["diff", "explain", "inside", "text"]

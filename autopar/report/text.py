@@ -12,6 +12,7 @@ from autopar.operators import compute_nodes
 from autopar.paths import ancestors
 from autopar.plan import Plan, Stage
 from autopar.plancheck import replicas
+from autopar.report.sharding import sharding_parts
 from autopar.report.tables import WIDTH, bullet, megabytes, milliseconds, table
 from autopar.schedule import make_schedule
 from autopar.search.predict import plan_timeline
@@ -35,6 +36,7 @@ def plan_text(plan: Plan) -> str:
             for link in plan.transfers
         ]
         parts.append(table(["transfer", "forward MB", "backward MB", "both ms"], rows))
+    parts += sharding_parts(plan)
     told = [*([plan.optimality] if plan.optimality else []), *plan.notes]
     if told:
         parts.append("\n".join(bullet(note) for note in told))

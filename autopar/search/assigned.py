@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 
-from autopar.search.sharding import Sharding
-from autopar.sharding.assignment import StageSharding, Stored, stored_text, strategy_text
+from torch import fx
+
+from autopar.search.sharding import Sharding, ShardingProblem
+from autopar.sharding.assignment import Exchange, Repeated, StageSharding, Stored, stored_text, strategy_text
 from autopar.sharding.layouts import REPLICATE
+from autopar.sharding.special import collectives
 from autopar.sharding.strategies import REPEATED
 
 
-def assignment(found: Sharding, keys: Mapping[str, str]) -> StageSharding:
-    """`keys`: node name -> operator key, as of `operators.operator_keys`.
+def assignment(problem: ShardingProblem, found: Sharding, keys: Mapping[str, str]) -> StageSharding:
+    """What was `found` for `problem`. `keys`: node name -> operator key, as of `operators.operator_keys`.
 
     Operators that every device does and parameters that every device has are left out: they are so without a word.
-    Bytes and seconds are those of the collectives of every micro-batch; what happens once a step is not among them.
     """
-    often = [collective for collective in found.collectives if not collective.once]
-    nbytes = sum(
-        collective.times * move.nbytes
-        for collective in often
-        for move in collective.moves
-        if move.collective is not None
-    )
     whole = (REPLICATE,) * len(found.mesh.shape)
+    inputs = {str(node.target) for node in problem.task.module.graph.nodes if node.op == "placeholder"}
+    exchanged = (*exchanges(found, keys), *exchanges_within(problem, found, keys))
+    share = [1 / problem.task.n_microbatches if e.once else 1.0 for e in exchanged]
+    repeated = tuple(repetitions(found, keys))
     return StageSharding(
         found.mesh.shape,
         found.mesh.names,
@@ -35,8 +35,55 @@ def assignment(found: Sharding, keys: Mapping[str, str]) -> StageSharding:
         tuple(
             (name, stored_text(stored))
             for name, stored in found.stored.items()
-            if name not in keys and stored != Stored(whole, whole)
+            if name not in inputs and stored != Stored(whole, whole)
         ),
-        collective_bytes=round(nbytes),
-        collective_time=sum(collective.seconds for collective in often),
+        exchanged,
+        round(math.fsum(e.nbytes * s for e, s in zip(exchanged, share, strict=True))),
+        math.fsum(e.seconds * s for e, s in zip(exchanged, share, strict=True)),
+        math.fsum(one.seconds for one in repeated),
+        repeated,
     )
+
+
+def exchanges(found: Sharding, keys: Mapping[str, str]) -> Iterator[Exchange]:
+    """Every collective between operators, as often as it happens: of a path from one layout to another each move that
+    is one."""
+    for one in found.collectives:
+        tensor = keys.get(one.tensor, one.tensor)
+        for move in one.moves * one.times:
+            if move.collective is not None:
+                yield Exchange(
+                    move.collective,
+                    found.mesh.names[move.axis],
+                    keys.get(one.reader, tensor),  # what nobody here reads is a result, wanted whole
+                    tensor,
+                    round(move.nbytes),
+                    move.seconds,
+                    one.backward,
+                    one.once,
+                )
+
+
+def exchanges_within(problem: ShardingProblem, found: Sharding, keys: Mapping[str, str]) -> Iterator[Exchange]:
+    """Every collective inside of an operator that devices do together."""
+    nodes = {node.name: node for node in problem.task.module.graph.nodes}
+    for name, strategy in found.strategies.items():
+        bound = problem.facts.bound(nodes[name])
+        if not strategy.special or bound.rule is None:
+            continue
+        operands = [problem.facts.values.get(o) if isinstance(o, fx.Node) else None for o in bound.operands]
+        for inner in collectives(strategy, bound.rule, operands, found.mesh.shape):
+            if inner.backward and not problem.task.training:
+                continue
+            seconds = found.mesh.seconds(inner.collective, inner.nbytes, inner.axis, problem.task.cluster)
+            axis, key = found.mesh.names[inner.axis], keys.get(name, name)
+            yield Exchange(inner.collective, axis, key, key, round(inner.nbytes), seconds, inner.backward)
+
+
+def repetitions(found: Sharding, keys: Mapping[str, str]) -> Iterator[Repeated]:
+    """Operators of which devices do the same, and the seconds of a micro-batch that each would not need."""
+    for name, work in found.work.items():
+        parts = round(1 / work.share)
+        seconds = (work.forward + work.backward) * (1 - parts / found.mesh.size)
+        if seconds > 0:
+            yield Repeated(keys.get(name, name), seconds)

@@ -44,6 +44,14 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """What a device does of an operator although another one does it, too."""
+
+    operator: str  # key
+    seconds: float  # of a micro-batch
+
+
+@dataclass(frozen=True)
 class StageSharding:
     """The devices of a stage as meshes: each `size` of them that follow each other work on a micro-batch together.
 
@@ -58,6 +66,7 @@ class StageSharding:
     collective_bytes: int | None = None  # that a device sends or receives for a micro-batch, forward and backward
     collective_time: float | None = None  # s, of a micro-batch, with its part of what happens once a step
     repeated_time: float | None = None  # s, of a micro-batch: work that a device does although another does it, too
+    repeated: tuple[Repeated, ...] = ()  # operators that make it
 
     @property
     def size(self) -> int:

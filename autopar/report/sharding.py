@@ -1,0 +1,221 @@
+"""Sharded stages of a plan as text: their meshes, who does what, what lies where, what is sent, what is done twice.
+
+What is alike is told once: stages that have the same mesh share their tables, equal layers their lines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from autopar.plan import Plan, Stage
+from autopar.report.patterns import folded, operator_text
+from autopar.report.tables import bullet, megabytes, milliseconds, table
+from autopar.rules import neural
+from autopar.sharding.assignment import Exchange, StageSharding, Stored
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
+
+_MOST = 24  # lines of a table
+_MOST_REPEATED = 6  # operators that are named for what devices do alike
+
+# Operators that are told of even where they only hand on how their first operand lies.
+_TOLD = {*neural.RULES, "embedding"}
+_LINEAR = {"linear": (1, 0), "addmm": (2, 1)}  # place of the weight, its dimension of the result's columns
+
+_SUMMED = ("nbytes", "seconds")
+
+Sides = tuple[tuple[Layout, ...], tuple[Layout, ...]]  # layouts of operands, of results
+
+
+def sharding_parts(plan: Plan) -> list[str]:
+    """Paragraphs of `print(plan)` on its sharded stages; none if it has none."""
+    sharded = {number: stage for number, stage in enumerate(plan.stages) if stage.sharding is not None}
+    if not sharded:
+        return []
+    parts = [_meshes(plan, sharded)]
+    alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Stage]] = defaultdict(list)
+    for stage in sharded.values():
+        if stage.sharding is not None:
+            alike[stage.sharding.mesh, stage.sharding.axes].append(stage)
+    for stages in alike.values():
+        own = [stage.sharding for stage in stages if stage.sharding is not None]
+        over = f" ({mesh_text(own[0])})" if len(alike) > 1 else ""
+        parts += [*_strategies(stages, own, over), *_parameters(own, over)]
+    return [*parts, *_collectives(plan, sharded), *_repeated(plan, sharded)]
+
+
+def mesh_text(sharding: StageSharding) -> str:
+    """`data 2 x model 4`."""
+    return " x ".join(f"{name} {n}" for name, n in zip(sharding.axes, sharding.mesh, strict=True))
+
+
+def axis_text(name: str, sides: Sides, axis: int) -> str:
+    """What an axis of a mesh does with an operator: what it cuts, and whether that leaves parts of a sum."""
+    operands, results = ([layout[axis] for layout in side] for side in sides)
+    cut = next((code for code in results if code >= 0), None)
+    weight, columns = _LINEAR.get(name, (0, 0))
+    if name in _LINEAR and len(operands) > weight and operands[weight] >= 0:
+        return "columns" if operands[weight] == columns else "rows, to be summed"
+    if name == "embedding" and operands[0] >= 0:
+        return "columns" if operands[0] == 1 else "rows of the table, to be summed"
+    if cut is not None:
+        return f"dim {cut}"
+    if PARTIAL in results:
+        return "parts of a sum" if any(code >= 0 for code in operands) else "a sum handed on"
+    return "repeated" if all(code == REPLICATE for code in operands) else "nothing"
+
+
+def stored_words(stored: Stored, axes: Sequence[str], gathered: Iterable[str]) -> str:
+    """Where a parameter is cut. `gathered`: axes along which it is put together for every use."""
+    ways: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for axis, layout, state in zip(axes, stored.layout, stored.state, strict=True):
+        if layout >= 0:
+            ways[f"dim {layout}", ", gathered for every use (ZeRO 3)" if axis in gathered else ""].append(axis)
+        elif state >= 0:
+            ways["state", " (ZeRO 1)"].append(axis)
+    return "; ".join(f"{what} cut by {' and '.join(by)}{how}" for (what, how), by in ways.items())
+
+
+def when(exchange: Exchange) -> str:
+    """Forward, backward or once a step."""
+    return "once a step" if exchange.once else "backward" if exchange.backward else "forward"
+
+
+def times_a_step(exchange: Exchange, plan: Plan, stage: Stage) -> int:
+    """How often a device takes part in it: with every micro-batch of its mesh, forward again where that is recomputed;
+    the busiest mesh counts."""
+    again = stage.recompute and not exchange.backward
+    return 1 if exchange.once else -(-plan.n_microbatches // stage.replicas) * (2 if again else 1)
+
+
+def cut_short(rows: Sequence[list[str]], most: int = _MOST) -> list[list[str]]:
+    """The first rows of a table, and how many there are besides."""
+    if len(rows) <= most:
+        return list(rows)
+    return [*rows[:most], [_more(len(rows) - most), *[""] * (len(rows[0]) - 1)]]
+
+
+def _more(count: int) -> str:
+    return f"... and {count} more"
+
+
+def share_text(seconds: float, plan: Plan) -> str:
+    """Of the step."""
+    return f"{seconds / plan.predicted_step_time:.1%}" if plan.predicted_step_time else "-"
+
+
+def _meshes(plan: Plan, sharded: dict[int, Stage]) -> str:
+    rows = []
+    for number, stage in sharded.items():
+        sharding = stage.sharding
+        assert sharding is not None
+        often = [(e, times_a_step(e, plan, stage)) for e in sharding.exchanges]
+        seconds = sum(e.seconds * n for e, n in often)
+        wasted = (sharding.repeated_time or 0.0) * -(-plan.n_microbatches // stage.replicas)
+        known = bool(sharding.exchanges) or sharding.collective_time == 0
+        rows.append(
+            [
+                str(number),
+                mesh_text(sharding),
+                str(stage.replicas),
+                str(sum(n for _, n in often)) if known else "-",
+                megabytes(sum(e.nbytes * n for e, n in often)) if known else "-",
+                milliseconds(seconds) if known else "-",
+                share_text(seconds, plan) if known else "-",
+                "-" if sharding.repeated_time is None else milliseconds(wasted),
+                "-" if sharding.repeated_time is None else share_text(wasted, plan),
+            ]
+        )
+    columns = ["stage", "mesh", "meshes", "collectives\na step", "MB", "ms", "of the\nstep"]
+    return table([*columns, "repeated work\nms", "of the\nstep"], rows, words=2)
+
+
+def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str) -> Iterator[str]:
+    """Operators by what the axes do with them; those that only hand on what they read are counted."""
+    axes = own[0].axes
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    handed = 0
+    for sharding in own:
+        texts = dict(sharding.strategies)
+        for key, sides in sharding.strategy_of.items():
+            name = key.rpartition("/")[2].partition("#")[0]
+            if name not in _TOLD and _hands_on(sides):
+                handed += 1
+                continue
+            words = [axis_text(name, sides, axis) for axis in range(len(axes))]
+            alike[name, *words, texts[key]].append(key)
+    rows = [[operator_text(text), *words] for (_, *words), keys in alike.items() for text in folded(keys)]
+    if rows:
+        yield table([f"operators{over}", *axes, "layouts"], cut_short(rows), words=2 + len(axes))
+    split = {key for sharding in own for key, _ in sharding.strategies}
+    whole = sum(key not in split for stage in stages for key in stage.operators)
+    told = [f"{handed} other operators keep the layouts of what they read"] if handed else []
+    told += [f"{whole} are done whole by every device of a mesh"] if whole else []
+    if told:
+        yield bullet(", ".join(told))
+
+
+def _hands_on(sides: Sides) -> bool:
+    """Whether along every axis the results are cut if an operand is, and parts of a sum if one is."""
+    operands, results = sides
+    for axis in range(len(results[0]) if results else 0):
+        kinds = {min(layout[axis], 0) for layout in operands}
+        made = {min(layout[axis], 0) for layout in results}
+        if made != (kinds - {REPLICATE} or {REPLICATE}):
+            return False
+    return True
+
+
+def _parameters(own: Sequence[StageSharding], over: str) -> Iterator[str]:
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for sharding in own:
+        gathered: dict[str, set[str]] = defaultdict(set)
+        for exchange in sharding.exchanges:
+            if exchange.collective == "all_gather" and when(exchange) == "forward":
+                gathered[exchange.tensor].add(exchange.axis)
+        texts = dict(sharding.parameters)
+        for name, stored in sharding.stored.items():
+            words = stored_words(stored, sharding.axes, gathered[name])
+            if words:
+                alike[words, texts[name]].append(name)
+    rows = [[text, *told] for told, names in alike.items() for text in folded(names)]
+    if rows:
+        yield table([f"parameters{over}", "stored", "layouts"], cut_short(rows), words=3)
+
+
+def _collectives(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
+    """Of a step, by what reads what comes of them."""
+    found: dict[tuple[str, str, str], dict[str, list[tuple[Exchange, int]]]] = defaultdict(lambda: defaultdict(list))
+    for stage in sharded.values():
+        for exchange in stage.sharding.exchanges if stage.sharding is not None else ():
+            kind = (exchange.collective.replace("_", "-"), exchange.axis, when(exchange))
+            found[kind][exchange.operator].append((exchange, times_a_step(exchange, plan, stage)))
+    lines = []
+    for kind, by_operator in found.items():
+        for text, keys in folded(by_operator).items():
+            several = [pair for key in keys for pair in by_operator[key]]
+            sums = [sum(n for _, n in several), *(sum(getattr(e, of) * n for e, n in several) for of in _SUMMED)]
+            lines.append(((*kind, operator_text(text)), sums))
+    lines.sort(key=lambda line: -line[1][2])
+    rest = [sums for _, sums in lines[_MOST:]]
+    if rest:
+        left = (_more(len(rest)), "", "", "")
+        lines[_MOST:] = [(left, [sum(of) for of in zip(*rest, strict=True)])]
+    if lines:
+        rows = [[*w, str(n), megabytes(b), milliseconds(s), share_text(s, plan)] for w, (n, b, s) in lines]
+        columns = ["collective", "axis", "when", "read by", "a step", "MB", "ms", "of the\nstep"]
+        yield table(columns, rows, words=4)
+
+
+def _repeated(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
+    """Operators that make most of what devices do although others do it, too."""
+    seconds: dict[str, float] = defaultdict(float)
+    for stage in sharded.values():
+        for one in stage.sharding.repeated if stage.sharding is not None else ():
+            seconds[one.operator] += one.seconds * -(-plan.n_microbatches // stage.replicas)
+    sums = {text: sum(seconds[key] for key in keys) for text, keys in folded(seconds).items()}
+    if sums:
+        most = sorted(sums, key=lambda text: -sums[text])
+        told = [f"{operator_text(text)} {milliseconds(sums[text])} ms" for text in most[:_MOST_REPEATED]]
+        more = [f"{len(most) - _MOST_REPEATED} more"] if len(most) > _MOST_REPEATED else []
+        yield bullet(f"devices repeat each other's work, most in {', '.join([*told, *more])} a step")

@@ -1,4 +1,5 @@
-"""Seconds and memory of choosing sharding strategies for whole Llamas, from the model's code to the choice."""
+"""Seconds and memory of choosing for whole Llamas, from the model's code: sharding strategies over a mesh, and all of a
+plan for a cluster."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+import autopar
 from autopar.capture import capture
 from autopar.operators import captured_device, on_device
 from autopar.search.sharding import Task, choose
@@ -31,9 +34,18 @@ class Case:
     mesh: tuple[int, ...]
     width: int = 4096
     samples: int = 64  # of 2048 tokens
+    nodes: int = 0  # of 8 H100; a whole plan: stages, meshes, replicas, recomputation, micro-batches and strategies
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Llama 3 70B (Grattafiori et al., 2024, table 3) is of other proportions."""
+        if self.width == 8192:
+            return {"intermediate_size": 28672, "num_key_value_heads": 8, "vocab_size": 128256}
+        return {"intermediate_size": 43 * self.width // 16}
 
 
 CASES = {"llama_6.7b_32_layers_mesh_8x8": Case(32, (8, 8)), "llama_2_layers_mesh_4x4x4": Case(2, (4, 4, 4))}
+CASES["llama_70b_64_h100_joint"] = Case(80, (), 8192, 128, nodes=8)
 QUICK = {"llama_2_layers_mesh_2x2": Case(2, (2, 2), 64, 8)}
 
 
@@ -47,9 +59,9 @@ class Llama(nn.Module):
         config = LlamaConfig(
             num_hidden_layers=case.layers,
             hidden_size=case.width,
-            intermediate_size=43 * case.width // 16,
             num_attention_heads=max(1, case.width // 128),
             max_position_embeddings=2048,
+            **case.sizes,
         )
         self.model = LlamaForCausalLM(config)
 
@@ -67,8 +79,8 @@ def run_planning_time(quick: bool) -> Report:
         seconds, peak, text = done.stdout.strip().splitlines()[-1].split("|", 2)
         data[name] = {"seconds": float(seconds), "peak_gb": float(peak)}
         rows.append((name.replace("_", " "), f"{float(seconds):.1f}", f"{float(peak):.2f}", text))
-    note = "From the model's code to one strategy for every operator: capture, costs, all strategies, the exact choice."
-    table = Table("Sharding strategies", ("case", "seconds", "peak GB", "choice"), tuple(rows), note)
+    note = "From the model's code: capture, costs, all strategies, the exact choice; for a cluster all of the plan."
+    table = Table("Planning", ("case", "seconds", "peak GB", "choice"), tuple(rows), note)
     return Report("Choosing sharding strategies", (table,), data, plain=True)
 
 
@@ -79,14 +91,27 @@ def choose_case(name: str) -> None:
     with META:
         model = Llama(case).bfloat16().train()
         tokens = torch.empty(case.samples, 2048, dtype=torch.long)
+    text = _plan_all(model, tokens, case) if case.nodes else _choose(model, tokens, case)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    print(f"{seconds}|{peak}|{text}")
+
+
+def _choose(model: nn.Module, tokens: torch.Tensor, case: Case) -> str:
     program = capture(model, (tokens,), {}, look_into_one=True)
     module = on_device(program.graph_module, captured_device(program), META)
     n = math.prod(case.mesh)
     cluster = Cluster.preset("8xH100", nodes=-(-n // 8))
     mesh = make_mesh(case.mesh, [device.name for device in cluster.devices[:n]])
     found = choose(Task(module, [tokens], case.samples, cluster), mesh)
-    seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     proven = "proven optimal" if found.proven else f"within {found.seconds / found.bound - 1:.1%} of a bound"
-    text = f"{len(found.strategies)} operators, a step of {found.seconds * 1e3:.1f} ms; {proven}, width {found.width}"
-    print(f"{seconds}|{peak}|{text}")
+    return f"{len(found.strategies)} operators, a step of {found.seconds * 1e3:.1f} ms; {proven}, width {found.width}"
+
+
+def _plan_all(model: nn.Module, tokens: torch.Tensor, case: Case) -> str:
+    cluster = Cluster.preset("8xH100", nodes=case.nodes)
+    plan = autopar.plan(model, cluster, example_args=(tokens,), target=tokens, loss_fn=lambda loss, _: loss)
+    stages = [f"{stage.replicas} x mesh {stage.sharding.mesh if stage.sharding else 1}" for stage in plan.stages]
+    recomputed = sum(stage.recompute for stage in plan.stages)
+    text = f"{' | '.join(stages)}, {plan.n_microbatches} micro-batches, {plan.schedule}, {recomputed} stages recompute"
+    return f"{text}; a step of {plan.predicted_step_time:.3f} s"

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from models import CASES, Case, assert_same_gradients, assert_same_outputs, gradients, loss_of
-from shardings import at_random, one_stage, pipelined
+from shardings import at_random, one_stage, pipelined, staged
 from torch import nn
 
 from autopar import PipelinedModule, Plan
 from autopar.capture import Program, capture
 from autopar.operators import captured_device, on_device, operator_keys
-from autopar.plan import Stage
 from autopar.search.assigned import assignment
 from autopar.search.sharding import Sharding, ShardingProblem, Task
-from autopar.sharding.assignment import StageSharding
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster
 
@@ -28,9 +26,19 @@ META = torch.device("meta")
 BY_NAME = {case.name: case for case in CASES}
 
 
-def case_of(name: str, shards: int) -> tuple[Case, nn.Module, dict[str, Any]]:
+@functools.cache
+def case_of(name: str) -> tuple[Case, nn.Module, dict[str, Any], Program]:
+    """A family, its model, 24 samples and what is captured of it, which all tests share."""
     case = BY_NAME[name]
-    return case, case.model(), case.inputs(4 * shards)
+    model, inputs = case.model(), case.inputs(24)
+    return case, model, inputs, capture(model, (), inputs)
+
+
+def by_devices(now: dict[str, list[tuple[int, ...]]], later: dict[str, list[tuple[int, ...]]]) -> list[Any]:
+    """(name, mesh) of quick tests and of slow ones."""
+    found: list[Any] = [(name, mesh) for name, meshes in now.items() for mesh in meshes]
+    slow = [(name, mesh) for name, meshes in later.items() for mesh in meshes]
+    return found + [pytest.param(name, mesh, marks=pytest.mark.slow) for name, mesh in slow]
 
 
 def chosen(
@@ -46,8 +54,8 @@ def chosen(
     return problem, found if room == 1 else problem.solve(room * found.nbytes, {})
 
 
-def assert_same_step(model: nn.Module, pm: PipelinedModule, inputs: dict[str, Any], batch: int) -> None:
-    target = torch.randn(batch)
+def assert_same_step(model: nn.Module, pm: PipelinedModule, inputs: dict[str, Any]) -> None:
+    target = torch.randn(24)
 
     def step(module: nn.Module) -> tuple[Any, dict[str, Any]]:
         output = module(**inputs)
@@ -59,58 +67,49 @@ def assert_same_step(model: nn.Module, pm: PipelinedModule, inputs: dict[str, An
     assert_same_gradients(found, wanted)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        *[("bert", (2,)), ("resnet", (2, 2))],
-        *[pytest.param(name, (2, 2), marks=pytest.mark.slow) for name in ("gpt2", "bert", "t5", "mixtral")],
-    ],
-    ids=str,
+# In both together, every model is on every number of devices.
+CHOSEN = by_devices(
+    {"gpt2": [(2,)], "bert": [(3,)], "resnet": [(2, 2)], "t5": [(2,)], "mixtral": [(2, 2)]},
+    {
+        "gpt2": [(3,), (2, 2), (4,)],
+        "bert": [(2,), (2, 2)],
+        "resnet": [(2,), (3,)],
+        "t5": [(3,), (2, 2)],
+        "mixtral": [(2,), (3,), (4,)],
+    },
 )
+ANY = by_devices(
+    {
+        "gpt2": [(3,), (2, 2)],
+        "bert": [(2,), (4,)],
+        "resnet": [(2,), (3,)],
+        "t5": [(3,), (2, 2)],
+        "mixtral": [(2,), (3,)],
+        "gpt2 with labels": [(2,)],
+        "llama": [(2,)],
+        "u-net": [(2, 2)],
+        "lstm": [(2,)],
+        "vit": [(3,)],
+    },
+    {"gpt2": [(2,), (4,)], "bert": [(2, 2)], "resnet": [(2, 2)], "t5": [(2,)], "mixtral": [(2, 2), (4,)]},
+)
+
+
+@pytest.mark.parametrize(("name", "mesh"), CHOSEN, ids=str)
 def test_chosen_strategies_give_the_originals_outputs_and_gradients(name: str, mesh: tuple[int, ...]) -> None:
-    _, model, inputs = case_of(name, shards := math.prod(mesh))
-    program = capture(model, (), inputs)
-    problem, found = chosen(program, inputs, 2 * shards, mesh, room=0.8)
+    _, model, inputs, program = case_of(name)
+    problem, found = chosen(program, inputs, 12, mesh, room=0.9)
     sharding = assignment(problem, found, {node.name: key for node, key in operator_keys(program).items()})
     assert sharding.strategies
     plan = Plan.from_json(one_stage(program, sharding).to_json())
-    assert_same_step(model, pipelined(model, plan), inputs, 4 * shards)
+    assert_same_step(model, pipelined(model, plan), inputs)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        *[(name, (2,)) for name in ("gpt2 with labels", "bert", "resnet", "llama")],
-        *[("bert", (4,)), ("resnet", (2, 2)), ("u-net", (2, 2)), ("lstm", (2,)), ("vit", (3,))],
-        *[pytest.param(name, (2, 2), marks=pytest.mark.slow) for name in ("gpt2", "t5", "mixtral")],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "mesh"), ANY, ids=str)
 def test_any_strategies_give_the_originals_outputs_and_gradients(name: str, mesh: tuple[int, ...]) -> None:
-    _, model, inputs = case_of(name, math.prod(mesh))
-    program = capture(model, (), inputs)
+    _, model, inputs, program = case_of(name)
     plan = one_stage(program, at_random(program, mesh, 5))
-    assert_same_step(model, pipelined(model, plan), inputs, 4 * math.prod(mesh))
-
-
-def staged(
-    program: Program,
-    split: dict[str, int],
-    meshes: Sequence[tuple[int, ...] | None],
-    replicas: Sequence[int],
-    **more: Any,
-) -> Plan:
-    """A pipeline of which stage s is sharded over meshes[s], if there is one, as often as replicas[s] says."""
-    keys, stage_of = operator_keys(program), Plan.from_split(split, n_microbatches=2).assign(program)
-    stages, used = [], 0
-    for s, (mesh, times) in enumerate(zip(meshes, replicas, strict=True)):
-        nodes = [node for node, stage in stage_of.items() if stage == s]
-        sharding: StageSharding | None = at_random(program, mesh, s, nodes) if mesh is not None else None
-        size = times * math.prod(mesh or (1,))
-        names = tuple(f"cpu:{i}" for i in range(used, used + size))
-        used += size
-        stages.append(Stage(names, tuple(keys[node] for node in nodes), sharding=sharding))
-    return replace(Plan(tuple(stages), 2), **more)
+    assert_same_step(model, pipelined(model, plan), inputs)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet", pytest.param("t5", marks=pytest.mark.slow)])
@@ -127,28 +126,26 @@ def staged(
 def test_stages_of_a_pipeline_may_be_sharded_or_not(
     name: str, meshes: list[Any], replicas: list[int], schedule: str, recompute: bool
 ) -> None:
-    case, model, inputs = case_of(name, 6)
-    program = capture(model, (), inputs)
+    case, model, inputs, program = case_of(name)
     plan = staged(program, dict(case.two), meshes, replicas, schedule=schedule)
     plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
-    assert_same_step(model, pipelined(model, plan), inputs, 24)
+    assert_same_step(model, pipelined(model, plan), inputs)
 
 
 def test_interleaved_stages_may_be_sharded() -> None:
-    _, model, inputs = case_of("sequential", 2)
-    program = capture(model, (), inputs)
+    _, model, inputs, program = case_of("sequential")
     split = {"0": 0, "2": 1, "4": 2, "6": 3}
     plan = staged(program, split, [(2,)] * 4, [1] * 4)
     stages = [replace(stage, devices=plan.stages[s % 2].devices) for s, stage in enumerate(plan.stages)]
     plan = replace(plan, stages=tuple(stages), schedule="interleaved-1f1b")
-    assert_same_step(model, pipelined(model, plan), inputs, 8)
+    assert_same_step(model, pipelined(model, plan), inputs)
 
 
 def test_a_trained_step_with_the_loss_inside_is_the_originals() -> None:
-    case, model, inputs = case_of("gpt2", 2)
-    program = capture(model, (), inputs)
+    case, shared, inputs, program = case_of("gpt2")
+    model, original = copy.deepcopy(shared), copy.deepcopy(shared)
     plan = staged(program, dict(case.two), [(2,), (2,)], [1, 1])
-    target, original = torch.randn(8), copy.deepcopy(model)
+    target = torch.randn(24)
     pm = pipelined(model, plan)
     losses: list[list[float]] = [[], []]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, original)]
@@ -158,7 +155,7 @@ def test_a_trained_step_with_the_loss_inside_is_the_originals() -> None:
         losses[0].append(float(pm.train_step(**inputs, target=target, loss_fn=loss_of)))
         loss = loss_of(original(**inputs), target)
         loss.backward()
-        losses[1].append(float(loss))
+        losses[1].append(loss.item())
         for optimizer in optimizers:
             optimizer.step()
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -99,6 +99,7 @@ def run_comparison(
                     measured_memory=max(row.measured_memory.values(), default=None),
                 )
                 for row in rows
+                if row.predicted is not None
             ]
         )
     names = tuple(device.name for device in devices)
@@ -125,7 +126,8 @@ def tune(
                 contestant.close()
     if record:
         pairs = zip(contestants, steps, strict=True)
-        remember([Record.of(c.plan, example.model, devices, seconds, source="tune") for c, seconds in pairs])
+        known = [pair for pair in pairs if pair[0].plan.predicted_step_time is not None]
+        remember([Record.of(c.plan, example.model, devices, seconds, source="tune") for c, seconds in known])
     measured = {c.name: statistics.median(seconds) for c, seconds in zip(contestants, steps, strict=True)}
     fastest = min(measured, key=lambda name: measured[name])
     table = {name: (plan.predicted_step_time or 0.0, measured[name]) for name, plan in priced.items()}
@@ -238,7 +240,8 @@ def _predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
     places = {d.name: d.name if d.shares_process_memory else str(d.torch_device) for d in devices}
     peaks: dict[str, int] = {}  # a device's peak is the same in all its stages
     for stage in plan.stages:
-        peaks |= dict.fromkeys(stage.devices, stage.peak_memory or 0)
+        if stage.peak_memory is not None or stage.sharding is None:
+            peaks |= dict.fromkeys(stage.devices, stage.peak_memory or 0)
     total: Counter[str] = Counter()
     for name, peak in peaks.items():
         total[places[name]] += peak

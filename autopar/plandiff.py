@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.paths import ancestors, nearest
+from autopar.paths import ancestors, few, nearest
 from autopar.showing import shown
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PlanDiff:
 
     @property
     def same_decisions(self) -> bool:
-        """Whether both run the same: stages, devices, micro-batches, schedule and recomputation."""
+        """Whether both run the same: stages, devices, micro-batches, schedule, strategies and recomputation."""
         return not (self.settings or self.moves or self.recomputed or self.only_before or self.only_after)
 
     @property
@@ -158,11 +158,36 @@ def _settings(before: Plan, after: Plan) -> list[Setting]:
         setting("kinds of devices", lambda plan: ", ".join(dict.fromkeys(plan.device_kinds)) or None),
         setting("micro-batches", lambda plan: plan.n_microbatches),
         setting("schedule", lambda plan: plan.schedule),
+        setting("meshes", _meshes),
+        *_sharded(before, after),
         setting("recomputed stages", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.recompute)),
         setting("batch size", lambda plan: plan.batch_size),
         setting("training", lambda plan: plan.training),
         setting("model", lambda plan: plan.model),
     ]
+
+
+def _meshes(plan: Plan) -> str | None:
+    """Of every stage, in order."""
+    texts = [
+        " x ".join(f"{name} {n}" for name, n in zip(s.sharding.axes, s.sharding.mesh, strict=True))
+        if s.sharding
+        else "-"
+        for s in plan.stages
+    ]
+    return " | ".join(texts) if any(stage.sharding for stage in plan.stages) else None
+
+
+def _sharded(before: Plan, after: Plan) -> Iterator[Setting]:
+    """How many operators, and parameters, are split otherwise, and some of them."""
+    for name, place in (("strategies", 0), ("layouts of parameters", 1)):
+        old, new = (
+            {key: text for stage in plan.stages if stage.sharding for key, text in stage.sharding.texts[place]}
+            for plan in (before, after)
+        )
+        other = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+        if other:
+            yield Setting(name, f"{len(old)} split", f"{len(new)} split, other ones for {few(other)}")
 
 
 def _quantities(before: Plan, after: Plan) -> list[Quantity]:

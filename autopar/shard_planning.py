@@ -11,7 +11,7 @@ from autopar.fingerprint import fingerprint
 from autopar.operators import operator_keys
 from autopar.plan import Plan, Stage
 from autopar.runtime.example import Example
-from autopar.search.assigned import assignment
+from autopar.search.assigned import assignment, times
 from autopar.search.planner import Options
 from autopar.search.sharding import Sharding, ShardingProblem, Task
 from autopar.search.sharding_explain import Solved, operator_explainer
@@ -60,9 +60,13 @@ def plan_as_sharded(
     except InfeasibleError as error:
         raise InfeasibleError(f"sharded as asked, nothing fits the memory of the devices: {error}") from error
     keys = {node.name: key for node, key in operator_keys(program).items()}
+    forward, backward = (None, None) if on_cpu else times(found)
     stage = Stage(
         tuple(devices[i].name for i in resolved.order),
         tuple(keys.values()),
+        forward,
+        backward,
+        peak_memory=None if on_cpu else round(found.nbytes),
         recompute=bool(options.constraints.recompute) and example.training,
         sharding=assignment(problem, found, keys),
     )

@@ -30,9 +30,8 @@ class Row:
     measured_memory: Mapping[str, int]  # bytes at the peak
 
     @property
-    def predicted(self) -> float:
-        """Seconds a step."""
-        assert self.plan.predicted_step_time is not None
+    def predicted(self) -> float | None:
+        """Seconds a step; None where a plan's sharded stages have no predictions."""
         return self.plan.predicted_step_time
 
     @property
@@ -41,9 +40,9 @@ class Row:
         return median(self.steps)
 
     @property
-    def error(self) -> float:
+    def error(self) -> float | None:
         """Of the prediction, relative to the measured time: above 0 where the step was faster than predicted."""
-        return self.predicted / self.measured - 1
+        return None if self.predicted is None else self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Comparison:
             milliseconds(row.predicted),
             milliseconds(row.measured),
             f"{milliseconds(min(row.steps))}-{milliseconds(max(row.steps))}",
-            f"{row.error:+.1%}",
+            "-" if row.error is None else f"{row.error:+.1%}",
             f"{self.speed_up(row):.2f}x",
             megabytes(max(row.predicted_memory.values(), default=None)),
             megabytes(max(row.measured_memory.values(), default=None)),

@@ -45,6 +45,14 @@ def assignment(problem: ShardingProblem, found: Sharding, keys: Mapping[str, str
     )
 
 
+def times(found: Sharding) -> tuple[float, float]:
+    """Seconds of a micro-batch forward, and backward with its part of what happens once a step."""
+    forward = [work.forward for work in found.work.values()]
+    forward += [one.seconds for one in found.collectives if not (one.backward or one.once)]
+    whole = math.fsum(forward)
+    return whole, max(0.0, found.seconds - whole)
+
+
 def exchanges(found: Sharding, keys: Mapping[str, str]) -> Iterator[Exchange]:
     """Every collective between operators, as often as it happens: of a path from one layout to another each move that
     is one."""

@@ -19,6 +19,7 @@ from autopar.plan import Link as StageLink
 from autopar.plan import Plan, Stage
 from autopar.schedule import make_schedule
 from autopar.search.atoms import Atoms, gather
+from autopar.search.given import with_sharded
 from autopar.search.meshes import stage_sharding
 from autopar.simulate import StageMemory, StageTimes, Timeline, Transfer, simulate
 from cost_models import Device
@@ -91,7 +92,8 @@ class Times(NamedTuple):
 def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], conditions: Conditions) -> Plan:
     """`plan` with its costs filled in, as if the search had made it; what is not a cost stays.
 
-    `stage_of`: node of the cost graph -> stage, as `plan.assign` says. Values must flow to later stages only.
+    `stage_of`: node of the cost graph -> stage, as `plan.assign` says. Values must flow to later stages only. The costs
+    of sharded stages, and of what they send, are those that the plan has: `costs` are of whole operators.
     """
     line: list[list[str]] = [[] for _ in plan.stages]
     for name, data in costs.graph.nodes(data=True):
@@ -106,9 +108,15 @@ def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], condition
         tuple(stage.recompute for stage in plan.stages),
     )
     found = as_plan(costs, atoms, arrangement, simulated(costs, atoms, arrangement, conditions), conditions)
-    pairs = zip(found.stages, plan.stages, strict=True)
-    stages = tuple(dataclasses.replace(stage, sharding=given.sharding) for stage, given in pairs)
-    return dataclasses.replace(found, stages=stages, split=plan.split, notes=plan.notes, model=plan.model)
+    found = dataclasses.replace(found, split=plan.split, notes=plan.notes, model=plan.model)
+    if not any(stage.sharding for stage in plan.stages):
+        return found
+    kept = with_sharded(found, plan)
+    barrier = 0.0 if costs.training and not conditions.loss_inside else None
+    timeline = plan_timeline(kept, barrier=barrier) if len(kept.transfers) == len(found.transfers) else None
+    if timeline is None:
+        return kept
+    return dataclasses.replace(kept, predicted_step_time=timeline.step_time, bubble=timeline.bubble)
 
 
 def simulated(
@@ -224,11 +232,13 @@ def as_plan(
     )
 
 
-def plan_timeline(plan: Plan, *, link_speed: float = 1.0, batch_factor: int = 1) -> Timeline | None:
+def plan_timeline(
+    plan: Plan, *, link_speed: float = 1.0, batch_factor: int = 1, barrier: float | None = None
+) -> Timeline | None:
     """One step drawn from a plan's own numbers; None where it has none (made by hand).
 
     `link_speed`: as if every transfer took one so many-th of the time. `batch_factor`: as if the batch were so many
-    times as large, in so many times as many micro-batches.
+    times as large, in so many times as many micro-batches. `barrier`: as of `simulate`.
     """
     if any(stage.forward_time is None or stage.backward_time is None for stage in plan.stages):
         return None
@@ -259,7 +269,7 @@ def plan_timeline(plan: Plan, *, link_speed: float = 1.0, batch_factor: int = 1)
         transfers.append(Transfer(link.source, link.target, (seconds - back,) * m, (back,) * m))
     ranks = [stage.replicas for stage in plan.stages[: plan.ranks]]
     schedule = make_schedule(plan.schedule, m, ranks, chunks=plan.chunks, training=plan.training)
-    return simulate(schedule, stages, transfers)
+    return simulate(schedule, stages, transfers, barrier=barrier)
 
 
 def atom_times(costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: float) -> Times:

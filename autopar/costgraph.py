@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 import torch
@@ -69,6 +69,7 @@ class Way:
     repeated: Mapping[str, float]  # by operator: s of its work that other devices do, too
     reads: Mapping[str, tuple[str, ...]]  # by operator: names of its parameters
     exchanges: Callable[[str], tuple[Exchange, ...]]  # of an operator: its collectives
+    solved: Callable[[], Any]  # what its strategies were chosen in (`search.sharding_explain.Solved`)
 
 
 @dataclass(frozen=True)

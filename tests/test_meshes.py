@@ -122,15 +122,19 @@ def test_workers_of_cpus_are_no_meshes(llama: nn.Module) -> None:
 
 @pytest.mark.parametrize(("name", "shards"), [("gpt2", 2), ("gpt2", 4), ("bert", 2), ("t5", 2)])
 def test_a_plan_of_meshes_runs_and_has_the_original_gradients(name: str, shards: int) -> None:
-    """Made ahead for GPUs, with nothing but meshes to choose from, and followed by CPU workers instead."""
+    """Made ahead for GPUs, with nothing but meshes to choose from and little memory, and followed by CPU workers."""
     case = next(case for case in CASES if case.name == name)
     model, call = case.model().eval(), case.inputs(4)
     cluster = Cluster.preset("4xH100")
     example = example_ahead(model, (), call, settings=Settings())
     costs = estimate_costs(example, cluster)
-    meshes = Meshes(costs, subject_of(example, "adamw")).of(shards, [2])
-    assert meshes is not None
-    ahead = make_plan(meshes, Options(n_microbatches=2))
+
+    def of_meshes(memory_limit: float | None) -> Plan:
+        meshes = Meshes(costs, subject_of(example, "adamw"), memory_limit).of(shards, [2])
+        assert meshes is not None
+        return make_plan(meshes, Options(n_microbatches=2, memory_limit=memory_limit))
+
+    ahead = of_meshes(0.8 * max(stage.peak_memory or 0 for stage in of_meshes(None).stages))
     names = dict(zip(ahead.devices, [f"cpu:{i}" for i in range(4)], strict=True))
     stages = tuple(replace(s, devices=tuple(names[d] for d in s.devices)) for s in ahead.stages)
     plan = replace(ahead, stages=stages, devices=tuple(names.values()), device_kinds=())

@@ -409,7 +409,8 @@ class Searching:
     def describe(self, candidate: Candidate) -> str:
         """A plan in a line."""
         arrangement = candidate.arrangement
-        where = places(arrangement.ranks, arrangement.chunks)
+        ranks = [[device for name in rank for device in self.costs.devices_of(name)] for rank in arrangement.ranks]
+        where = places(ranks, arrangement.chunks)
         n_stages, m = len(arrangement.stages), arrangement.n_microbatches
         text = f"{n_stages} stage{'s' if n_stages > 1 else ''} on {where}, {m} micro-batch{'es' if m > 1 else ''}, "
         text += arrangement.schedule

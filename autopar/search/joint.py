@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.costgraph import CostGraph
@@ -39,43 +39,43 @@ def plan_with_meshes(
     the same in all stages. Raises InputError and InfeasibleError like `make_plan`.
     """
     meshes = Meshes(costs, subject, options.memory_limit)
-    sizes = [size for size in meshes.sizes() if max_shards is None or size <= max_shards]
-    found: list[Plan] = []
-    impossible: InfeasibleError | None = None
-    sizes = sorted([1, *sizes], key=lambda size: (abs(math.log2(size / _FIRST)), size))
+    sizes = [size for size in (1, *meshes.sizes()) if max_shards is None or size <= max_shards]
+    sizes.sort(key=lambda size: (abs(math.log2(size / _FIRST)), size))
     fixed = [1] if options.one_microbatch_because else options.n_microbatches and [options.n_microbatches]
-    left = [(size, fixed or meshes.counts(size, _ROUNDS)) for size in sizes]
-    closer = False
-    while left:
-        size, counts = left.pop(0)
-        progress(f"plans with {size} devices a micro-batch", 1 - (len(left) + 1) / (len(sizes) + _CLOSER))
+    found: list[Plan] = []
+    impossible: list[InfeasibleError] = []
+
+    def search(size: int, counts: Sequence[int], done: float) -> None:
+        progress(f"plans with {size} devices a micro-batch", done)
         own = costs if size == 1 else meshes.of(size, counts)
+        rival = min(map(_seconds, found), default=math.inf)
         try:
-            rival = replace(options, rival=min(map(_seconds, found), default=math.inf), one_of_several=True)
-            plans = find_plans(own, rival, 1) if own is not None else []
+            plans = find_plans(own, replace(options, rival=rival, one_of_several=True), 1) if own is not None else []
         except InfeasibleError as error:
-            impossible = impossible or error
-            plans = []
-        found += plans
+            impossible.append(error)
+            return
         log.info("%d devices a micro-batch, %s: %s s", size, counts, [plan.predicted_step_time for plan in plans])
-        if not left and not closer and not fixed:
-            closer = True
-            best = sorted(
-                {_shards(plan): plan for plan in sorted(found, key=_seconds, reverse=True)}.values(), key=_seconds
-            )
-            for plan in best[:_CLOSER]:
-                other = set(meshes.counts(_shards(plan), _OTHER_ROUNDS)) - set(meshes.counts(_shards(plan), _ROUNDS))
-                if _shards(plan) > 1 and other:
-                    left.append((_shards(plan), sorted(other)))
+        found.extend(plans)
+
+    for number, size in enumerate(sizes):
+        search(size, fixed or meshes.counts(size, _ROUNDS), number / (len(sizes) + _CLOSER))
+    promising = list(dict.fromkeys(_shards(plan) for plan in sorted(found, key=_seconds)))[:_CLOSER]
+    for number, size in enumerate(promising):
+        more = sorted({*meshes.counts(size, _OTHER_ROUNDS)} - {*meshes.counts(size, _ROUNDS)})
+        if size > 1 and more and not fixed:
+            search(size, more, (len(sizes) + number) / (len(sizes) + _CLOSER))
     if not found:
-        assert impossible is not None
-        raise impossible
-    fastest = min(found, key=_seconds)
-    near = [plan for plan in found if _seconds(plan) <= _seconds(fastest) * (1 + _WORTH)]
+        raise impossible[0]
+    return _best(found)
+
+
+def _best(found: Sequence[Plan]) -> Plan:
+    """The fastest, or one that is as good as that with fewer devices to a mesh; with the others as runners-up."""
+    fastest = min(map(_seconds, found))
+    near = [plan for plan in found if _seconds(plan) <= fastest * (1 + _WORTH)]
     best = min(near, key=lambda plan: (_shards(plan), _seconds(plan)))
-    others = sorted((plan for plan in found if plan is not best), key=_seconds)
-    rivals = [RunnerUp(_described(plan), _seconds(plan)) for plan in others]
-    rivals += [r for plan in found for r in plan.runners_up]
+    rivals = [RunnerUp(_described(plan), _seconds(plan)) for plan in found if plan is not best]
+    rivals += [r for plan in found if _shards(plan) == 1 or plan is best for r in plan.runners_up]
     return replace(best, runners_up=tuple(sorted(rivals, key=lambda r: r.step_time)[:_RUNNERS_UP]))
 
 

@@ -26,6 +26,7 @@ from autopar.costgraph import CostGraph, Way
 from autopar.costtable import CostTable
 from autopar.folding import Folded, fold
 from autopar.search.sharding import Collective, Facts, Sharding, ShardingProblem, Task
+from autopar.search.sharding_explain import Solved
 from autopar.sharding.assignment import Exchange, StageSharding, stored_text, strategy_text
 from autopar.sharding.layouts import REPLICATE, parts
 from autopar.sharding.mesh import Mesh, make_mesh
@@ -115,14 +116,14 @@ class Meshes:
                 continue
             for shape in _shapes(size, self._per_node(kind)):
                 mesh = make_mesh(shape, [d.name for d in chunks[0]], _NAMES[-len(shape) :])
-                for number, found in enumerate(self._chosen(mesh, m, memory)):
+                task = self._task(m)
+                for number, found in enumerate(self._chosen(task, mesh, memory)):
                     name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"
-                    yield self._way(name, kind, m, found)
+                    yield self._way(name, kind, m, task, found)
 
-    def _chosen(self, mesh: Mesh, m: int, memory: float) -> Iterator[Sharding]:
-        """The fastest strategies, and the fastest of those that need less memory, should `memory` be short."""
+    def _task(self, m: int) -> Task:
         rows = self._costs.batch_size // m
-        task = Task(
+        return Task(
             self._folded.module,
             self._subject.inputs(rows),
             rows,
@@ -133,9 +134,10 @@ class Meshes:
             copies=self._folded.copies,
             again=self._folded.again,
         )
-        if rows not in self._facts:
-            self._facts[rows] = Facts(task)
-        problem = ShardingProblem(task, mesh, self._facts[rows])
+
+    def _chosen(self, task: Task, mesh: Mesh, memory: float) -> Iterator[Sharding]:
+        """The fastest strategies, and the fastest of those that need less memory, should `memory` be short."""
+        problem = ShardingProblem(task, mesh, self._facts_of(task))
         best = problem.priced(0.0)
         yield best
         needed = best.nbytes
@@ -145,7 +147,12 @@ class Meshes:
                 yield found
                 needed = found.nbytes
 
-    def _way(self, name: str, kind: str, m: int, found: Sharding) -> Way:
+    def _facts_of(self, task: Task) -> Facts:
+        if task.rows not in self._facts:
+            self._facts[task.rows] = Facts(task)
+        return self._facts[task.rows]
+
+    def _way(self, name: str, kind: str, m: int, task: Task, found: Sharding) -> Way:
         folded, mesh = self._folded, found.mesh
         forward, backward, moved = _with_collectives(found, folded, m)
         graph: nx.DiGraph = nx.DiGraph(self._costs.graph)
@@ -185,6 +192,12 @@ class Meshes:
                     graph.nodes[node]["parameters"][storage] = weight._replace(
                         parts=parts(stored.layout, mesh.shape), state_parts=parts(stored.state, mesh.shape)
                     )
+
+        def solved() -> Solved:
+            problem = ShardingProblem(task, mesh, self._facts_of(task))
+            kept = {data["key"]: folded.kept(node) for node, data in graph.nodes(data=True)}
+            return Solved(problem, found, kept, found.nbytes)
+
         names = {str(n.target) for n in nodes.values() if n.op == "get_attr"}
         stored_as = {name: found.stored.get(folded.kept(name)) for name in sorted(names)}
         cut_ones = tuple(
@@ -203,6 +216,7 @@ class Meshes:
             repeated,
             reads,
             _exchanges(found, folded, {name: n for name, n in nodes.items() if name in graph}, graph),
+            solved,
         )
 
 

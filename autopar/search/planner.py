@@ -7,7 +7,7 @@ out by the simulator, which knows warm-ups, uneven micro-batches and single link
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.costgraph import CostGraph
@@ -19,6 +19,7 @@ from autopar.search.candidates import Candidate, Searching
 from autopar.search.explain import explanation
 from autopar.search.partition import explain_infeasible
 from autopar.search.predict import Conditions, as_plan
+from autopar.search.sharding_explain import InsideExplained, operator_explainer
 
 # More devices must be faster by this share of the step to be preferred; plans closer than that are equally fast.
 _WORTH = 0.01
@@ -55,7 +56,7 @@ def make_plan(costs: CostGraph, options: Options) -> Plan:
 
     Raises InputError for options that contradict the batch and InfeasibleError if nothing fits the memory.
     """
-    return find_plans(costs, options, 1)[0]
+    return find_plans(costs, replace(options, rival=math.inf), 1)[0]
 
 
 def find_plans(costs: CostGraph, options: Options, most: int) -> list[Plan]:
@@ -87,8 +88,13 @@ def find_plans(costs: CostGraph, options: Options, most: int) -> list[Plan]:
             optimality=sentence,
             runners_up=runners_up,
         )
-        plans.append(plan.explained_by(explanation(searching, candidate, candidates, make_plan)))
+        inside = _operators_explained(costs, candidate.arrangement.ways) if costs.ways else None
+        plans.append(plan.explained_by(explanation(searching, candidate, candidates, make_plan), inside))
     return plans
+
+
+def _operators_explained(costs: CostGraph, ways: Sequence[str]) -> Callable[[Plan, str], InsideExplained]:
+    return operator_explainer(lambda stage: costs.way[ways[stage]].solved())
 
 
 def _choose(candidates: Sequence[Candidate]) -> Candidate:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from autopar.plancheck import places
 from autopar.schedule import SCHEDULES
 from autopar.search.atoms import make_atoms
 from autopar.search.cuts import AtomGraph
+from autopar.search.effort import COARSE, EXACT, EXACT_STATES, ONE_OF_SEVERAL
 from autopar.search.explore import Found, cuts_worth_looking_at, most_cuts, refine
 from autopar.search.partition import relaxed_bound, solve
 from autopar.search.placing import group_devices, kind_of, place
@@ -27,7 +27,6 @@ from cost_models import Device
 if TYPE_CHECKING:
     from autopar.search.planner import Options
 
-log = logging.getLogger(__name__)
 
 # Of the partitions found those are simulated whose objective is at most this much above the best.
 _PROMISING = 0.04
@@ -37,29 +36,6 @@ _FEW_DEVICES = 8  # up to so many every number of devices is looked at
 _FIRST_TOLERANCE = 5e-3  # share of the objective that the first look at everything leaves unproven
 
 Used = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How closely a search looks."""
-
-    tolerance: float  # share of the objective that is left unproven
-    counts: int  # numbers of micro-batches that are looked at first
-    chunks: tuple[int, ...]  # stages a device under interleaved schedules
-    halvings: int  # of the gaps between numbers of micro-batches
-    halved: int  # vectors of device counts for which that is done, the largest first
-    refined: int  # plans of each schedule that are searched for again, over cuts near theirs
-    rounds: int  # of that
-    simulated: int = 24
-    fewer: tuple[int, ...] = (1, 2)  # where devices are many: how often their number is halved
-    cuts: int = 400
-
-
-# Up to so many vectors of device counts everything is proven.
-_EXACT_STATES = 100
-_EXACT = Effort(tolerance=0.0, counts=20, chunks=(2, 3, 4), halvings=6, halved=4, refined=2, rounds=3)
-_COARSE = Effort(tolerance=2e-3, counts=9, chunks=(2,), halvings=1, halved=1, refined=1, rounds=1)
-_ONE_OF_SEVERAL = Effort(5e-3, 6, (2,), halvings=0, halved=0, refined=0, rounds=0, simulated=6, fewer=(), cuts=160)
 
 
 @dataclass(frozen=True)
@@ -96,9 +72,9 @@ class Searching:
         self.groups = group_devices(costs.devices)
         self.kinds = tuple(kind_of(costs, group, min(map(self._memory, group))) for group in self.groups)
         self.full: Used = tuple(len(group) for group in self.groups)
-        self.effort = _EXACT if math.prod(c + 1 for c in self.full) <= _EXACT_STATES else _COARSE
+        self.effort = EXACT if math.prod(c + 1 for c in self.full) <= EXACT_STATES else COARSE
         if options.one_of_several:
-            self.effort = _ONE_OF_SEVERAL
+            self.effort = ONE_OF_SEVERAL
         table = costs.tables[0]
         self.graph: AtomGraph = self.atoms.graph(
             np.maximum(self.atoms.sums(table.nodes, table.forward[-1] + table.backward[-1]), 0.0)

@@ -1,108 +1,28 @@
-"""What plans with sharded stages print, and how their operators are explained: facts, not whole texts."""
+"""What plans with sharded stages print, what their numbers are, and how they differ: facts, not whole texts."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from sharded_plans import M, chosen, sharding_in
 
-import autopar
-from autopar import Plan, PlanError
-from autopar.capture import capture
-from autopar.operators import captured_device, on_device, operator_keys
+from autopar import Plan
 from autopar.plan import Link, Stage
 from autopar.report.patterns import folded
 from autopar.report.sharding import axis_text, stored_words
-from autopar.search.assigned import assignment, exchanges_within
+from autopar.search.assigned import exchanges_within
 from autopar.search.predict import Conditions, predict
-from autopar.search.sharding import Sharding, ShardingProblem, Task, choose
-from autopar.search.sharding_explain import InsideExplained, Solved, Whole, operator_explainer
-from autopar.sharding.assignment import Exchange, Repeated, StageSharding, parse_stored, parse_strategy, strategy_text
-from autopar.sharding.mesh import make_mesh
+from autopar.sharding.assignment import Exchange, Repeated, StageSharding, parse_stored, parse_strategy
 from benchmarks.planning import Case, synthetic_costs
-from cost_models import Cluster
 
-META = torch.device("meta")
+INSIDE = Conditions(loss_inside=True)
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-M = 4  # micro-batches
-INF = float("inf")
-
-
-class Loss(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(ids, labels=ids).loss
-        return loss
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.gelu(self.up(x))).square().mean()
-
-
-def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=1024, n_head=16, vocab_size=8192))
-
-
-def llama() -> nn.Module:
-    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "vocab_size": 8192}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes))
-
-
-def problem_of(name: str) -> tuple[ShardingProblem, dict[str, str]]:
-    """A training step over a mesh data 2 x model 2, and the keys of its operators by node."""
-    with META:
-        model = {"mlp": Mlp, "gpt2": lambda: Loss(gpt2()), "llama": lambda: Loss(llama())}[name]().train()
-        x = torch.empty(8, 512, 1024) if name == "mlp" else torch.zeros(8, 512, dtype=torch.long)
-    program = capture(model, (x,), {}, look_into_one=True)
-    module = on_device(program.graph_module, captured_device(program), META)
-    cluster = Cluster.preset("4xH100")
-    mesh = make_mesh((2, 2), [device.name for device in cluster.devices], ("data", "model"))
-    keys = {node.name: key for node, key in operator_keys(program).items()}
-    return ShardingProblem(Task(module, [x], 8, cluster, M), mesh), keys
-
-
-@cache
-def chosen(name: str, room: float = 1.0) -> tuple[Plan, ShardingProblem, Sharding, dict[str, str], float]:
-    """`room`: of the bytes that the fastest strategies take."""
-    problem, keys = problem_of(name)
-    found, memory = problem.solve(INF, {}), INF
-    if room < 1:
-        memory = room * found.nbytes
-        found = problem.solve(memory, {})
-    stage = Stage(problem.mesh.devices, tuple(keys.values()), sharding=assignment(problem, found, keys))
-    plan = Plan((stage,), M, batch_size=8 * M, predicted_step_time=M * found.seconds)
-    solved = Solved(problem, found, {key: node for node, key in keys.items()}, memory)
-    return plan.explained_by(inside=operator_explainer(lambda _: solved)), problem, found, keys, memory
-
-
-def sharding_in(plan: Plan, stage: int = 0) -> StageSharding:
-    found = plan.stages[stage].sharding
-    assert found is not None
-    return found
-
-
-def explained(plan: Plan, path: str) -> InsideExplained:
-    found = plan.explain(path)
-    assert isinstance(found, InsideExplained)
-    return found
 
 
 def table_in(text: str, head: str) -> list[list[str]]:
@@ -246,85 +166,6 @@ def test_folded_names_stand_for_exactly_the_names_that_were_given_each_once(name
     assert all(unfolded(pattern) == set(members) for pattern, members in found.items())
 
 
-PATHS = {"mlp": "up", "gpt2": "model.transformer.h.1.mlp.c_fc/addmm", "llama": "model.model.layers.1.mlp.down_proj"}
-
-
-@pytest.mark.parametrize("name", PATHS)
-def test_with_a_strategy_given_the_whole_takes_what_choosing_anew_finds(name: str) -> None:
-    plan, problem, found, keys, _ = chosen(name)
-    (one,) = explained(plan, PATHS[name]).operators
-    node = next(node for node, key in keys.items() if key == one.key)
-    assert one.chosen is not None
-    assert one.chosen.strategy == strategy_text(found.strategies[node])
-    assert (one.chosen.whole and one.chosen.whole.seconds) == found.seconds
-    assert one.others
-    by_text = {strategy_text(strategy): strategy for strategy in problem.options[node][1].strategies}
-    for other in one.others:
-        anew = choose(problem.task, problem.mesh, fixed={node: by_text[other.strategy]})
-        assert other.whole is not None
-        assert other.whole.seconds == pytest.approx(anew.seconds)
-        assert other.whole.seconds >= found.seconds * (1 - 1e-9)
-        assert other.whole.seconds <= found.seconds + cost(other) - cost(one.chosen) + 1e-12
-
-
-def cost(one: Any) -> float:
-    return float(one.seconds + one.exchanged)
-
-
-@pytest.mark.parametrize("name", ["mlp", "llama"])
-def test_collectives_beside_an_operator_are_what_the_whole_takes_more_if_all_others_stay(name: str) -> None:
-    plan, problem, found, keys, _ = chosen(name)
-    (one,) = explained(plan, PATHS[name]).operators
-    node = next(node for node, key in keys.items() if key == one.key)
-    by_text = {strategy_text(strategy): strategy for strategy in problem.options[node][1].strategies}
-    assert one.chosen is not None
-    for other in one.others:
-        staying = problem.solve(INF, {**found.strategies, node: by_text[other.strategy]})
-        assert cost(other) - cost(one.chosen) == pytest.approx(staying.seconds - found.seconds, abs=1e-12)
-
-
-def test_within_a_limit_of_the_memory_every_alternative_fits_it_or_is_said_not_to() -> None:
-    plan, _, found, _, memory = chosen("mlp", 0.5)
-    (one,) = explained(plan, "up").operators
-    wholes = [other.whole for other in one.others if other.fits]
-    assert all(isinstance(whole, Whole) and whole.nbytes <= memory for whole in wholes)
-    assert all(whole.seconds >= found.bound * (1 - 1e-9) for whole in wholes if whole is not None)
-
-
-def test_the_text_of_an_explanation_lists_the_candidates_and_says_why_the_chosen_one_won() -> None:
-    plan = chosen("mlp")[0]
-    text = str(plan.explain("down"))
-    (one,) = explained(plan, "down/linear").operators
-    assert one.chosen is not None
-    for alternative in (one.chosen, *one.others):
-        assert alternative.strategy in text
-    assert re.search(r"- chosen (for|as)", text)
-    assert f"... and {one.more} more" in text
-    for exchange in one.exchanges:
-        assert f"{exchange.collective.replace('_', '-')} along {exchange.axis}" in text
-
-
-def test_an_unknown_path_is_refused_with_names_close_to_it() -> None:
-    plan = chosen("llama")[0]
-    with pytest.raises(PlanError, match=re.escape("'model.model.layers.0.mlp.up_proj'")):
-        plan.explain("model.model.layer.0.mlp.up_proj")
-    with pytest.raises(PlanError, match="names no operators"):
-        Plan.from_split({"a": 0}, n_microbatches=1).explain("a")
-
-
-def test_a_loaded_plan_tells_what_its_own_numbers_say_of_an_operator() -> None:
-    plan = chosen("llama")[0]
-    loaded = Plan.from_json(plan.to_json())
-    path = PATHS["llama"]
-    (found,), (known,) = explained(loaded, path).operators, explained(plan, path).operators
-    assert found.chosen is None
-    assert (found.strategy, found.exchanges, found.repeated) == (known.strategy, known.exchanges, known.repeated)
-    text = str(loaded.explain(path))
-    assert found.strategy is not None
-    assert found.strategy in text
-    assert "only a new search can tell" in text
-
-
 def test_an_operator_of_a_stage_that_is_not_split_is_told_so() -> None:
     plan = layered(8, 2)
     plan = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], sharding=None)))
@@ -353,9 +194,6 @@ def priced(sharded: bool = True, **numbers: Any) -> Plan:
     return predict(costs, Plan((first, Stage((names[4],))), 4, transfers=(Link(0, 1, 8, 8, 1e-6),)), stage_of, INSIDE)
 
 
-INSIDE = Conditions(loss_inside=True)
-
-
 def test_a_sharded_stage_without_numbers_is_not_priced_as_replicas() -> None:
     plan = priced()
     assert (plan.predicted_step_time, plan.bubble, plan.stages[0].forward_time) == (None, None, None)
@@ -371,26 +209,3 @@ def test_a_sharded_stage_keeps_its_own_numbers_and_the_step_follows_from_them() 
     assert stage.operators
     own = sum((plan.stages[1].forward_time or 0.0, plan.stages[1].backward_time or 0.0))
     assert 4 * 3.0 < (plan.predicted_step_time or 0.0) < 4 * (3.0 + own) + 0.01
-
-
-class Hinted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = autopar.shard(nn.Linear(64, 256), in_strategy=((2, 2),)), nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.relu(self.up(x)))
-
-
-def test_a_plan_for_hints_explains_within_what_they_allow() -> None:
-    plan = autopar.plan(Hinted(), Cluster.preset("4xH100"), example_args=(torch.randn(8, 64),))
-    (one,) = explained(plan, "up").operators
-    assert one.chosen is not None
-    for alternative in (one.chosen, *one.others):
-        operands, _ = parse_strategy(alternative.strategy, 2)
-        assert sorted(operands[0]) == [0, 1]
-    stage = plan.stages[0]
-    assert plan.n_microbatches * ((stage.forward_time or 0.0) + (stage.backward_time or 0.0)) == pytest.approx(
-        plan.predicted_step_time
-    )
-    assert "mesh" in str(plan)

@@ -56,6 +56,7 @@ def _full(plan: Plan, one: OperatorExplained) -> Iterator[str]:
     columns = ["", *sharding.axes, "layouts", "own\nms", "collectives\nms", "kept\nMB", "whole\nms", "whole\nMB"]
     yield table(columns, rows, words=2 + len(sharding.axes))
     told = [_why(sharding, one), *(f"it causes {text}" for text in _exchanges(one))]
+    told += [f"whole is with all {one.alike} equal operators of equal layers so"] if one.alike > 1 else []
     told += [f"devices repeat {milliseconds(one.repeated)} ms of it"] if one.repeated else []
     yield "\n".join(map(bullet, told))
 
@@ -63,7 +64,7 @@ def _full(plan: Plan, one: OperatorExplained) -> Iterator[str]:
 def _row(sharding: StageSharding, key: str, one: Alternative, mark: str) -> list[str]:
     whole = one.whole
     if whole is None:
-        totals = ["does not fit" if not one.fits else "-", "-"]
+        totals = ["none fits" if not one.fits else "-", "-"]
     else:
         totals = ["" if whole.proven else "<=", megabytes(whole.nbytes)]
         totals[0] += milliseconds(whole.seconds)
@@ -84,7 +85,8 @@ def _why(sharding: StageSharding, one: OperatorExplained) -> str:
     assert chosen.whole is not None
     rivals = [(other.whole, other) for other in one.others if other.whole is not None]
     if not rivals:
-        return "chosen for memory: nothing else listed fits" if one.others else "it can do nothing else"
+        listed = "chosen for memory: with none of the others listed anything was found that fits"
+        return listed if one.others else "it can do nothing else"
     whole, rival = min(rivals, key=lambda pair: pair[0].seconds)
     seconds, nbytes = whole.seconds - chosen.whole.seconds, whole.nbytes - chosen.whole.nbytes
     exchanged = whole.exchanged - chosen.whole.exchanged
@@ -105,7 +107,7 @@ def _why(sharding: StageSharding, one: OperatorExplained) -> str:
     if abs(nbytes) >= 1:
         text += f"; each device holds {megabytes(abs(nbytes))} MB{_more(nbytes)}"
     refused = sum(not other.fits for other in one.others)
-    return text + (f"; with {refused} of those listed nothing fits the memory" if refused else "")
+    return text + (f"; with {refused} of those listed nothing was found that fits the memory" if refused else "")
 
 
 def _more(value: float) -> str:

@@ -59,7 +59,7 @@ class Alternative:
     exchanged: float  # s of collectives beside it while other operators stay as they are
     kept: float  # bytes for the backward
     whole: Whole | None  # with it, all others chosen anew
-    fits: bool = True  # not, if nothing with it fits the memory
+    fits: bool = True  # not, if nothing with it was found that fits the memory
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class OperatorExplained:
     chosen: Alternative | None  # None where the plan's own numbers are all there is
     others: tuple[Alternative, ...]  # by what they cost beside the neighbours
     more: int  # strategies that are not listed
+    alike: int = 1  # operators of equal layers, this one among them, that are split alike
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def _explained(plan: Plan, stage: int, keys: Sequence[str], solved: Solved | Non
     texts = {} if sharding is None else dict(sharding.strategies)
     exchanges: dict[str, list[Exchange]] = defaultdict(list)
     repeated: dict[str, float] = {}
+    told = sharding is None or bool(sharding.repeated) or sharding.repeated_time == 0
     if sharding is not None:
         repeated = {one.operator: one.seconds for one in sharding.repeated}
         for exchange in sharding.exchanges:
@@ -148,10 +150,10 @@ def _explained(plan: Plan, stage: int, keys: Sequence[str], solved: Solved | Non
     found = []
     for key in keys:
         chosen, others, more = known.alternatives(key, key in anew) if known is not None else (None, (), 0)
-        again = repeated.get(key, 0.0) if repeated else None
-        found.append(
-            OperatorExplained(key, stage, texts.get(key), tuple(exchanges[key]), again, chosen, tuple(others), more)
-        )
+        again = repeated.get(key, 0.0) if told else None
+        alike = known.copies(key) if known is not None else 1
+        caused, text = tuple(exchanges[key]), texts.get(key)
+        found.append(OperatorExplained(key, stage, text, caused, again, chosen, tuple(others), more, alike))
     return found
 
 
@@ -196,6 +198,10 @@ class _Known:
             seconds = {key: s for key, s in seconds.items() if s > 0}  # views are free
         return sorted(seconds, key=lambda key: -seconds[key])[:most]
 
+    def copies(self, key: str) -> int:
+        """Operators that the one that stands for this one in the problem stands for."""
+        return self.problem.task.copies.get(self.solved.nodes.get(key, ""), 1)
+
     def alternatives(self, key: str, anew: bool) -> tuple[Alternative | None, list[Alternative], int]:
         """(what was chosen, the best others beside the neighbours, how many more there are).
 
@@ -206,7 +212,7 @@ class _Known:
             return None, [], 0
         variable, options = self.problem.options[node]
         exchanged = self.beside(variable)
-        chosen, copies = self._option[variable], self.problem.task.copies.get(node, 1)
+        chosen, copies = self._option[variable], self.copies(key)
 
         def alternative(option: int) -> Alternative:
             whole = (self._chosen if option == chosen else self._with(node, option)) if anew else None

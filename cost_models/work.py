@@ -213,11 +213,13 @@ def _fused_attention(
     inputs = [query, key, value, *([attn_mask] if attn_mask is not None else [])]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     hidden = (1 - 1 / length) / 2 if is_causal and length == key.shape[2] else 0.0
-    flops = known[aten._scaled_dot_product_flash_attention](query, key, value)
+    # Torch 2.11's formulas know no heads that share keys; a key and a value for each give what later ones count.
+    every = [x[:, :1].expand(-1, heads, -1, -1) for x in (key, value)]
+    flops = known[aten._scaled_dot_product_flash_attention](query, *every)
     forward = make_kernel("attention", "attention", inputs, [out, sums] if grad else [out], flops, hidden)
     if not grad:
         return out, OperatorWork((forward,), ())
-    flops = known[aten._scaled_dot_product_flash_attention_backward](out, query, key, value)
+    flops = known[aten._scaled_dot_product_flash_attention_backward](out, query, *every)
     reads = [*inputs, out, out, sums]  # the result and its gradient
     backward = make_kernel("attention_backward", "attention_backward", reads, inputs[:3], flops, hidden)
     return out.requires_grad_(), OperatorWork((forward,), (backward,))

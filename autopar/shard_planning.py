@@ -16,6 +16,7 @@ from autopar.search.planner import Options
 from autopar.search.sharding import Sharding, ShardingProblem, Task
 from autopar.search.sharding_explain import Solved, operator_explainer
 from autopar.search.sharding_resolve import has_sharding_hints, microbatch_on_meta, resolve_sharding
+from autopar.shard_pinned import plan_pinned
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding_hints import hinted_modules
 from cost_models import Cluster, Device
@@ -30,7 +31,8 @@ def asks_for_sharding(example: Example) -> bool:
 def plan_as_sharded(
     example: Example, devices: Sequence[Device], options: Options, cluster: Cluster | None = None
 ) -> Plan:
-    """One stage of all `devices` as a mesh, sharded as the hints ask and otherwise as fast as can be.
+    """One stage of all `devices` as a mesh, sharded as the hints ask and otherwise as fast as can be; where modules are
+    pinned to stages, a mesh for each (`plan_pinned`).
 
     `cluster`: of the devices, where they are not at hand. CPU workers, which take turns, are not worth measuring: what
     is free is chosen for them as it would be for GPUs.
@@ -38,17 +40,19 @@ def plan_as_sharded(
     Raises PlanError for hints that cannot be followed, together with others or at all, and InfeasibleError where the
     memory is too small.
     """
-    problems = list(_together(example, options))
-    if problems:
+    on_cpu = cluster is None and all(d.torch_device.type == "cpu" for d in devices)
+    if cluster is None:
+        cluster = Cluster.preset(f"{len(devices)}xH100") if on_cpu else Cluster.from_devices(list(devices))
+    if any(stage for _, stage in read_hints(example.model).stages):
+        return plan_pinned(example, devices, options, cluster)
+    if options.schedule is not None:
         raise PlanError(
-            "sharding hints and pipeline hints together are not planned automatically: " + "; ".join(problems)
+            f"schedule={options.schedule!r} is for several stages, and with hints of shard() there is one; pin modules "
+            "to stages with pipeline_stage()"
         )
     program, m = example.program, options.n_microbatches or 1
     resolved = resolve_sharding(program, example.model, len(devices), m)
     module, inputs, rows = microbatch_on_meta(program, m)
-    on_cpu = cluster is None and all(d.torch_device.type == "cpu" for d in devices)
-    if cluster is None:
-        cluster = Cluster.preset(f"{len(devices)}xH100") if on_cpu else Cluster.from_devices(list(devices))
     names = [cluster.devices[i].name for i in resolved.order]
     mesh = make_mesh(resolved.shape, names, resolved.names)
     kept = 1 if options.loss_inside else m
@@ -86,18 +90,10 @@ def plan_as_sharded(
     return plan.explained_by(inside=operator_explainer(lambda _: solved))
 
 
-def _together(example: Example, options: Options) -> Iterator[str]:
-    """What is asked for that one stage on all devices is not."""
-    for path, stage in read_hints(example.model).stages:
-        if stage:
-            yield f"module '{path}' is pinned to stage {stage}"
-    if options.schedule is not None:
-        yield f"schedule={options.schedule!r} is for several stages"
-
-
 def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool) -> Iterator[str]:
     calls = example.program.shard_calls
-    titles = dict.fromkeys([f"module '{path}'" for path in hinted_modules(example.model)] + [c.title for c in calls])
+    modules = [f"module '{path or '(root)'}'" for path in hinted_modules(example.model)]
+    titles = dict.fromkeys([*modules, *(call.title for call in calls)])
     axes = " x ".join(f"{name} {n}" for name, n in zip(found.mesh.names, found.mesh.shape, strict=True))
     yield f"sharded as asked by hints on {', '.join(titles)}; the mesh is {axes}"
     n = found.mesh.size
@@ -108,7 +104,10 @@ def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool
         more = f" and {len(repeated) - _TOLD} more" if len(repeated) > _TOLD else ""
         yield f"devices repeat the work of {', '.join(repeated[:_TOLD])}{more}"
     if on_cpu:
-        yield "the shards of CPU workers run one after another: nothing is gained by them here"
+        yield (
+            "the shards of CPU workers run one after another: nothing is gained by them here; seconds of operators and "
+            "collectives are those of as many H100"
+        )
 
 
 def checked_alone(example: Example, **others: object) -> None:

@@ -96,8 +96,7 @@ def layered(layers: int, stages: int = 1, **more: Any) -> Plan:
 def test_equal_layers_are_told_once_and_what_hands_on_is_counted(stages: int) -> None:
     text = str(layered(8, stages))
     assert table_in(text, "operators") == [["layers.0-7.fc linear", "dim 0", "columns", "S0R RS0 -> S0S1"]]
-    assert "8 other operators keep the layouts" in text
-    assert "8 are done whole by every device" in text
+    assert "keep the layouts of what they read: 8; done whole by every device of a mesh: 8" in text
 
 
 def test_repeated_work_names_the_operators_that_make_most_of_it() -> None:

@@ -38,6 +38,8 @@ def explanation_text(explained: Explanation) -> str:
 
 def _headline(explained: Explanation) -> str:
     bottleneck = explained.bottleneck
+    if bottleneck is None and any(stage.sharding for stage in explained.plan.stages):
+        return "The plan has no predictions of its step; explain(path) tells why operators in a module are split so."
     if bottleneck is None:
         return "The plan has no predictions: it was made by hand and not priced (compare does that)."
     shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)

@@ -149,10 +149,10 @@ def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str
         yield table([f"operators{over}", *axes, "layouts"], cut_short(rows), words=2 + len(axes))
     split = {key for sharding in own for key, _ in sharding.strategies}
     whole = sum(key not in split for stage in stages for key in stage.operators)
-    told = [f"{handed} other operators keep the layouts of what they read"] if handed else []
-    told += [f"{whole} are done whole by every device of a mesh"] if whole else []
+    told = [f"operators that keep the layouts of what they read: {handed}"] if handed else []
+    told += [f"done whole by every device of a mesh: {whole}"] if whole else []
     if told:
-        yield bullet(", ".join(told))
+        yield bullet("; ".join(told))
 
 
 def _hands_on(sides: Sides) -> bool:

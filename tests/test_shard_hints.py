@@ -370,11 +370,8 @@ def test_contradicting_plans_for_one_parameter_are_refused() -> None:
     assert "'0.weight'" in told
 
 
-def test_pipeline_hints_beside_are_refused() -> None:
-    model = nn.Sequential(autopar.shard(nn.Linear(8, 8), ((2, 1),)), autopar.pipeline_stage(nn.Linear(8, 8), 1))
-    with pytest.raises(PlanError, match="not planned automatically: module '1' is pinned to stage 1"):
-        autopar.plan(model, ["cpu"] * 2, example_args=(torch.randn(8, 8),))
-    autopar.clear_hints(model[1])
+def test_what_asks_for_several_plans_or_stages_beside_is_refused() -> None:
+    model = nn.Sequential(autopar.shard(nn.Linear(8, 8), ((2, 1),)), nn.Linear(8, 8))
     with pytest.raises(PlanError, match="schedule='gpipe'"):
         autopar.plan(model, ["cpu"] * 2, example_args=(torch.randn(8, 8),), schedule="gpipe")
     with pytest.raises(PlanError, match="tune"):

@@ -41,6 +41,7 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
             _drop_asserts(child)
     graph.eliminate_dead_code()
     separate_layers(graph)
+    _drop_copies_onto_themselves(graph)
     _name_writes(graph)
     for node in graph.nodes:
         if node.target is aten.detach_.default:  # takes history off, and writes no memory
@@ -53,15 +54,32 @@ def _name_writes(graph: fx.Graph) -> None:
     """After `b = relu_(a)` read `b`, not `a`: every later reader then depends on the write by an edge of the graph."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.returns or not node.args or not isinstance(node.args[0], fx.Node):
-            continue
-        alias = schema.returns[0].alias_info
-        if alias is None or not alias.is_write or node.args[0].op == "get_attr":
+        if not _writes_first(node) or not isinstance(node.args[0], fx.Node) or node.args[0].op == "get_attr":
             continue
         for user in list(node.args[0].users):
             if order[user] > order[node]:
                 user.replace_input_with(node.args[0], node)
+
+
+def _drop_copies_onto_themselves(graph: fx.Graph) -> None:
+    """After `b = add_(a)` export may write b into a, which it is; autograd would take what it has saved for stale."""
+    for node in list(graph.nodes):
+        if node.target is not aten.copy_.default or node.users:
+            continue
+        source = node.args[1]
+        while isinstance(source, fx.Node) and _writes_first(source):
+            source = source.args[0]
+        if source is node.args[0]:
+            graph.erase_node(node)
+
+
+def _writes_first(node: fx.Node) -> bool:
+    """Whether a node is its first argument, written to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns or not node.args:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and alias.is_write
 
 
 def _drop_asserts(module: fx.GraphModule) -> None:

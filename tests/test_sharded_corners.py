@@ -18,8 +18,10 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar import PipelinedModule
+from autopar import PipelinedModule, Plan
 from autopar.capture import capture
+from autopar.operators import operator_keys
+from autopar.plan import Stage
 
 Meshes = tuple[tuple[int, ...] | None, ...]
 EVERY: list[Meshes] = [((2,),), ((2, 2),), ((2,), None), (None, (2,)), ((2,), (3,))]
@@ -323,3 +325,35 @@ def test_mixed_precision_is_the_originals(meshes: Meshes) -> None:
     assert outputs[0].dtype == outputs[1].dtype
     torch.testing.assert_close(*outputs, rtol=0.05, atol=0.05)
     assert_same_gradients(gradients(model), gradients(original), 0.05)
+
+
+class Counting(nn.Module):
+    """Buffers that the model adds to, and reads again in the same call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(12, 12)
+        self.register_buffer("seen", torch.zeros(12))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        self.seen += y.detach().sum(0)
+        self.calls += 1
+        return y * self.seen / self.calls
+
+
+@pytest.mark.parametrize("mesh", [None, (2,), (2, 2)], ids=str)
+def test_buffers_that_a_call_writes_and_reads_are_the_models(mesh: tuple[int, ...] | None) -> None:
+    for seed in range(3):
+        model, x = Counting().double(), torch.randn(8, 12, dtype=torch.float64)
+        original = copy.deepcopy(model)
+        if mesh is None:
+            stage = Stage(("cpu:0",), tuple(operator_keys(capture(model, (x,), {})).values()))
+            pm = pipelined(model, Plan((stage,), 1), watch_nan=True)
+        else:
+            pm = pipeline(model, x, (mesh,), seed, n_microbatches=1)
+        for module in (pm, original, pm, original):
+            sum_of_squares(module(x)).backward()
+        assert_same_tensors(model, original)
+        assert_same_gradients(gradients(model), gradients(original), 1e-9)

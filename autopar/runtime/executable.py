@@ -250,8 +250,9 @@ class Executable:
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of the model's parameter, summed over the parts in their fixed order; parts are reset."""
         by_id = {id(p): p for p in self.parameters}
-        self.dirty = False
-        return summed((leaf, by_id[leaf.key]) for part in self.parts for leaf in part.leaves)
+        total = summed((leaf, by_id[leaf.key]) for part in self.parts for leaf in part.leaves)
+        self.dirty = False  # not before: an interrupt may come in between
+        return total
 
     def drop_gradients(self) -> None:
         for part in self.parts:

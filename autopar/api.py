@@ -108,7 +108,7 @@ def parallelize(
         cache: keep measurements on disk, and what was predicted and measured of steps (`accuracy`).
 
     Hints on modules (`pipeline_stage`, `recompute`, `keep_together`) constrain the search. With hints of `shard` all
-    devices make one mesh, on which the search chooses what these leave free.
+    devices make one mesh, or one for each stage that modules are pinned to; the search chooses what these leave free.
 
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: when planning.

@@ -65,7 +65,6 @@ class Way:
     sharding: StageSharding  # of the whole model, as if it were one stage
     table: CostTable  # seconds of every operator, collectives included; its kind is `name`
     graph: nx.DiGraph  # like that of the CostGraph, with the bytes of each device
-    moved: Mapping[str, tuple[float, float]]  # by operator: bytes and seconds of its collectives
     repeated: Mapping[str, float]  # by operator: s of its work that other devices do, too
     reads: Mapping[str, tuple[str, ...]]  # by operator: names of its parameters
     exchanges: Callable[[str], tuple[Exchange, ...]]  # of an operator: its collectives

@@ -37,7 +37,7 @@ def table_in(text: str, head: str) -> list[list[str]]:
 def test_a_stage_lists_every_collective_that_was_chosen_as_often_as_it_happens(name: str, room: float) -> None:
     plan, problem, found, keys, _ = chosen(name, room)
     sharding = sharding_in(plan)
-    within = tuple(exchanges_within(problem, found, keys))
+    within = tuple(exchanges_within(problem.task, problem.facts, found, keys))
     between = sharding.exchanges[: len(sharding.exchanges) - len(within)]
     assert (*between, *within) == sharding.exchanges
     for once in (False, True):

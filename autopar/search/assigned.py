@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from autopar.search.sharding import Sharding, ShardingProblem
+from autopar.search.sharding import Facts, Sharding, ShardingProblem, Task
 from autopar.sharding.assignment import Exchange, Repeated, StageSharding, Stored, stored_text, strategy_text
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.special import collectives
@@ -21,7 +21,7 @@ def assignment(problem: ShardingProblem, found: Sharding, keys: Mapping[str, str
     """
     whole = (REPLICATE,) * len(found.mesh.shape)
     inputs = {str(node.target) for node in problem.task.module.graph.nodes if node.op == "placeholder"}
-    exchanged = (*exchanges(found, keys), *exchanges_within(problem, found, keys))
+    exchanged = (*exchanges(found, keys), *exchanges_within(problem.task, problem.facts, found, keys))
     share = [1 / problem.task.n_microbatches if e.once else 1.0 for e in exchanged]
     repeated = tuple(repetitions(found, keys))
     return StageSharding(
@@ -72,18 +72,18 @@ def exchanges(found: Sharding, keys: Mapping[str, str]) -> Iterator[Exchange]:
                 )
 
 
-def exchanges_within(problem: ShardingProblem, found: Sharding, keys: Mapping[str, str]) -> Iterator[Exchange]:
+def exchanges_within(task: Task, facts: Facts, found: Sharding, keys: Mapping[str, str]) -> Iterator[Exchange]:
     """Every collective inside of an operator that devices do together."""
-    nodes = {node.name: node for node in problem.task.module.graph.nodes}
+    nodes = {node.name: node for node in task.module.graph.nodes}
     for name, strategy in found.strategies.items():
-        bound = problem.facts.bound(nodes[name])
+        bound = facts.bound(nodes[name])
         if not strategy.special or bound.rule is None:
             continue
-        operands = [problem.facts.values.get(o) if isinstance(o, fx.Node) else None for o in bound.operands]
+        operands = [facts.values.get(o) if isinstance(o, fx.Node) else None for o in bound.operands]
         for inner in collectives(strategy, bound.rule, operands, found.mesh.shape):
-            if inner.backward and not problem.task.training:
+            if inner.backward and not task.training:
                 continue
-            seconds = found.mesh.seconds(inner.collective, inner.nbytes, inner.axis, problem.task.cluster)
+            seconds = found.mesh.seconds(inner.collective, inner.nbytes, inner.axis, task.cluster)
             axis, key = found.mesh.names[inner.axis], keys.get(name, name)
             yield Exchange(inner.collective, axis, key, key, round(inner.nbytes), seconds, inner.backward)
 

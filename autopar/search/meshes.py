@@ -13,6 +13,7 @@ chosen together.
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +26,10 @@ from torch import fx
 from autopar.costgraph import CostGraph, Way
 from autopar.costtable import CostTable
 from autopar.folding import Folded, fold
+from autopar.search.assigned import exchanges_within
 from autopar.search.sharding import Collective, Facts, Sharding, ShardingProblem, Task
 from autopar.search.sharding_explain import Solved
-from autopar.sharding.assignment import Exchange, StageSharding, stored_text, strategy_text
+from autopar.sharding.assignment import Exchange, Repeated, StageSharding, stored_text, strategy_text
 from autopar.sharding.layouts import REPLICATE, parts
 from autopar.sharding.mesh import Mesh, make_mesh
 from autopar.sharding.strategies import Strategy
@@ -119,7 +121,7 @@ class Meshes:
                 task = self._task(m)
                 for number, found in enumerate(self._chosen(task, mesh, memory)):
                     name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"
-                    yield self._way(name, kind, m, task, found)
+                    yield self._way(name, kind, m, task, found, number == 0)
 
     def _task(self, m: int) -> Task:
         rows = self._costs.batch_size // m
@@ -152,9 +154,10 @@ class Meshes:
             self._facts[task.rows] = Facts(task)
         return self._facts[task.rows]
 
-    def _way(self, name: str, kind: str, m: int, task: Task, found: Sharding) -> Way:
+    def _way(self, name: str, kind: str, m: int, task: Task, found: Sharding, fastest: bool) -> Way:
+        """`fastest`: it was chosen without a price of memory."""
         folded, mesh = self._folded, found.mesh
-        forward, backward, moved = _with_collectives(found, folded, m)
+        forward, backward = _with_collectives(found, folded, m)
         graph: nx.DiGraph = nx.DiGraph(self._costs.graph)
         table = self._costs.table(kind, 1)
         rows = self._costs.batch_size // m
@@ -173,7 +176,7 @@ class Meshes:
             if work is None:
                 continue
             strategy = found.strategies[kept]
-            repeated[node] = (work.forward + work.backward) * (1 - 1 / (work.share * mesh.size))
+            repeated[node] = (work.forward + work.backward) * (1 - round(1 / work.share) / mesh.size)
             if texts[kept]:
                 strategies.append((data["key"], texts[kept]))
             cut = parts(strategy.outputs[0], mesh.shape) if strategy.outputs else 1
@@ -196,7 +199,7 @@ class Meshes:
         def solved() -> Solved:
             problem = ShardingProblem(task, mesh, self._facts_of(task))
             kept = {data["key"]: folded.kept(node) for node, data in graph.nodes(data=True)}
-            return Solved(problem, found, kept, found.nbytes)
+            return Solved(problem, found, kept, math.inf if fastest else found.nbytes)
 
         names = {str(n.target) for n in nodes.values() if n.op == "get_attr"}
         stored_as = {name: found.stored.get(folded.kept(name)) for name in sorted(names)}
@@ -212,12 +215,43 @@ class Meshes:
             StageSharding(mesh.shape, mesh.names, tuple(strategies), cut_ones),
             CostTable(name, 1, table.nodes, (rows,), seconds[0], seconds[1], np.array([loss])),
             graph,
-            {node: moved[folded.kept(node)] for node in table.nodes if folded.kept(node) in moved},
             repeated,
             reads,
-            _exchanges(found, folded, {name: n for name, n in nodes.items() if name in graph}, graph),
+            self._exchanges(task, found, {name: n for name, n in nodes.items() if name in graph}, graph),
             solved,
         )
+
+    def _exchanges(
+        self, task: Task, found: Sharding, nodes: Mapping[str, fx.Node], graph: nx.DiGraph
+    ) -> Callable[[str], tuple[Exchange, ...]]:
+        """What tells the collectives of an operator by the names that plans have."""
+        folded, axes = self._folded, found.mesh.names
+        by_reader: dict[str, list[Collective]] = defaultdict(list)
+        for collective in found.collectives:
+            by_reader[collective.reader if collective.reader in found.work else collective.tensor].append(collective)
+        within: dict[str, list[Exchange]] = defaultdict(list)
+        for exchange in exchanges_within(task, self._facts_of(task), found, {}):
+            within[exchange.operator].append(exchange)
+
+        def of(name: str) -> tuple[Exchange, ...]:
+            key, kept = graph.nodes[name]["key"], folded.kept(name)
+            operands = {kept: key}  # of what is returned
+            for n in nodes[name].all_input_nodes:
+                given = n.op in ("get_attr", "placeholder")
+                operands[folded.kept(str(n.target) if given else n.name)] = (
+                    str(n.target) if given else graph.nodes[n.name]["key"]
+                )
+            between = (
+                Exchange(str(m.collective), axes[m.axis], key, operands[c.tensor], int(m.nbytes), m.seconds, *when)
+                for c in by_reader[kept]
+                if c.tensor in operands
+                for when in [(c.backward, c.once)]
+                for m in c.moves * c.each
+                if m.collective
+            )
+            return (*between, *(replace(exchange, operator=key, tensor=key) for exchange in within[kept]))
+
+        return of
 
 
 def _text(strategy: Strategy) -> str:
@@ -237,56 +271,17 @@ def _shapes(size: int, per_node: int) -> list[tuple[int, ...]]:
     return found
 
 
-def _with_collectives(
-    found: Sharding, folded: Folded, m: int
-) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]]]:
-    """By node of the folded graph, of one of its copies: s forward and backward with the collectives of what it reads,
-    and of these the bytes and seconds. What happens once a step has its share in every micro-batch."""
+def _with_collectives(found: Sharding, folded: Folded, m: int) -> tuple[dict[str, float], dict[str, float]]:
+    """By node of the folded graph, of one of its copies: s forward and backward with the collectives of what it reads.
+    What happens once a step has its share in every micro-batch."""
     forward = {name: work.forward for name, work in found.work.items()}
     backward = {name: work.backward for name, work in found.work.items()}
-    moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for collective in found.collectives:
         reader = collective.reader if collective.reader in found.work else collective.tensor
         share = 1 / (folded.copies.get(reader, 1) * (m if collective.once else 1))
         into = backward if collective.backward or collective.once else forward
         into[reader] = into.get(reader, 0.0) + collective.seconds * share
-        moved[reader][0] += share * collective.times * sum(move.nbytes for move in collective.moves)
-        moved[reader][1] += share * collective.seconds
-    return forward, backward, {name: (nbytes, seconds) for name, (nbytes, seconds) in moved.items()}
-
-
-def _exchanges(
-    found: Sharding, folded: Folded, nodes: Mapping[str, fx.Node], graph: nx.DiGraph
-) -> Callable[[str], tuple[Exchange, ...]]:
-    """What tells the collectives of an operator by the names that plans have."""
-    by_reader: dict[str, list[Collective]] = defaultdict(list)
-    for collective in found.collectives:
-        by_reader[collective.reader if collective.reader in found.work else collective.tensor].append(collective)
-
-    def of(name: str) -> tuple[Exchange, ...]:
-        key = graph.nodes[name]["key"]
-        operands = {folded.kept(name): key}  # of what is returned
-        for n in nodes[name].all_input_nodes:
-            told = str(n.target) if n.op in ("get_attr", "placeholder") else graph.nodes[n.name]["key"]
-            operands[folded.kept(str(n.target) if n.op in ("get_attr", "placeholder") else n.name)] = told
-        return tuple(
-            Exchange(
-                str(move.collective),
-                found.mesh.names[move.axis],
-                key,
-                operands[c.tensor],
-                int(move.nbytes),
-                move.seconds,
-                c.backward,
-                c.once,
-            )
-            for c in by_reader[folded.kept(name)]
-            if c.tensor in operands
-            for move in c.moves * c.each
-            if move.collective
-        )
-
-    return of
+    return forward, backward
 
 
 def stage_sharding(costs: CostGraph, way: Way, nodes: Sequence[str]) -> StageSharding:
@@ -294,13 +289,16 @@ def stage_sharding(costs: CostGraph, way: Way, nodes: Sequence[str]) -> StageSha
     keys = {costs.graph.nodes[node]["key"] for node in nodes}
     names: Mapping[str, None] = dict.fromkeys(name for node in nodes for name in way.reads[node])
     whole = way.sharding
-    moved = [way.moved[node] for node in nodes if node in way.moved]
+    exchanges = tuple(exchange for node in nodes for exchange in way.exchanges(node))
+    share = [1 / way.n_microbatches if exchange.once else 1.0 for exchange in exchanges]
+    repeated = {costs.graph.nodes[node]["key"]: way.repeated.get(node, 0.0) for node in nodes}
     return replace(
         whole,
         strategies=tuple(pair for pair in whole.strategies if pair[0] in keys),
         parameters=tuple(pair for pair in whole.parameters if pair[0] in names),
-        exchanges=tuple(exchange for node in nodes for exchange in way.exchanges(node)),
-        collective_bytes=int(sum(nbytes for nbytes, _ in moved)),
-        collective_time=float(sum(seconds for _, seconds in moved)),
-        repeated_time=float(sum(way.repeated.get(node, 0.0) for node in nodes)),
+        exchanges=exchanges,
+        collective_bytes=round(sum(e.nbytes * part for e, part in zip(exchanges, share, strict=True))),
+        collective_time=math.fsum(e.seconds * part for e, part in zip(exchanges, share, strict=True)),
+        repeated_time=math.fsum(repeated.values()),
+        repeated=tuple(Repeated(key, seconds) for key, seconds in repeated.items() if seconds > 0),
     )

@@ -34,9 +34,7 @@ class Arrangement:
     """Where and how the atoms run: some of them in each stage, each stage on its devices."""
 
     stages: tuple[tuple[int, ...], ...]  # atoms
-    devices: tuple[
-        tuple[str, ...], ...
-    ]  # names, of each stage; with chunks those of stage s and s + ranks are the same
+    devices: tuple[tuple[str, ...], ...]  # names, of each stage; of stages s and s + ranks the same
     n_microbatches: int
     schedule: str
     recompute: tuple[bool, ...]  # of each stage

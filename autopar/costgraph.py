@@ -30,7 +30,7 @@ from autopar.operators import (
     weight_shares,
     write_order,
 )
-from autopar.sharding.assignment import Exchange, StageSharding
+from autopar.sharding.assignment import StageSharding
 from cost_models import Cluster, Device, Link, optimizer_state_bytes
 from cost_models.footprint import GraphBytes
 from cost_models.graphs import storage_key
@@ -62,12 +62,9 @@ class Way:
     name: str
     kind: str  # of the devices
     n_microbatches: int  # of the batch: so large are they
-    sharding: StageSharding  # of the whole model, as if it were one stage
+    sharding: Callable[[Sequence[str]], StageSharding]  # of operators, by node, that make a stage
     table: CostTable  # seconds of every operator, collectives included; its kind is `name`
     graph: nx.DiGraph  # like that of the CostGraph, with the bytes of each device
-    repeated: Mapping[str, float]  # by operator: s of its work that other devices do, too
-    reads: Mapping[str, tuple[str, ...]]  # by operator: names of its parameters
-    exchanges: Callable[[str], tuple[Exchange, ...]]  # of an operator: its collectives
     solved: Callable[[], Any]  # what its strategies were chosen in (`search.sharding_explain.Solved`)
 
 

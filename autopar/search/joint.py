@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from autopar.costgraph import CostGraph
@@ -19,6 +20,7 @@ _FIRST = 8  # devices of the meshes that are tried first: a good plan early cuts
 # Micro-batches for each mesh: fewer leave meshes idle, more gain little. At first one number, for the best two sizes of
 # meshes others, too.
 _ROUNDS, _OTHER_ROUNDS, _CLOSER = (2,), (1, 4), 2
+_FEW = 5  # sizes of meshes: all are looked at
 _RUNNERS_UP = 4
 # Operators are split only where that is faster by this share of the step.
 _WORTH = 0.01
@@ -40,30 +42,41 @@ def plan_with_meshes(
     """
     meshes = Meshes(costs, subject, options.memory_limit)
     sizes = [size for size in (1, *meshes.sizes()) if max_shards is None or size <= max_shards]
-    sizes.sort(key=lambda size: (abs(math.log2(size / _FIRST)), size))
     fixed = [1] if options.one_microbatch_because else options.n_microbatches and [options.n_microbatches]
+    step = itertools.count()
     found: list[Plan] = []
     impossible: list[InfeasibleError] = []
 
-    def search(size: int, counts: Sequence[int], done: float) -> None:
-        progress(f"plans with {size} devices a micro-batch", done)
-        own = costs if size == 1 else meshes.of(size, counts)
+    def search(size: int, counts: Sequence[int], shapes: Collection[tuple[int, ...]] = ()) -> bool:
+        """Whether there is a plan that is faster than all before."""
+        progress(f"plans with {size} devices a micro-batch", min(0.99, next(step) / (len(sizes) + _CLOSER)))
+        own = costs if size == 1 else meshes.of(size, counts, shapes)
         rival = min(map(_seconds, found), default=math.inf)
         try:
             plans = find_plans(own, replace(options, rival=rival, one_of_several=True), 1) if own is not None else []
         except InfeasibleError as error:
             impossible.append(error)
-            return
+            return False
         log.info("%d devices a micro-batch, %s: %s s", size, counts, [plan.predicted_step_time for plan in plans])
         found.extend(plans)
+        return bool(plans) and _seconds(plans[0]) < rival
 
-    for number, size in enumerate(sizes):
-        search(size, fixed or meshes.counts(size, _ROUNDS), number / (len(sizes) + _CLOSER))
-    promising = list(dict.fromkeys(_shards(plan) for plan in sorted(found, key=_seconds)))[:_CLOSER]
-    for number, size in enumerate(promising):
+    first = min(sizes, key=lambda size: abs(math.log2(size / _FIRST)))
+    larger, smaller = [s for s in sizes if s > first], [s for s in reversed(sizes) if 1 < s < first]
+    for side in ([first], smaller, larger):
+        for size in side:
+            better = search(size, fixed or meshes.counts(size, _ROUNDS))
+            # Of many sizes those beyond one that is no better are left out.
+            if not better and found and len(sizes) > _FEW:
+                break
+    if first > 1:
+        search(1, fixed or [])
+    best = {_shards(plan): plan for plan in sorted(found, key=_seconds, reverse=True)}
+    for size in sorted(best, key=lambda size: _seconds(best[size]))[:_CLOSER]:
         more = sorted({*meshes.counts(size, _OTHER_ROUNDS)} - {*meshes.counts(size, _ROUNDS)})
         if size > 1 and more and not fixed:
-            search(size, more, (len(sizes) + number) / (len(sizes) + _CLOSER))
+            found_best = {stage.sharding.mesh for stage in best[size].stages if stage.sharding is not None}
+            search(size, more, meshes.shapes(size) if len(sizes) <= _FEW else found_best)
     if not found:
         raise impossible[0]
     return _best(found)

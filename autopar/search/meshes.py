@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 # Where a mesh has no room for the model, strategies that need less are worth having: chosen as if all that the fastest
 # ones hold cost so many times what they take.
 _PRICES = (0.1, 1.0)
+_ONE_PRICE = (0.3,)  # at first
 _FILLED = 0.5  # of the memory; activations in flight need the rest
 
 
@@ -64,6 +65,11 @@ class Meshes:
         self._limit = memory_limit or float("inf")
         self._folded = fold(subject.module)
         self._facts: dict[int, Facts] = {}
+        self._nodes = {n.name: n for n in subject.module.graph.nodes if n.name in costs.graph}
+        self._reads = {  # names of parameters
+            name: tuple(str(n.target) for n in node.all_input_nodes if n.op == "get_attr")
+            for name, node in self._nodes.items()
+        }
 
     def sizes(self) -> list[int]:
         """Numbers of devices that meshes may have: they halve a node, or are whole nodes."""
@@ -81,9 +87,15 @@ class Meshes:
         fitting = [m for m in range(1, batch + 1) if batch % m == 0]
         return sorted({max(m for m in fitting if m <= each * n_meshes) for each in rounds})
 
-    def of(self, size: int, counts: Sequence[int]) -> CostGraph | None:
+    def shapes(self, size: int) -> set[tuple[int, ...]]:
+        """Of meshes of so many devices."""
+        kinds = dict.fromkeys(d.kind for d in self._costs.devices)
+        return {shape for kind in kinds for shape in _shapes(size, self._per_node(kind))}
+
+    def of(self, size: int, counts: Sequence[int], shapes: Collection[tuple[int, ...]] = ()) -> CostGraph | None:
         """The cost graph over meshes of so many devices; None if there are none of them.
 
+        `shapes`: those that are looked at closely; default: all, at first sight.
         `counts`: numbers of micro-batches. Those that do not divide the batch are left out, and so are devices that are
         workers of this process's CPUs: they would do their shards one after another.
         """
@@ -97,7 +109,7 @@ class Meshes:
             chunks = [tuple(mine[i : i + size]) for i in range(0, len(mine) - size + 1, size)]
             if chunks:
                 meshes += chunks
-                ways += self._ways(kind, chunks, counts)
+                ways += self._ways(kind, chunks, counts, shapes)
         if not ways:
             return None
         return replace(
@@ -110,16 +122,22 @@ class Meshes:
     def _per_node(self, kind: str) -> int:
         return sum(d.kind == kind for d in self._costs.devices) // self._cluster.nodes
 
-    def _ways(self, kind: str, chunks: Sequence[tuple[Device, ...]], counts: Sequence[int]) -> Iterator[Way]:
+    def _ways(
+        self,
+        kind: str,
+        chunks: Sequence[tuple[Device, ...]],
+        counts: Sequence[int],
+        shapes: Collection[tuple[int, ...]],
+    ) -> Iterator[Way]:
         batch, size = self._costs.batch_size, len(chunks[0])
         memory = min(self._limit, *(d.memory for d in chunks[0]))
         for m in counts:
             if batch % m:
                 continue
-            for shape in _shapes(size, self._per_node(kind)):
+            for shape in shapes or _shapes(size, self._per_node(kind)):
                 mesh = make_mesh(shape, [d.name for d in chunks[0]], _NAMES[-len(shape) :])
                 task = self._task(m)
-                for number, found in enumerate(self._chosen(task, mesh, memory)):
+                for number, found in enumerate(self._chosen(task, mesh, memory, _PRICES if shapes else _ONE_PRICE)):
                     name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"
                     yield self._way(name, kind, m, task, found, number == 0)
 
@@ -137,13 +155,13 @@ class Meshes:
             again=self._folded.again,
         )
 
-    def _chosen(self, task: Task, mesh: Mesh, memory: float) -> Iterator[Sharding]:
+    def _chosen(self, task: Task, mesh: Mesh, memory: float, prices: Sequence[float]) -> Iterator[Sharding]:
         """The fastest strategies, and the fastest of those that need less memory, should `memory` be short."""
         problem = ShardingProblem(task, mesh, self._facts_of(task))
         best = problem.priced(0.0)
         yield best
         needed = best.nbytes
-        for price in _PRICES if needed > _FILLED * memory else ():
+        for price in prices if needed > _FILLED * memory else ():
             found = problem.priced(price * best.seconds / best.nbytes)
             if found.nbytes < needed:
                 yield found
@@ -161,97 +179,94 @@ class Meshes:
         graph: nx.DiGraph = nx.DiGraph(self._costs.graph)
         table = self._costs.table(kind, 1)
         rows = self._costs.batch_size // m
-        _, _, loss = table.at(rows)
-        seconds = np.zeros((2, 1, len(table.nodes)))
-        repeated, reads, strategies = {}, {}, []
-        nodes = {node.name: node for node in self._subject.module.graph.nodes}
-        texts = {kept: _text(strategy) for kept, strategy in found.strategies.items()}
-        for place, node in enumerate(table.nodes):
+        cut = {n: parts(s.outputs[0], mesh.shape) if s.outputs else 1 for n, s in found.strategies.items()}
+        held = {n: (parts(s.layout, mesh.shape), parts(s.state, mesh.shape)) for n, s in found.stored.items()}
+        repeated = {}
+        for node, data in graph.nodes(data=True):
             kept = folded.kept(node)
             work = found.work.get(kept)
-            seconds[:, 0, place] = forward.get(kept, 0.0), backward.get(kept, 0.0)
-            data = graph.nodes[node]
-            parameters = [n for n in nodes[node].all_input_nodes if n.op == "get_attr"]
-            reads[node] = tuple(str(n.target) for n in parameters)
             if work is None:
                 continue
-            strategy = found.strategies[kept]
             repeated[node] = (work.forward + work.backward) * (1 - round(1 / work.share) / mesh.size)
-            if texts[kept]:
-                strategies.append((data["key"], texts[kept]))
-            cut = parts(strategy.outputs[0], mesh.shape) if strategy.outputs else 1
-            graph.nodes[node].update(
-                output=data["output"] / cut,
-                gradient=data["gradient"] / cut,
-                fresh=data["fresh"] * work.kept,
-                saved={storage: nbytes * work.kept for storage, nbytes in data["saved"].items()},
-                parameters=dict(data["parameters"]),
-            )
-            for parameter in parameters:
-                stored = found.stored.get(folded.kept(str(parameter.target)))
-                storage = self._subject.storages.get(str(parameter.target))
-                if stored is not None and storage in data["parameters"]:
-                    weight = data["parameters"][storage]
-                    graph.nodes[node]["parameters"][storage] = weight._replace(
-                        parts=parts(stored.layout, mesh.shape), state_parts=parts(stored.state, mesh.shape)
-                    )
+            data["output"] /= cut[kept]
+            data["gradient"] /= cut[kept]
+            data["fresh"] *= work.kept
+            data["saved"] = {storage: nbytes * work.kept for storage, nbytes in data["saved"].items()}
+            weights = dict(data["parameters"])
+            for parameter in self._reads[node]:
+                storage, stored = self._subject.storages.get(parameter), held.get(folded.kept(parameter))
+                if stored is not None and storage in weights:
+                    weights[storage] = weights[storage]._replace(parts=stored[0], state_parts=stored[1])
+            data["parameters"] = weights
+        seconds = np.array([[[of.get(folded.kept(n), 0.0) for n in table.nodes]] for of in (forward, backward)])
+        _, _, loss = table.at(rows)
 
         def solved() -> Solved:
             problem = ShardingProblem(task, mesh, self._facts_of(task))
             kept = {data["key"]: folded.kept(node) for node, data in graph.nodes(data=True)}
             return Solved(problem, found, kept, math.inf if fastest else found.nbytes)
 
-        names = {str(n.target) for n in nodes.values() if n.op == "get_attr"}
-        stored_as = {name: found.stored.get(folded.kept(name)) for name in sorted(names)}
-        cut_ones = tuple(
-            (name, stored_text(stored))
-            for name, stored in stored_as.items()
-            if stored is not None and any(code != REPLICATE for code in (*stored.layout, *stored.state))
-        )
         return Way(
             name,
             kind,
             m,
-            StageSharding(mesh.shape, mesh.names, tuple(strategies), cut_ones),
+            lambda nodes: self._sharding(nodes, task, found, repeated),
             CostTable(name, 1, table.nodes, (rows,), seconds[0], seconds[1], np.array([loss])),
             graph,
-            repeated,
-            reads,
-            self._exchanges(task, found, {name: n for name, n in nodes.items() if name in graph}, graph),
             solved,
         )
 
-    def _exchanges(
-        self, task: Task, found: Sharding, nodes: Mapping[str, fx.Node], graph: nx.DiGraph
-    ) -> Callable[[str], tuple[Exchange, ...]]:
-        """What tells the collectives of an operator by the names that plans have."""
-        folded, axes = self._folded, found.mesh.names
+    def _sharding(
+        self, nodes: Sequence[str], task: Task, found: Sharding, repeated: Mapping[str, float]
+    ) -> StageSharding:
+        """What was found, of the operators `nodes`, which make a stage."""
+        folded, graph = self._folded, self._costs.graph
+        texts = {kept: _text(strategy) for kept, strategy in found.strategies.items()}
+        names = dict.fromkeys(name for node in nodes for name in self._reads[node])
+        stored = {name: found.stored[folded.kept(name)] for name in names if folded.kept(name) in found.stored}
+        exchanges = tuple(self._exchanges(nodes, task, found))
+        share = [1 / task.n_microbatches if exchange.once else 1.0 for exchange in exchanges]
+        again = {graph.nodes[node]["key"]: repeated.get(node, 0.0) for node in nodes}
+        return StageSharding(
+            found.mesh.shape,
+            found.mesh.names,
+            tuple((graph.nodes[n]["key"], text) for n in nodes if (text := texts.get(folded.kept(n)))),
+            tuple(
+                (name, stored_text(one))
+                for name, one in stored.items()
+                if any(code != REPLICATE for code in (*one.layout, *one.state))
+            ),
+            exchanges,
+            round(math.fsum(e.nbytes * part for e, part in zip(exchanges, share, strict=True))),
+            math.fsum(e.seconds * part for e, part in zip(exchanges, share, strict=True)),
+            math.fsum(again.values()),
+            tuple(Repeated(key, seconds) for key, seconds in again.items() if seconds > 0),
+        )
+
+    def _exchanges(self, nodes: Sequence[str], task: Task, found: Sharding) -> Iterator[Exchange]:
+        """The collectives of operators by the names that plans have."""
+        folded, axes, graph = self._folded, found.mesh.names, self._costs.graph
         by_reader: dict[str, list[Collective]] = defaultdict(list)
         for collective in found.collectives:
             by_reader[collective.reader if collective.reader in found.work else collective.tensor].append(collective)
         within: dict[str, list[Exchange]] = defaultdict(list)
         for exchange in exchanges_within(task, self._facts_of(task), found, {}):
             within[exchange.operator].append(exchange)
-
-        def of(name: str) -> tuple[Exchange, ...]:
+        for name in nodes:
             key, kept = graph.nodes[name]["key"], folded.kept(name)
             operands = {kept: key}  # of what is returned
-            for n in nodes[name].all_input_nodes:
+            for n in self._nodes[name].all_input_nodes:
                 given = n.op in ("get_attr", "placeholder")
-                operands[folded.kept(str(n.target) if given else n.name)] = (
-                    str(n.target) if given else graph.nodes[n.name]["key"]
-                )
-            between = (
-                Exchange(str(m.collective), axes[m.axis], key, operands[c.tensor], int(m.nbytes), m.seconds, *when)
-                for c in by_reader[kept]
-                if c.tensor in operands
-                for when in [(c.backward, c.once)]
-                for m in c.moves * c.each
-                if m.collective
-            )
-            return (*between, *(replace(exchange, operator=key, tensor=key) for exchange in within[kept]))
-
-        return of
+                told = str(n.target) if given else graph.nodes[n.name]["key"]
+                operands[folded.kept(str(n.target) if given else n.name)] = told
+            for c in by_reader[kept]:
+                for m in c.moves * c.each if c.tensor in operands else ():
+                    if m.collective:
+                        ends = (key, operands[c.tensor])
+                        yield Exchange(
+                            m.collective, axes[m.axis], *ends, round(m.nbytes), m.seconds, c.backward, c.once
+                        )
+            yield from (replace(exchange, operator=key, tensor=key) for exchange in within[kept])
 
 
 def _text(strategy: Strategy) -> str:
@@ -282,23 +297,3 @@ def _with_collectives(found: Sharding, folded: Folded, m: int) -> tuple[dict[str
         into = backward if collective.backward or collective.once else forward
         into[reader] = into.get(reader, 0.0) + collective.seconds * share
     return forward, backward
-
-
-def stage_sharding(costs: CostGraph, way: Way, nodes: Sequence[str]) -> StageSharding:
-    """What `way` says of the operators `nodes`, which make a stage."""
-    keys = {costs.graph.nodes[node]["key"] for node in nodes}
-    names: Mapping[str, None] = dict.fromkeys(name for node in nodes for name in way.reads[node])
-    whole = way.sharding
-    exchanges = tuple(exchange for node in nodes for exchange in way.exchanges(node))
-    share = [1 / way.n_microbatches if exchange.once else 1.0 for exchange in exchanges]
-    repeated = {costs.graph.nodes[node]["key"]: way.repeated.get(node, 0.0) for node in nodes}
-    return replace(
-        whole,
-        strategies=tuple(pair for pair in whole.strategies if pair[0] in keys),
-        parameters=tuple(pair for pair in whole.parameters if pair[0] in names),
-        exchanges=exchanges,
-        collective_bytes=round(sum(e.nbytes * part for e, part in zip(exchanges, share, strict=True))),
-        collective_time=math.fsum(e.seconds * part for e, part in zip(exchanges, share, strict=True)),
-        repeated_time=math.fsum(repeated.values()),
-        repeated=tuple(Repeated(key, seconds) for key, seconds in repeated.items() if seconds > 0),
-    )

@@ -20,7 +20,6 @@ from autopar.plan import Plan, Stage
 from autopar.schedule import make_schedule
 from autopar.search.atoms import Atoms, gather
 from autopar.search.given import with_sharded
-from autopar.search.meshes import stage_sharding
 from autopar.simulate import StageMemory, StageTimes, Timeline, Transfer, simulate
 from cost_models import Device
 
@@ -194,7 +193,7 @@ def as_plan(
         stages.append(
             Stage(
                 devices=tuple(device for name in names for device in costs.devices_of(name)),
-                sharding=stage_sharding(costs, costs.way[kind], nodes) if kind in costs.way else None,
+                sharding=costs.way[kind].sharding(nodes) if kind in costs.way else None,
                 operators=tuple(costs.graph.nodes[n]["key"] for n in nodes),
                 recompute=again,
                 forward_time=float(times.forward[mine].sum()),

@@ -151,6 +151,8 @@ def plan(
     need_example("planning", example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:
         return _plan_ahead(model, devices, *example_call(example_args, example_kwargs), **options)
+    if "max_shards" in options:
+        raise InputError("max_shards: nothing is split over devices at hand unless autopar.shard() asks for it")
     module = parallelize(model, devices, example_args=example_args, example_kwargs=example_kwargs, **options)
     try:
         assert module.plan is not None

@@ -140,14 +140,21 @@ def plan(
     schedule: ScheduleName = None,
     max_replicas: Replicas = None,
     memory_limit: MemoryLimit = None,
+    max_shards: Annotated[
+        int | None, typer.Option(help="On a cluster: most devices that split the operators of a stage; 1 for none.")
+    ] = None,
     tune: Annotated[int, typer.Option(help="Run so many of the best plans and take the fastest.")] = 0,
     explain: Annotated[bool, typer.Option(help="Say why this plan, what others lose and what would help.")] = False,
+    explain_inside: Annotated[
+        str | None, typer.Option(metavar="MODULE", help="Say why the operators in this module are split as they are.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     json: AsJson = False,
     cache: Cache = True,
 ) -> None:
     """The fastest plan for a model, on devices at hand or on a cluster that is not."""
     options: dict[str, Any] = {"tune": tune} if tune else {}
+    options |= {} if max_shards is None else {"max_shards": max_shards}
     found = autopar.plan(
         devices=_devices(devices, cluster, nodes),
         n_microbatches=n_microbatches,
@@ -163,6 +170,8 @@ def plan(
     typer.echo(found.to_json() if json else found)
     if explain:
         typer.echo(f"\n{found.explain()}", err=json)  # JSON stays alone on stdout
+    if explain_inside is not None:
+        typer.echo(f"\n{found.explain(explain_inside)}", err=json)
 
 
 @app.command()

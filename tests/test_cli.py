@@ -95,6 +95,11 @@ def test_a_plan_is_tuned_and_explained_on_request() -> None:
     assert "The bottleneck is stage" in told
 
 
+def test_a_plan_ahead_limits_shards_and_explains_modules() -> None:
+    out, _ = run("plan", "factories:with_args", "--cluster", "2xH100", "--max-shards", "1", "--explain-inside", "0")
+    assert "0/linear#0  stage 0 is not split: all on 0.0:H100" in out
+
+
 def test_a_profile_is_printed_as_text_or_json() -> None:
     text, _ = run("profile", "factories:with_args", "--devices", "cpu")
     assert "the whole model" in text

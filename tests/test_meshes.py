@@ -150,6 +150,11 @@ def test_a_plan_of_meshes_runs_and_has_the_original_gradients(name: str, shards:
     pm.close()
 
 
+def test_shards_are_limited_for_clusters_alone() -> None:
+    with pytest.raises(InputError, match="devices at hand"):
+        autopar.plan(nn.Linear(2, 2), ["cpu"], example_args=(torch.randn(2, 2),), max_shards=1)
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2"])
 def test_a_wrong_number_of_shards_is_refused(wrong: Any) -> None:
     with pytest.raises(InputError, match="max_shards must be a whole number of at least 1"):

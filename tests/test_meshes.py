@@ -63,6 +63,7 @@ def llama() -> nn.Module:
         return Llama().bfloat16().train()
 
 
+@pytest.mark.slow
 def test_a_plan_beats_pure_data_tensor_and_pipeline_parallelism(llama: nn.Module) -> None:
     cluster = Cluster.preset("4xH100")
     free = planned(cluster, model=llama)

@@ -329,6 +329,7 @@ def _copies(model: nn.Module) -> int:
     return sum(type(o) is nn.Parameter and id(o) not in own for o in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_planning_and_comparing_leave_no_copy_of_the_model_behind() -> None:
     model, inputs = gpt2().train(), call_of(gpt2)
     before = _copies(model)

@@ -28,7 +28,7 @@ def least_objective(problem: Problem, counts: tuple[int, ...]) -> float:
     return min((objective(problem, s) for s in fitting), default=math.inf)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(problems())
 def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -> None:
     counts = problem.counts

@@ -64,6 +64,7 @@ def test_collectives_beside_an_operator_are_what_the_whole_takes_more_if_all_oth
         assert cost(other) - cost(one.chosen) == pytest.approx(staying.seconds - found.seconds, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_an_operator_of_equal_layers_is_explained_as_one_of_them() -> None:
     plan, problem, _, keys, _ = chosen("llama 6")
     layers = fold(problem.task.module)

@@ -265,6 +265,7 @@ def test_a_system_that_computes_something_else_is_found(without_gpipe: None, mon
         peers.compare(peer_models.tiny, (2,), 1, peers.QUICK, None)
 
 
+@pytest.mark.slow
 def test_processes_compute_what_the_plain_model_does_and_tell_what_went_wrong(without_gpipe: None) -> None:
     with threads(1), Ranks() as ranks:
         build = partial(peer_models.gpt, True)  # tied: a gradient from both processes

@@ -146,6 +146,26 @@ def llama() -> nn.Module:
     )
 
 
+class GroupedLlama(nn.Module):
+    """A Llama of heads of 128 entries, eight of keys and values, with its loss: for planning, on the meta device."""
+
+    def __init__(self, layers: int, width: int, intermediate: int) -> None:
+        super().__init__()
+        config = transformers.LlamaConfig(
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=width // 128,
+            num_key_value_heads=8,
+            intermediate_size=intermediate,
+            vocab_size=32000,
+        )
+        self.model = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
 def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_gradients, assert_same_outputs, gradients, sum_of_squares
+from models import CASES, GroupedLlama, assert_same_gradients, assert_same_outputs, gradients, sum_of_squares
 from torch import nn
-from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar import Cluster, InfeasibleError, InputError, Plan
@@ -24,30 +22,9 @@ from autopar.search.planner import Options, make_plan
 META = torch.device("meta")
 
 
-class Llama(nn.Module):
-    """With its loss."""
-
-    def __init__(self, layers: int = 2, width: int = 4096) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            num_hidden_layers=layers,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_attention_heads=width // 128,
-            num_key_value_heads=8,
-            vocab_size=32000,
-            max_position_embeddings=2048,
-        )
-        self.model = LlamaForCausalLM(config)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
 def planned(cluster: Cluster, *, model: nn.Module | None = None, samples: int = 8, **options: Any) -> Plan:
     with META:
-        model = model or Llama().bfloat16().train()
+        model = model or GroupedLlama(2, 4096, 16384).bfloat16().train()
         tokens = torch.empty(samples, 1024, dtype=torch.long)
     return autopar.plan(model, cluster, example_args=(tokens,), target=tokens, loss_fn=lambda loss, _: loss, **options)
 
@@ -60,7 +37,7 @@ def step_time(plan: Plan) -> float:
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
     with META:
-        return Llama().bfloat16().train()
+        return GroupedLlama(2, 4096, 16384).bfloat16().train()
 
 
 @pytest.mark.slow

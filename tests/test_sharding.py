@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import gpt2, llama, mixtral
+from models import GroupedLlama, gpt2, llama, mixtral
 from torch import fx, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar import InfeasibleError
 from autopar.capture import capture
@@ -98,30 +97,12 @@ def test_attention_of_large_weights_is_split_by_heads() -> None:
     assert strategies["linear3"].axes == ("k",)
 
 
-class Grouped(nn.Module):
-    """A layer of Llama-70B: 64 heads of queries, 8 of keys and values, a vocabulary of 32,000."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            num_hidden_layers=1,
-            hidden_size=8192,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            intermediate_size=28672,
-            vocab_size=32000,
-        )
-        self.model = LlamaForCausalLM(config)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
-
-
 def test_a_llama_of_grouped_heads_is_split_by_heads_columns_and_vocabulary() -> None:
     cluster = Cluster.preset("8xH100")
     ids = torch.empty(2, 512, dtype=torch.long, device=META)
-    found = choose(task := task_of(on_meta(Grouped), 2, ids, cluster=cluster), over(cluster, 8))
+    found = choose(
+        task := task_of(on_meta(lambda: GroupedLlama(1, 8192, 28672)), 2, ids, cluster=cluster), over(cluster, 8)
+    )
     strategies = named(task, found)
     assert strategies["scaled_dot_product_attention0"].outputs == ((1,),)  # a head of keys a device
     # Queries, keys, values, what heads found; gate and up, down; the head: columns, then rows.

@@ -1,28 +1,28 @@
 """Pipelines ordinary PyTorch models over devices, at hand or to come, by a plan that measurement and search chose."""
 
-from autopar.annotations import clear_hints, keep_together, pipeline_stage, recompute
 from autopar.api import accuracy, compare, parallelize, plan, profile
+from autopar.costs.prediction_error import Accuracy
+from autopar.costs.profile import Profile
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
     CaptureError,
-    DeviceError,
     InfeasibleError,
     InputError,
     NotANumberError,
     PlanError,
 )
-from autopar.plan import Plan
-from autopar.plandiff import PlanDiff
-from autopar.report.accuracy import Accuracy
-from autopar.report.comparison import Comparison
-from autopar.report.profile import Profile
-from autopar.report.step import StepProfile
+from autopar.hints.layout import Layout
+from autopar.hints.module_hints import clear_hints, keep_together, pipeline_stage, recompute
+from autopar.hints.shard import shard
+from autopar.plan.diff import PlanDiff
+from autopar.plan.plan import Plan
+from autopar.runtime.comparison import Comparison
 from autopar.runtime.module import PipelinedModule
-from autopar.sharding_asked import Layout
-from autopar.sharding_hints import shard
+from autopar.runtime.step_profile import StepProfile
 from autopar.version import __version__
 from cost_models import Cluster
+from cost_models.errors import DeviceError
 
 __all__ = [
     "Accuracy",

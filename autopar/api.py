@@ -11,9 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from autopar.accuracy import recall
-from autopar.annotations import read_hints, resolve
-from autopar.arguments import (
+from autopar.analysis.example import Example, capture_example, example_ahead
+from autopar.costs.estimated import estimate_costs
+from autopar.costs.history import recall
+from autopar.costs.measured import measure_costs
+from autopar.costs.prediction_error import Accuracy
+from autopar.costs.profile import Profile, summarize, training_step
+from autopar.errors import InputError
+from autopar.hints.module_hints import read_hints
+from autopar.options import (
     Devices,
     at_hand,
     check_model,
@@ -25,32 +31,21 @@ from autopar.arguments import (
     need_example,
     need_target,
 )
-from autopar.comparing import Call, run_comparison
-from autopar.comparing import tune as run_tuning
-from autopar.errors import InputError
-from autopar.fingerprint import fingerprint
-from autopar.plan import Plan
-from autopar.profiling import (
-    capture_example,
-    estimate_costs,
-    example_ahead,
-    measure_costs,
-    subject_of,
-    summarize,
-    training_step,
-)
-from autopar.report.accuracy import Accuracy
-from autopar.report.comparison import Comparison
-from autopar.report.profile import Profile
+from autopar.plan.fingerprint import fingerprint
+from autopar.plan.plan import Plan
+from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_alone, plan_as_sharded
+from autopar.planner.hint_constraints.stages import resolve
+from autopar.planner.inter_op.atoms import Constraints
+from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.joint import plan_with_meshes
+from autopar.planner.search import Options, find_plans, make_plan
 from autopar.report.progress import progress_bar
-from autopar.runtime.entries import Settings
-from autopar.runtime.example import Example
+from autopar.runtime.bound_signature import Settings
+from autopar.runtime.compare import Call, run_comparison
+from autopar.runtime.compare import tune as run_tuning
+from autopar.runtime.comparison import Comparison
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.passes import LossFunction
-from autopar.search.atoms import Constraints
-from autopar.search.joint import plan_with_meshes
-from autopar.search.planner import Options, find_plans, make_plan
-from autopar.shard_planning import asks_for_sharding, checked_alone, plan_as_sharded
 from cost_models import Cluster, Device
 
 log = logging.getLogger(__name__)
@@ -185,14 +180,16 @@ def profile(
     check_model(model)
     args, kwargs = example_call(example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:
-        ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
+        ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
         memory = training_step(ahead, optimizer, devices.node[0].device_type) if optimizer else None
-        return summarize(estimate_costs(ahead, devices), memory)
+        with progress_bar() as progress:
+            return summarize(estimate_costs(ahead, devices, progress=progress), memory)
     check_values(model)
     parsed = at_hand(devices)
-    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=Settings(batch_dim))
+    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
     memory = training_step(example, optimizer, parsed[0].torch_device.type) if optimizer else None
-    return summarize(measure_costs(example, parsed, cache=cache), memory)
+    with progress_bar() as progress:
+        return summarize(measure_costs(example, parsed, cache=cache, progress=progress), memory)
 
 
 def compare(
@@ -234,15 +231,17 @@ def compare(
     parsed, options = checked(model, devices, n_microbatches, schedule, max_replicas, memory_limit, "none", batch_norm)
     args, kwargs = example_call(example_args, example_kwargs)
     settings = Settings(batch_dim, batch_norm)
-    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
+    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=settings.batch_dim)
     example, options = _as_the_model_allows(example, options, parsed, batch_norm)
     if asks_for_sharding(example):
         asked = plan_as_sharded(example, parsed, options) if None in plans.values() else None
         plans = {name: asked if plan is None else plan for name, plan in plans.items()}
     # A plan made by hand may split the batch otherwise than the options do: then all sizes are measured.
     only = options.n_microbatches if all(plan is None for plan in plans.values()) else None
-    costs = measure_costs(example, parsed, n_microbatches=only, cache=cache)
-    return run_comparison(Call(example, settings), plans, costs, options, repeats, record=cache)
+    with progress_bar() as progress:
+        costs = measure_costs(example, parsed, n_microbatches=only, cache=cache, progress=progress)
+    with progress_bar() as progress:
+        return run_comparison(Call(example, settings), plans, costs, options, repeats, record=cache, progress=progress)
 
 
 def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:
@@ -282,13 +281,15 @@ def _decide(example: Example, devices: tuple[Device, ...], options: Options, tun
     if asks_for_sharding(example):
         return plan_as_sharded(example, devices, options)
     only = None if tuning.candidates else options.n_microbatches
-    costs = measure_costs(example, devices, n_microbatches=only, cache=cache)
+    with progress_bar() as progress:
+        costs = measure_costs(example, devices, n_microbatches=only, cache=cache, progress=progress)
     if not tuning.finalists:
         return dataclasses.replace(make_plan(costs, options), model=fingerprint(example.model))
     found = find_plans(costs, options, tuning.finalists)
     plans = {f"automatic {rank}": plan for rank, plan in enumerate(found, 1)} | dict(tuning.candidates)
     call = Call(example, tuning.settings)
-    name, best, table = run_tuning(call, plans, costs, options, TUNING_STEPS, record=cache)
+    with progress_bar() as progress:
+        name, best, table = run_tuning(call, plans, costs, options, TUNING_STEPS, record=cache, progress=progress)
     told = [
         f"{'*' if other == name else ''}{other} {predicted * 1e3:.4g} / {measured * 1e3:.4g} ms"
         for other, (predicted, measured) in table.items()
@@ -346,11 +347,12 @@ def _plan_ahead(
     if max_shards is not None and (type(max_shards) is not int or max_shards < 1):
         raise InputError(f"max_shards must be a whole number of at least 1, got {max_shards!r}")
     settings = Settings(batch_dim, batch_norm)
-    example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, settings=settings)
+    example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=settings.batch_dim)
     example, options = _as_the_model_allows(example, options, cluster.devices, batch_norm)
     if asks_for_sharding(example):
         return plan_as_sharded(example, cluster.devices, options, cluster)
-    costs = estimate_costs(example, cluster, n_microbatches=options.n_microbatches)
+    with progress_bar() as progress:
+        costs = estimate_costs(example, cluster, n_microbatches=options.n_microbatches, progress=progress)
     if max_shards == 1:
         found = make_plan(costs, options)
     else:

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 import autopar
 from autopar import AutoparError, Cluster, DeviceError, InputError, Plan
 from autopar.demo import DEMOS, run_demo
-from autopar.schedule import SCHEDULES
+from autopar.schedule.builders import SCHEDULES
 
 
 class _Group(TyperGroup):

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.api import compare, parallelize, plan
 from autopar.errors import AutoparError
-from autopar.report.comparison import Comparison
+from autopar.runtime.comparison import Comparison
 
 
 @dataclass(frozen=True)

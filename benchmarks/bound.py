@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from statistics import median
 
 from autopar import PipelinedModule
+from autopar.capture.thread_state import CallerState
 from autopar.runtime.executable import Part
-from autopar.runtime.mail import Mail
-from autopar.runtime.notes import Notes
-from autopar.runtime.threads import CallerState
-from autopar.schedule import Action, Phase, Schedule, chain
-from autopar.simulate import StageTimes, simulate
+from autopar.runtime.mailbox import Mail
+from autopar.runtime.step_recorder import Notes
+from autopar.schedule.clock import Action, Phase, chain
+from autopar.schedule.simulate import StageTimes, simulate
+from autopar.schedule.table import Schedule
 from benchmarks.models import Workload
 
 

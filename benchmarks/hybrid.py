@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.schedule import Transfer, make_schedule
-from autopar.simulate import StageTimes, simulate
+from autopar.schedule.builders import make_schedule
+from autopar.schedule.clock import Transfer
+from autopar.schedule.simulate import StageTimes, simulate
 from benchmarks.hybrid_costs import Stages, memory_of, stages_of
 from benchmarks.hybrid_plan import PARTS, Job, Seconds, Split
-from cost_models.training_memory import TrainingMemory
+from cost_models.memory.training_memory import TrainingMemory
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from autopar.schedule import in_flight_limit, interleaved_in_flight_limit
+from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
 from benchmarks.hybrid_layers import Arithmetic, Transformer, embedding_work, head_work, layer_work
 from benchmarks.hybrid_plan import Job, Pass, Seconds, Split
 from benchmarks.hybrid_tape import Work
 from cost_models import Group, collective_seconds, efficiency_of, rates_of
-from cost_models.collectives import Collective
-from cost_models.roofline import kernel_seconds
-from cost_models.specs import DeviceSpec
-from cost_models.training_memory import TrainingMemory, training_memory
+from cost_models.collectives.formulas import Collective
+from cost_models.hardware.specs import DeviceSpec
+from cost_models.kernels.roofline import kernel_seconds
+from cost_models.memory.training_memory import TrainingMemory, training_memory
 
 
 @dataclass(frozen=True)

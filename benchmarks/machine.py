@@ -11,7 +11,7 @@ import torch
 
 import autopar
 from cost_models import parse_devices
-from cost_models.device import usable_cores
+from cost_models.hardware.devices import usable_cores
 
 _PACKAGES = ("torch", "transformers", "numpy", "networkx")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import capture
+from autopar.capture.program import capture
 from benchmarks.output import Report, Table
-from cost_models.recomputation import nodes_inside
-from cost_models.step_memory import step_memory
+from cost_models.memory.recomputation import nodes_inside
+from cost_models.memory.step_memory import step_memory
 
 log = logging.getLogger(__name__)
 

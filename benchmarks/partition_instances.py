@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.search.cuts import AtomGraph, merged_graph
-from autopar.search.explore import Found, cuts_worth_looking_at, most_cuts, refine
-from autopar.search.partition import solve
-from autopar.search.problem import Kind, Problem, Shared, Space, Value
+from autopar.planner.inter_op.cuts import AtomGraph, merged_graph
+from autopar.planner.inter_op.partition import solve
+from autopar.planner.inter_op.problem import Kind, Problem, Shared, Space, Value
+from autopar.planner.inter_op.refinement import Found, cuts_worth_looking_at, most_cuts, refine
 from benchmarks.output import Report, Table
 
 _CUTS = 800

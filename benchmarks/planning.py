@@ -21,9 +21,9 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan
-from autopar.costgraph import CostGraph, Weight
-from autopar.costtable import CostTable
-from autopar.search.planner import Options, make_plan
+from autopar.costs.cost_graph import CostGraph, Weight
+from autopar.costs.cost_table import CostTable
+from autopar.planner.search import Options, make_plan
 from benchmarks.output import Report, Table
 from cost_models import Device, Link
 

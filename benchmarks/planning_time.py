@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar.capture import capture
-from autopar.operators import captured_device, on_device
-from autopar.search.sharding import Task, choose
+from autopar.analysis.operators import captured_device, on_device
+from autopar.capture.program import capture
+from autopar.planner.intra_op.strategy_search import Task, choose
 from autopar.sharding.mesh import make_mesh
 from benchmarks.output import Report, Table
 from cost_models import Cluster

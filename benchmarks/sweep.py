@@ -20,12 +20,12 @@ import numpy as np
 
 import autopar
 from autopar import PipelinedModule, Plan
-from autopar.costgraph import CostGraph
-from autopar.plan import Stage
+from autopar.analysis.example import examine
+from autopar.costs.cost_graph import CostGraph
+from autopar.plan.plan import Stage
+from autopar.planner.inter_op.atoms import make_atoms
+from autopar.planner.predict import Conditions, predict
 from autopar.runtime import module as runtime
-from autopar.runtime.example import examine
-from autopar.search.atoms import make_atoms
-from autopar.search.predict import Conditions, predict
 from benchmarks.models import Workload
 from benchmarks.timing import interleave, ratio
 

@@ -16,13 +16,14 @@ from typing import Any
 from unittest.mock import patch
 
 import autopar
-from autopar import PipelinedModule, Plan, costgraph
-from autopar.batching import study
-from autopar.capture import capture
-from autopar.costgraph import CostGraph
-from autopar.measuring import Measured
-from autopar.runtime.example import untouched
-from autopar.search.planner import Options, make_plan
+from autopar import PipelinedModule, Plan
+from autopar.analysis.batching import study
+from autopar.analysis.example import untouched
+from autopar.capture.program import capture
+from autopar.costs import cost_graph
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.measured import Measured
+from autopar.planner.search import Options, make_plan
 from benchmarks.figures import split_size_curve
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table
@@ -173,7 +174,7 @@ def _cost_graph(workload: Workload) -> CostGraph:
             target=workload.target,
             cache=cache,
         )
-        return costgraph.build(program, batching, source, training=True)
+        return cost_graph.build(program, batching, source, training=True)
 
 
 def _step_on_threads(workload: Workload, count: int) -> None:

@@ -19,20 +19,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture import is_getitem
+from autopar.analysis.operators import is_random, written_arguments
+from autopar.capture.cleanup import aten
+from autopar.capture.module_hooks import is_hook_point
+from autopar.capture.program import is_getitem
 from autopar.errors import PlanError
-from autopar.hooks import is_hook_point
 from autopar.lower import collectives
-from autopar.lower.choices import Choice, Choices, is_tensor, operands_of, ordered_kwargs, tensors_of
-from autopar.lower.parts import Made, Parts, may_have_gradient, place_of
-from autopar.lower.writes import operator_name_of, without_writes
-from autopar.operators import get_attribute, is_random, written_arguments
-from autopar.sharding import special
-from autopar.sharding.assignment import StageSharding, layout_text
+from autopar.lower.device_values import Made, Parts, may_have_gradient, place_of
+from autopar.lower.in_place_writes import operator_name_of, without_writes
+from autopar.lower.strategy_choices import Choice, Choices, is_tensor, operands_of, ordered_kwargs, tensors_of
+from autopar.sharding.group_operators import operators as special
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, fits, slices
 from autopar.sharding.local import local_call, sizes_place, takes_sizes
+from autopar.sharding.stage_sharding import StageSharding, layout_text
 from autopar.sharding.strategies import Strategy
-from autopar.tidy import aten
+from cost_models.graphs import get_attribute
 
 
 @dataclass(frozen=True)

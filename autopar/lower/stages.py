@@ -20,16 +20,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture import Program, describe
-from autopar.errors import PlanError
-from autopar.hooks import is_hook_point
-from autopar.lower.batchnorm import DeferredNorm, defer_batch_norms
-from autopar.lower.collectives import spread
-from autopar.lower.random import lower_random
-from autopar.lower.sharded import Piece, Sharded, shard
-from autopar.operators import (
+from autopar.analysis.operators import (
     compute_nodes,
-    get_attribute,
     move_constants,
     on_device,
     operator_keys,
@@ -37,7 +29,15 @@ from autopar.operators import (
     unrepeatable_nodes,
     written_arguments,
 )
-from autopar.sharding.assignment import StageSharding
+from autopar.capture.module_hooks import is_hook_point
+from autopar.capture.program import Program, describe
+from autopar.errors import PlanError
+from autopar.lower.collectives import spread
+from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms
+from autopar.lower.random_operators import lower_random
+from autopar.lower.sharded import Piece, Sharded, shard
+from autopar.sharding.stage_sharding import StageSharding
+from cost_models.graphs import get_attribute
 
 
 @dataclass(frozen=True)

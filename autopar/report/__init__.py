@@ -1,5 +1,5 @@
 """Showing plans, profiles, runs and comparisons. The imports register what print() shows of values of lower rooms."""
 
-from autopar.report import diff, explain, inside, text
+from autopar.report import comparison, diff, explain, operator_strategies, plan, prediction_error, profile, step
 
-__all__ = ["diff", "explain", "inside", "text"]
+__all__ = ["comparison", "diff", "explain", "operator_strategies", "plan", "prediction_error", "profile", "step"]

@@ -1,121 +1,40 @@
-"""Plans side by side: what was predicted, and what was measured."""
+"""A comparison of plans as text."""
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
-from autopar.plan import Plan
+from autopar.plan.display import shown
 from autopar.report.tables import WIDTH, megabytes, milliseconds, table
+from autopar.runtime.comparison import Comparison, Row
 
 
-@dataclass(frozen=True)
-class Row:
-    """One plan and its steps.
-
-    Memory is by place: the name of a CPU worker, or that of a GPU with all its workers. Predicted are parameters, all
-    their gradients and the activations in flight, without optimizer state. Measured is what a place holds at its peak
-    in a step that starts without gradients, so that it may be less. It counts the storages that operators were seen to
-    use; replicas on CPU share their parameters, and each counts them.
-    """
-
-    name: str
-    plan: Plan  # with its predictions
-    steps: tuple[float, ...]  # s, one of each round
-    predicted_memory: Mapping[str, int]  # bytes at the peak
-    measured_memory: Mapping[str, int]  # bytes at the peak
-
-    @property
-    def predicted(self) -> float | None:
-        """Seconds a step; None where a plan's sharded stages have no predictions."""
-        return self.plan.predicted_step_time
-
-    @property
-    def measured(self) -> float:
-        """Seconds a step, the median."""
-        return median(self.steps)
-
-    @property
-    def error(self) -> float | None:
-        """Of the prediction, relative to the measured time: above 0 where the step was faster than predicted."""
-        return None if self.predicted is None else self.predicted / self.measured - 1
+@shown.register
+def _comparison(comparison: Comparison) -> str:
+    step = "training step" if comparison.training else "forward pass"
+    head = textwrap.fill(
+        f"One {step} of {comparison.batch_size} samples on {', '.join(comparison.devices)}, "
+        f"median of {len(comparison.single.steps)} taken in turn",
+        WIDTH,
+    )
+    columns = ["plan", "stages", "micro-\nbatches", "schedule", "predicted\nms", "measured\nms", "range\nms"]
+    columns += ["error", "speed-up", "peak MB\npredicted", "peak MB\nmeasured"]
+    foot = "error: predicted / measured - 1; peak MB: of the fullest device, without optimizer state"
+    return "\n\n".join([head, table(columns, [_cells(comparison, row) for row in comparison.rows], words=2), foot])
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Steps of the same batch under several plans, taken in turn; `print(comparison)` shows a table."""
-
-    single: Row  # the plain model on the first device
-    plans: tuple[Row, ...]
-    devices: tuple[str, ...]
-    batch_size: int  # samples
-    training: bool  # whether a step has a backward
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        return (self.single, *self.plans)
-
-    def __getitem__(self, name: str) -> Row:
-        """The row of a plan. KeyError for a name that was not compared."""
-        for row in self.plans:
-            if row.name == name:
-                return row
-        raise KeyError(name)
-
-    def speed_up(self, row: Row) -> float:
-        """How many times faster than the single device, measured."""
-        return self.single.measured / row.measured
-
-    def __str__(self) -> str:
-        step = "training step" if self.training else "forward pass"
-        head = textwrap.fill(
-            f"One {step} of {self.batch_size} samples on {', '.join(self.devices)}, "
-            f"median of {len(self.single.steps)} taken in turn",
-            WIDTH,
-        )
-        columns = ["plan", "stages", "micro-\nbatches", "schedule", "predicted\nms", "measured\nms", "range\nms"]
-        columns += ["error", "speed-up", "peak MB\npredicted", "peak MB\nmeasured"]
-        foot = "error: predicted / measured - 1; peak MB: of the fullest device, without optimizer state"
-        return "\n\n".join([head, table(columns, [self._cells(row) for row in self.rows], words=2), foot])
-
-    def _cells(self, row: Row) -> list[str]:
-        single = row is self.single
-        return [
-            row.name,
-            row.plan.places,
-            "-" if single else str(row.plan.n_microbatches),
-            "-" if single else row.plan.schedule,
-            milliseconds(row.predicted),
-            milliseconds(row.measured),
-            f"{milliseconds(min(row.steps))}-{milliseconds(max(row.steps))}",
-            "-" if row.error is None else f"{row.error:+.1%}",
-            f"{self.speed_up(row):.2f}x",
-            megabytes(max(row.predicted_memory.values(), default=None)),
-            megabytes(max(row.measured_memory.values(), default=None)),
-        ]
-
-    def to_json(self) -> str:
-        """Rows with all numbers in seconds and bytes, and their plans."""
-        rows = [self._as_json(row) for row in self.rows]
-        data = {"devices": self.devices, "batch_size": self.batch_size, "training": self.training, "rows": rows}
-        return json.dumps(data, indent=1)
-
-    def _as_json(self, row: Row) -> dict[str, Any]:
-        return {
-            "name": row.name,
-            "stages": [list(stage.devices) for stage in row.plan.stages],
-            "n_microbatches": row.plan.n_microbatches,
-            "schedule": row.plan.schedule,
-            "predicted": row.predicted,
-            "measured": row.measured,
-            "error": row.error,
-            "speed_up": self.speed_up(row),
-            "steps": row.steps,
-            "predicted_memory": dict(row.predicted_memory),
-            "measured_memory": dict(row.measured_memory),
-            "plan": json.loads(row.plan.to_json()),
-        }
+def _cells(comparison: Comparison, row: Row) -> list[str]:
+    single = row is comparison.single
+    return [
+        row.name,
+        row.plan.places,
+        "-" if single else str(row.plan.n_microbatches),
+        "-" if single else row.plan.schedule,
+        milliseconds(row.predicted),
+        milliseconds(row.measured),
+        f"{milliseconds(min(row.steps))}-{milliseconds(max(row.steps))}",
+        "-" if row.error is None else f"{row.error:+.1%}",
+        f"{comparison.speed_up(row):.2f}x",
+        megabytes(max(row.predicted_memory.values(), default=None)),
+        megabytes(max(row.measured_memory.values(), default=None)),
+    ]

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from autopar.paths import few
-from autopar.plandiff import Fact, PlanDiff, Quantity
+from autopar.hints.module_paths import few
+from autopar.plan.diff import Fact, PlanDiff, Quantity
+from autopar.plan.display import shown
 from autopar.report.tables import bullet, megabytes, milliseconds, table
-from autopar.showing import shown
 
 
 @shown.register(PlanDiff)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.plan import Plan
-from autopar.plancheck import replicas
+from autopar.plan.display import shown
+from autopar.plan.plan import Plan
+from autopar.plan.validation import replicas
+from autopar.planner.explain import Change, Explanation
 from autopar.report.tables import bullet, milliseconds, table
-from autopar.search.explain import Change, Explanation
-from autopar.showing import shown
 
 _BOUNDS = {
     "compute": "its own work: a faster device or a finer split of the model would help most",

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.plan import Plan, Stage
-from autopar.report.patterns import folded, operator_text
+from autopar.analysis.rules import neural
+from autopar.plan.plan import Plan, Stage
+from autopar.report.layer_names import folded, operator_text
 from autopar.report.tables import bullet, megabytes, milliseconds, table
-from autopar.rules import neural
-from autopar.sharding.assignment import Exchange, StageSharding, Stored
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
+from autopar.sharding.stage_sharding import Exchange, StageSharding, Stored
 
 _MOST = 24  # lines of a table
 _MOST_REPEATED = 6  # operators that are named for what devices do alike

@@ -1,73 +1,33 @@
-"""One training step as it went: what every stage took and waited for, next to what the plan predicted."""
+"""A profiled training step as text: what each stage took and waited for, next to the plan's prediction."""
 
 from __future__ import annotations
 
-import json
 import textwrap
-from dataclasses import asdict, dataclass
 
+from autopar.plan.display import shown
 from autopar.report.tables import WIDTH, milliseconds, table
+from autopar.runtime.step_profile import StageStep, StepProfile
 
 
-@dataclass(frozen=True)
-class StageStep:
-    """A stage on one of its devices, over all micro-batches that it ran there."""
-
-    stage: int
-    device: str  # name
-    microbatches: int
-    forward: float  # s, the loss included
-    loss: float  # s, of the forward: in the loss function
-    backward: float  # s, with what is computed again for it
-    waiting: float  # s, for messages of other stages, in neither of them
-    predicted_forward: float | None  # s, the loss included; None where the plan predicts nothing for this step
-    predicted_backward: float | None  # s, the same
-
-    @property
-    def busy(self) -> float:
-        """Seconds."""
-        return self.forward + self.backward
+@shown.register
+def _step_profile(profile: StepProfile) -> str:
+    head = f"A training step of {profile.batch_size} samples in {milliseconds(profile.seconds)} ms"
+    if profile.error is None:
+        head += ", without a prediction for it"
+    else:
+        head += f", predicted {milliseconds(profile.predicted)} ms ({profile.error:+.1%})"
+    head += f"; {profile.schedule}, {profile.n_microbatches} micro-batch{'es' * (profile.n_microbatches > 1)}"
+    columns = ["stage", "device", "micro-\nbatches", "forward\nms", "predicted\nms", "of it loss\nms"]
+    columns += ["backward\nms", "predicted\nms", "waiting\nms", "busy"]
+    parts = [textwrap.fill(head, WIDTH), table(columns, [_cells(profile, s) for s in profile.stages], words=2)]
+    if profile.one_worker:
+        parts.append("One thread did the actions of all devices in turn: the operators are too small for several.")
+    if profile.synchronized:
+        parts.append("GPUs were waited for after every action: an ordinary step takes less.")
+    return "\n\n".join(parts)
 
 
-@dataclass(frozen=True)
-class StepProfile:
-    """One training step; `print(profile)` shows a table."""
-
-    seconds: float  # of the whole call
-    predicted: float | None  # s; None where the plan has no prediction, or one for another batch
-    batch_size: int  # samples
-    n_microbatches: int
-    schedule: str
-    stages: tuple[StageStep, ...]  # by stage, then as its devices are named in the plan
-    one_worker: bool  # one thread did the actions of several devices in turn
-    synchronized: bool  # GPUs were waited for after every action
-
-    @property
-    def error(self) -> float | None:
-        """Of the prediction, relative to the measured time: above 0 where the step was faster than predicted."""
-        return None if self.predicted is None else self.predicted / self.seconds - 1
-
-    def __str__(self) -> str:
-        head = f"A training step of {self.batch_size} samples in {milliseconds(self.seconds)} ms"
-        if self.error is None:
-            head += ", without a prediction for it"
-        else:
-            head += f", predicted {milliseconds(self.predicted)} ms ({self.error:+.1%})"
-        head += f"; {self.schedule}, {self.n_microbatches} micro-batch{'es' * (self.n_microbatches > 1)}"
-        columns = ["stage", "device", "micro-\nbatches", "forward\nms", "predicted\nms", "of it loss\nms"]
-        columns += ["backward\nms", "predicted\nms", "waiting\nms", "busy"]
-        parts = [textwrap.fill(head, WIDTH), table(columns, [self._cells(s) for s in self.stages], words=2)]
-        if self.one_worker:
-            parts.append("One thread did the actions of all devices in turn: the operators are too small for several.")
-        if self.synchronized:
-            parts.append("GPUs were waited for after every action: an ordinary step takes less.")
-        return "\n\n".join(parts)
-
-    def to_json(self) -> str:
-        """All of it in seconds."""
-        return json.dumps({**asdict(self), "error": self.error}, indent=1)
-
-    def _cells(self, one: StageStep) -> list[str]:
-        seconds = [one.forward, one.predicted_forward, one.loss, one.backward, one.predicted_backward, one.waiting]
-        share = f"{one.busy / self.seconds:.0%}"
-        return [str(one.stage), one.device, str(one.microbatches), *map(milliseconds, seconds), share]
+def _cells(profile: StepProfile, one: StageStep) -> list[str]:
+    seconds = [one.forward, one.predicted_forward, one.loss, one.backward, one.predicted_backward, one.waiting]
+    share = f"{one.busy / profile.seconds:.0%}"
+    return [str(one.stage), one.device, str(one.microbatches), *map(milliseconds, seconds), share]

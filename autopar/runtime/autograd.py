@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import _torch
+from autopar.capture import torch_private
 from autopar.runtime.run import Run
 
 
@@ -42,7 +42,7 @@ class Call(torch.autograd.Function):
         whole: list[torch.Tensor | None] = [None] * len(run.results.outputs)
         for place, gradient in zip(ctx.places, gradients, strict=True):
             whole[place] = gradient
-        run.backward(whole, _torch.backward_keeps_graph())
+        run.backward(whole, torch_private.backward_keeps_graph())
         return _gradients(run, ctx.keys, ctx.indices)
 
 

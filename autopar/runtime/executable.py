@@ -22,14 +22,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar import _torch
-from autopar.capture import Program
-from autopar.lower import Lowered, StageProgram, replica
-from autopar.lower.random import keep_from_compiler
-from autopar.operators import captured_device, compute_nodes, get_attribute
-from autopar.runtime.placement import Buffer, Leaf, summed
-from autopar.runtime.threads import Worker
-from autopar.schedule import Action, Schedule, chain, execute, make_schedule
+from autopar.analysis.operators import captured_device, compute_nodes
+from autopar.capture import torch_private
+from autopar.capture.program import Program
+from autopar.lower.random_operators import keep_from_compiler
+from autopar.lower.stages import Lowered, StageProgram, replica
+from autopar.runtime.device_tensors import Buffer, Leaf, summed
+from autopar.runtime.workers import Worker
+from autopar.schedule.builders import make_schedule
+from autopar.schedule.clock import Action, chain, execute
+from autopar.schedule.table import Schedule
+from cost_models.graphs import get_attribute
 
 # Seconds that Python and torch's dispatch take of an action and of each operator in it, whatever the operator computes
 # (measured on one core of a server). Where actions take no more than twice that, threads wait for each other.
@@ -227,7 +230,7 @@ class Executable:
         if self.compiled and not stage.hooked and stage.shards == 1:  # hooks are to run, not to be traced
             keep_from_compiler(module)
             backend = "inductor" if self.compiled is True else self.compiled
-            compute = _torch.compile_for_threads(module.forward, backend)
+            compute = torch_private.compile_for_threads(module.forward, backend)
         return Part(
             slot, stage, number, worker, module, compute, list(leaves.values()), buffers, recompute, predicted_bytes
         )

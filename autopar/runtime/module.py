@@ -11,24 +11,25 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar import _torch
-from autopar.accuracy import Record, costs_of, remember
+from autopar.analysis.example import Example, examine, has_backward, under_default_device
+from autopar.capture import torch_private
+from autopar.capture.thread_state import CallerState
+from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError
-from autopar.plan import Plan
-from autopar.report.step import StepProfile
-from autopar.report.text import module_text
+from autopar.plan.display import shown
+from autopar.plan.plan import Plan
 from autopar.runtime.autograd import Call, Step
-from autopar.runtime.batches import split_sizes
-from autopar.runtime.entries import Entry, Settings, build, model_state, one_microbatch, without_shards
-from autopar.runtime.example import Example, examine, has_backward, under_default_device
-from autopar.runtime.memory import Watch
-from autopar.runtime.notes import Notes, timed
+from autopar.runtime.bound_signature import Entry, Settings, build, model_state, one_microbatch, without_shards
+from autopar.runtime.memory_watch import Watch
+from autopar.runtime.micro_batches import split_sizes
 from autopar.runtime.passes import LossFunction
-from autopar.runtime.plain import plain_call, plain_step
+from autopar.runtime.plain_model import plain_call, plain_step
 from autopar.runtime.run import Run
-from autopar.runtime.threads import CallerState, Worker
-from autopar.runtime.told import Told
-from cost_models.device import Device
+from autopar.runtime.step_profile import StepProfile
+from autopar.runtime.step_recorder import Notes, timed
+from autopar.runtime.user_warnings import Told
+from autopar.runtime.workers import Worker
+from cost_models.hardware.devices import Device
 
 Decide = Callable[[Example], Plan]
 
@@ -122,7 +123,7 @@ class PipelinedModule(nn.Module):
 
     def report(self) -> str:
         """The plan, its stages and predictions as text."""
-        return module_text(self._plan, self.stages)
+        return shown(self)
 
     def prepare(
         self,
@@ -174,7 +175,7 @@ class PipelinedModule(nn.Module):
             results = Call.apply_to(run, indices, parameters, [x for _, x in inputs])
         else:
             results = run.forward()
-        return _torch.tree_unflatten(results[: entry.program.n_outputs], entry.program.out_spec)
+        return torch_private.tree_unflatten(results[: entry.program.n_outputs], entry.program.out_spec)
 
     def train_step(
         self,
@@ -294,7 +295,9 @@ class PipelinedModule(nn.Module):
                 break
         else:
             types = {d.torch_device.type for d in self._devices}
-            program, batching = examine(model, args, kwargs, self._settings, types)
+            program, batching = examine(
+                model, args, kwargs, types, batch_dim=self._settings.batch_dim, verify=self._settings.verify
+            )
             bound = program.bind(args, kwargs)
             entry = Entry(state, program, batching)
             self._entries.append(entry)

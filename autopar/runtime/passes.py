@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 
-from autopar import _torch, hooks
-from autopar.batching import Output
-from autopar.lower import Constant, Statistics, collecting
-from autopar.lower.random import mix_seed, seeded
-from autopar.runtime.batches import split_leaf, split_tree
+from autopar.analysis.batching import Output
+from autopar.capture import module_hooks, torch_private
+from autopar.lower.deferred_batch_norm import Statistics, collecting
+from autopar.lower.random_operators import mix_seed, seeded
+from autopar.lower.stages import Constant
+from autopar.runtime.error_context import check_not_nan
 from autopar.runtime.executable import Executable, Part
-from autopar.runtime.faults import check_not_nan
-from autopar.runtime.mail import Address, Mail
-from autopar.runtime.results import Results
+from autopar.runtime.mailbox import Address, Mail
+from autopar.runtime.micro_batches import split_leaf, split_tree
+from autopar.runtime.outputs import Results
 from autopar.runtime.split_backward import Root, WeightPart, input_part
 from autopar.runtime.transfers import arrived, as_leaf, moved, push
-from autopar.schedule import Phase
+from autopar.schedule.clock import Phase
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -169,7 +170,7 @@ class Passes:
             if stage.random and self._seed is not None:
                 contexts.enter_context(seeded(mix_seed(self._seed, microbatch, stage.index)))
             if stage.hooked:
-                contexts.enter_context(hooks.running())
+                contexts.enter_context(module_hooks.running())
             if stage.deferred and not again:
                 contexts.enter_context(collecting(self.statistics, microbatch))
             return part.compute(*own, *received)
@@ -181,10 +182,10 @@ class Passes:
     def _loss(self, values: tuple[Any, ...], microbatch: int, device: torch.device) -> torch.Tensor:
         assert self._loss_function is not None
         program = self.executable.program
-        output = _torch.tree_unflatten(self._flat(values)[: program.n_outputs], program.out_spec)
+        output = torch_private.tree_unflatten(self._flat(values)[: program.n_outputs], program.out_spec)
         target = self._targets[microbatch]
         if device.type != "cpu":  # nobody outside knows on which device the plan lets the model end
-            target = _torch.tree_map(lambda x: moved(x, device), target)
+            target = torch_private.tree_map(lambda x: moved(x, device), target)
         loss = self._loss_function(output, target)
         self.losses[microbatch] = loss.detach()
         return loss
@@ -195,7 +196,7 @@ class Passes:
         kept = self._taken(part, microbatch)
         roots = self._roots(part, microbatch, kept)
         if roots:
-            _torch.run_backward([v for v, _ in roots], [g for _, g in roots], self.keep_graph)
+            torch_private.run_backward([v for v, _ in roots], [g for _, g in roots], self.keep_graph)
         del roots
         self._send_back(part, microbatch, [_take_gradient(leaf) for leaf in (*kept.own, *kept.received)])
 

@@ -22,16 +22,17 @@ from typing import Any
 
 import torch
 
-from autopar import _torch
-from autopar.batching import Output
+from autopar.analysis.batching import Output
+from autopar.capture import torch_private
+from autopar.capture.thread_state import CallerState
+from autopar.runtime.error_context import WAYS, explain
 from autopar.runtime.executable import Executable
-from autopar.runtime.faults import WAYS, explain
-from autopar.runtime.mail import Aborted, Mail
-from autopar.runtime.memory import Watch
-from autopar.runtime.notes import Notes
+from autopar.runtime.mailbox import Aborted, Mail
+from autopar.runtime.memory_watch import Watch
 from autopar.runtime.passes import LossFunction, Passes
-from autopar.runtime.threads import CallerState, Worker
-from autopar.schedule import Action, Phase
+from autopar.runtime.step_recorder import Notes
+from autopar.runtime.workers import Worker
+from autopar.schedule.clock import Action, Phase
 
 Slots = Sequence[tuple[int, Action]]  # actions in order, each with its slot
 
@@ -178,7 +179,7 @@ class Run:
         ways, parts = self._passes.actions(), self.executable.part
         if self._notes is not None:
             ways = self._notes.actions(ways)
-        name_ranges = _torch.profiler_is_on()
+        name_ranges = torch_private.profiler_is_on()
         for _, (phase, stage, microbatch) in actions:
             if self._failure is not None:
                 raise Aborted

@@ -41,27 +41,3 @@ reaches the first stage sooner; 3m + p - 1 units, against 3 (m + p - 1) of 1f1b,
     1.0 | .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     2.0 | .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 """
-
-from autopar.schedule.check import validate
-from autopar.schedule.clock import Action, Event, Execution, Phase, Send, Transfer, chain, execute
-from autopar.schedule.orders import SCHEDULES, in_flight_limit, interleaved_in_flight_limit, make_schedule
-from autopar.schedule.table import Schedule, held, phased
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Event",
-    "Execution",
-    "Phase",
-    "Schedule",
-    "Send",
-    "Transfer",
-    "chain",
-    "execute",
-    "held",
-    "in_flight_limit",
-    "interleaved_in_flight_limit",
-    "make_schedule",
-    "phased",
-    "validate",
-]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.views import FACTORIES, NEW
+from autopar.analysis.rules.views import FACTORIES, NEW
 
 _LIKE_OTHERS = {
     "view_as": torch.ops.aten.view.default,

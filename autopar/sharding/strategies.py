@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.rules.notation import Dims, Kind, Rule
+from autopar.analysis.rules.notation import Dims, Kind, Rule
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
 
 REPEATED = "-"

@@ -1,0 +1,141 @@
+"""The call that a plan is made for, and leaving the model as it was while it is looked at."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.analysis.batching import Batching, study
+from autopar.capture import torch_private
+from autopar.capture.program import Program, capture
+from autopar.capture.thread_state import neutral_state
+from cost_models import Device
+from cost_models.graphs import on_meta
+
+LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> loss
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a plan is made for: a captured program and a call of it."""
+
+    model: nn.Module
+    program: Program
+    batching: Batching
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]  # the flat inputs among them
+    training: bool
+    loss: LossFunction | None
+    target: Any
+
+
+def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | None) -> bool:
+    """Whether a backward is to be expected after a call that is made now."""
+    trains = any(p.requires_grad for p in model.parameters())
+    return trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
+
+
+def examine(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device_types: set[str],
+    *,
+    batch_dim: int | dict[str, int | None] | None,
+    verify: bool,
+) -> tuple[Program, Batching]:
+    """Capture a call of `model` and study its batch; the model is left as it was. Raises CaptureError, InputError.
+
+    The graph is that of the caller's default dtype and device; what is tried out on it does not depend on them, nor on
+    other state of the calling thread.
+    """
+    with untouched(model), neutral_state(device_types):
+        ahead = any(p.is_meta for p in model.parameters())  # nothing will run: what repeats need not be looked at
+        program = capture(model, args, kwargs, batch_dim=batch_dim, look_into_one=ahead)
+        bound = program.bind(args, kwargs)
+        assert bound is not None, "a captured program takes the call that it was captured from"
+        with torch.device("cpu"):
+            return program, study(program, bound[0], verify=verify)
+
+
+def without_values(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    """A call to plan for where parameters have sizes but no values (on the meta device, or made under
+    FakeTensorMode): a copy of the model and its inputs on the meta device. Any other call stays as it is."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(t.is_meta or torch_private.is_fake(t) for t in tensors):
+        return model, args, kwargs, target
+    if not all(t.is_meta and not torch_private.is_fake(t) for t in tensors):
+        own = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
+        model = copy.deepcopy(model, {id(t): on_meta(t) for t in [*tensors, *own]})
+    args, kwargs, target = torch_private.tree_map(on_meta, (args, kwargs, target))
+    return model, args, kwargs, target
+
+
+def under_default_device(loss: LossFunction | None) -> LossFunction | None:
+    """`loss` for threads that do not know the default device of this one."""
+    device = torch.get_default_device()
+    if loss is None or device.type == "cpu":
+        return loss
+
+    def under(output: Any, target: Any) -> torch.Tensor:
+        with device:
+            return loss(output, target)
+
+    return under
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Gradients and the random state are afterwards what they were."""
+    state = torch.get_rng_state()
+    gradients = [(p, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def capture_example(
+    model: nn.Module,
+    devices: Sequence[Device],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    batch_dim: int | dict[str, int | None] | None = None,
+    verify: bool = True,
+) -> Example:
+    """A call of `model` as a program. The model is unchanged. Raises CaptureError and InputError."""
+    types = {device.torch_device.type for device in devices}
+    program, batching = examine(model, args, kwargs, types, batch_dim=batch_dim, verify=verify)
+    leaves, _ = program.bind(args, kwargs) or ([], 0)
+    training = has_backward(model, program, loss_fn)
+    loss = under_default_device(loss_fn)
+    return Example(model, program, batching, args, kwargs, leaves, training, loss, target)
+
+
+def example_ahead(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    batch_dim: int | dict[str, int | None] | None = None,
+    verify: bool = True,
+) -> Example:
+    """The same for devices that are not at hand; parameters need not have values."""
+    model, args, kwargs, target = without_values(model, args, kwargs, target)
+    return capture_example(model, (), args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, verify=verify)

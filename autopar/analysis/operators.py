@@ -1,0 +1,333 @@
+"""Facts about the operators of a captured graph that search and lowering must agree on.
+
+Which nodes write into tensors, which draw random numbers, which are cheap enough to be computed in every stage that
+needs them instead of being sent, and how an operator is named across captures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.module_hooks import is_hook_point
+from autopar.capture.program import Program, is_getitem, module_path
+from cost_models.graphs import get_attribute
+
+# Work worth sending rather than repeating.
+_HEAVY = {
+    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "embedding_bag"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "_grouped_mm", "upsample_bilinear2d", "fft_fft", "sort", "topk"),
+}
+# What of the backward is spared by leaving the parameters out, beside an activation that carries a gradient; 0.5 where
+# nothing is said. Measured on a CPU.
+_SPARED = {
+    **dict.fromkeys(("add", "add_", "sub", "sub_"), 1.0),  # an activation's gradient passes as it is; sums are left
+    # One kernel, or sums that the input's gradient is made from, too: as slow with parameters as without.
+    **dict.fromkeys(("batch_norm", "group_norm", "instance_norm", "rms_norm", "prelu", "lstm"), 0.0),
+}
+# Where the factors of a product are among the arguments; a bias beside them costs next to nothing.
+_FACTORS = {
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d", "convolution"), slice(0, 2)),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), slice(0, 2)),
+    **dict.fromkeys(("addmm", "addbmm", "baddbmm"), slice(1, 3)),
+}
+_RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator without overload and namespace: `conv2d` for aten.conv2d.default."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        return str(packet.__name__)
+    return str(node.target).rpartition(".")[2] if isinstance(node.target, str) else str(node.target.__name__)
+
+
+def operator_keys(program: Program) -> dict[fx.Node, str]:
+    """Names of operators that survive another capture of the model: `encoder.layer.0.fc1/linear#0`.
+
+    The last number counts the operators of that name in that module, in program order.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    keys = {}
+    for node in compute_nodes(program.graph):
+        place = (module_path(node), operator_name(node))
+        keys[node] = f"{place[0]}/{place[1]}#{counts[place]}"
+        counts[place] += 1
+    return keys
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that do something: not placeholders, attributes or the output."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that `node` overwrites in place (batch norm's running statistics included)."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
+            return node.all_input_nodes[:1]
+        owner = node.graph.owning_module
+        if node.op == "call_module" and owner is not None:
+            in_place = getattr(owner.get_submodule(str(node.target)), "inplace", False)
+            return node.all_input_nodes[:1] if in_place else []
+        return []
+    written = []
+    for index, argument in enumerate(schema.arguments):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]
+    if operator_name(node) == "batch_norm" and node.args[5]:  # its schema does not say so
+        written += [n for n in node.args[3:5] if isinstance(n, fx.Node)]
+    if operator_name(node) == "instance_norm" and node.args[5]:
+        written += [n for n in node.args[3:5] if isinstance(n, fx.Node)]
+    return written
+
+
+def is_random(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether `node` draws random numbers as it is called here."""
+    if node.op == "call_module":
+        children = module.get_submodule(str(node.target)).modules()
+        return any(isinstance(m, _RANDOM_MODULES) and bool(m.training and getattr(m, "dropout", 1)) for m in children)
+    if isinstance(node.target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded not in node.target.tags:
+            return False
+        name = operator_name(node)
+        if name in ("dropout", "feature_dropout", "alpha_dropout", "dropout_", "native_dropout"):
+            return bool(node.args[2] and node.args[1])
+        if name == "scaled_dot_product_attention":
+            return float(argument(node, 4, "dropout_p", 0.0)) > 0  # type: ignore[arg-type]
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(node.args) > 6:
+            return _rnn_drops(node)
+        return True
+    return node.op in ("call_function", "call_method") and "dropout" in operator_name(node)
+
+
+def argument(node: fx.Node, index: int, name: str, default: object) -> object:
+    """An argument of a call, given by place or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _rnn_drops(node: fx.Node) -> bool:
+    """(input, hx, params, has_biases, num_layers, dropout, train, ...); packed sequences have one argument more."""
+    first = 5 if isinstance(node.args[3], bool) else 6
+    dropout, train = node.args[first : first + 2]
+    return bool(train) and float(dropout) > 0  # type: ignore[arg-type]
+
+
+def replicable_nodes(program: Program) -> set[fx.Node]:
+    """Nodes computed in every stage that needs them instead of being sent.
+
+    They depend on the model's inputs and constants only, never on a parameter, and are cheap: position numbers,
+    attention masks, sizes. What is written in place, drawn at random or heavy is not among them.
+    """
+    module = program.graph_module
+    written = {source for node in module.graph.nodes for source in written_arguments(node)}
+    result: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            if node not in written:
+                result.add(node)
+        elif node.op == "get_attr":
+            value = get_attribute(module, str(node.target))
+            if not (isinstance(value, torch.Tensor) and value.requires_grad) and node not in written:
+                result.add(node)
+        elif (
+            node.op in ("call_function", "call_method")
+            and node not in written
+            and not written_arguments(node)
+            and operator_name(node) not in _HEAVY
+            and not is_hook_point(node)
+            and not is_random(node, module)
+            and all(source in result for source in node.all_input_nodes)
+        ):
+            result.add(node)
+    return result
+
+
+def requires_grad_nodes(program: Program) -> set[fx.Node]:
+    """Nodes through which a gradient flows when the model trains (inputs without gradient)."""
+    module = program.graph_module
+    result: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = get_attribute(module, str(node.target))
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                result.add(node)
+        elif node.op == "call_module":
+            if _trains(module, node) or any(source in result for source in node.all_input_nodes):
+                result.add(node)
+        elif any(source in result for source in node.all_input_nodes) and _differentiable(node):
+            result.add(node)
+    return result
+
+
+def weight_shares(program: Program) -> dict[fx.Node, float]:
+    """For every operator the fraction (0..1) of its backward's time that only gradients of parameters need.
+
+    That is what zero-bubble schedules put off (Qi et al., Zero Bubble Pipeline Parallelism, 2023): nothing waits for it
+    but the step's end.
+
+    - 0: no trained parameter is read.
+    - 1: nothing else that is read carries a gradient: a first layer, an embedding, views of a parameter (`weight.t()`),
+      which are read like the parameter itself.
+    - 0.5: a product of an activation and a weight. For y = x w, of m x k by k x n, both gradients dx = dy w' and
+      dw = x' dy are products of m k n multiplications, as are those of convolutions. Norms over a sample read the same
+      twice. Where kernels fuse the two, or one is free, see `_SPARED`.
+    """
+    grad, own = requires_grad_nodes(program), _independent_of_inputs(program.graph)
+    shares = {}
+    for node in compute_nodes(program.graph):
+        reads = [n for n in node.all_input_nodes if n in grad]
+        weights = [n for n in reads if n in own]
+        inside = node.op == "call_module" and _trains(program.graph_module, node)
+        if node not in grad or not (weights or inside):
+            shares[node] = 0.0
+        elif len(weights) == len(reads):
+            shares[node] = 1.0
+        else:
+            name = operator_name(node)
+            factors = node.args[_FACTORS[name]] if name in _FACTORS else weights
+            shares[node] = _SPARED.get(name, 0.5) if inside or any(n in weights for n in factors) else 0.0
+    return shares
+
+
+def _independent_of_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Parameters, constants and what is computed from them and from sizes alone."""
+    result: set[fx.Node] = set()
+    for node in graph.nodes:
+        known = node.op != "placeholder" and all(source in result for source in node.all_input_nodes)
+        if known or node.target is torch.ops.aten.sym_size.int:
+            result.add(node)
+    return result
+
+
+def _trains(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the module that a call_module node calls has trained parameters."""
+    return any(p.requires_grad for p in module.get_submodule(str(node.target)).parameters())
+
+
+def _differentiable(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def move_constants(nodes: Iterable[fx.Node], captured: torch.device, device: torch.device) -> None:
+    """Operators that name the device they were captured on (arange, zeros, to) name `device` instead."""
+    if device == captured:
+        return
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == captured.type:
+            return device
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return type(value)(moved(v) for v in value)
+        return value
+
+    for node in nodes:
+        node.args = tuple(moved(a) for a in node.args)
+        node.kwargs = {k: moved(v) for k, v in node.kwargs.items()}
+
+
+def on_device(module: fx.GraphModule, captured: torch.device, device: torch.device) -> fx.GraphModule:
+    """`module` with its constants, and those of the graphs inside it, made on `device`; parameters stay."""
+    if device == captured:
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    move_constants(graph.nodes, captured, device)
+    moved = fx.GraphModule(module, graph)
+    for name, child in list(moved.named_children()):
+        if isinstance(child, fx.GraphModule):
+            setattr(moved, name, on_device(child, captured, device))
+    return moved
+
+
+def captured_device(program: Program) -> torch.device:
+    """Where the model's tensors were when it was captured."""
+    module = program.graph_module
+    return next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+
+
+def unrepeatable_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Operators that write a buffer which others read: run a second time, they would give something else.
+
+    Running statistics of batch norm are none: in training nothing reads them.
+    """
+    readers: dict[str, set[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            readers.setdefault(str(node.target), set()).update(node.users)
+    found = []
+    for node in compute_nodes(graph):
+        if operator_name(node) in ("batch_norm", "instance_norm"):
+            continue
+        written = [a for a in written_arguments(node) if a.op == "get_attr"]
+        if any(node.users or readers[str(a.target)] - {node} for a in written):
+            found.append(node)
+    return found
+
+
+def write_order(program: Program, storages: dict[str, frozenset[int]]) -> list[tuple[fx.Node, fx.Node]]:
+    """(reader, writer): a node that reads a tensor, and one that overwrites its storage later.
+
+    Data flow alone does not say that the reader comes first; in an earlier stage than the reader's the writer would
+    change what is on its way to it.
+    """
+    order = {node: index for index, node in enumerate(program.graph.nodes)}
+    pairs = []
+    for writer in compute_nodes(program.graph):
+        for source in written_arguments(writer):
+            shared = storages.get(source.name, frozenset())
+            family = [n for n in order if n is source or storages.get(n.name, frozenset()) & shared]
+            readers = {user for n in family for user in n.users if order[user] < order[writer]}
+            pairs += [(reader, writer) for reader in sorted(readers, key=order.__getitem__)]
+    return pairs
+
+
+def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[set[fx.Node]]:
+    """Nodes that no cut may separate.
+
+    - a tuple and the nodes that take items out of it;
+    - all users of a buffer that is written (its one copy lives in one stage);
+    - views of one storage that is written through one of them while another is read later: a copy of the storage
+      sent to another stage would miss the write. (A tensor that is only overwritten whole, as by `relu_`, needs no
+      fusing: its writer starts from a clone, see lowering.)
+    """
+    graph = program.graph
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    groups: list[set[fx.Node]] = []
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if is_getitem(node):
+            groups.append({node.all_input_nodes[0], node})
+        for source in written_arguments(node):
+            writers.setdefault(source, []).append(node)
+    for source, nodes in writers.items():
+        if source.op == "get_attr":
+            same = [n for n in graph.nodes if n.op == "get_attr" and n.target == source.target]
+            groups.append({user for n in same for user in n.users})
+            continue
+        shared = storages.get(source.name, frozenset())
+        family = [
+            n
+            for n in graph.nodes
+            if n.op != "get_attr" and storages.get(n.name, frozenset()) & shared and n is not source and n not in nodes
+        ]
+        for writer in nodes:
+            read_later = {
+                user for n in (*family, source) for user in n.users if order[user] > order[writer] and n is not writer
+            }
+            views = [n for n in family if order[n] < order[writer]]
+            if views and read_later:
+                first = min(order[n] for n in (*views, source))
+                last = max(order[n] for n in read_later)
+                groups.append({n for n in compute_nodes(graph) if first <= order[n] <= last})
+    return [group for group in groups if len(group) > 1]

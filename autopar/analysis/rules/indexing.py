@@ -1,0 +1,114 @@
+"""Rules of operators that take entries by an index, or put them there."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.analysis.rules.calls import Call, Maker, Stated, letters, line
+
+
+def along(call: Call) -> Stated:
+    """gather, scatter: all operands have the same rank. The dimension `dim` of the own entries is whole, and so are
+    those that the index does not cover; the rest is kept. gather takes any part of the index along `dim`.
+    """
+    own, index, dim = call.shape("self"), call.shape("index"), call.dim()
+    names, gathers = letters(len(own)), call.name == "gather"
+    cut = [d for d in range(len(own)) if d == dim or own[d] != index[d]]
+    sources = [shape for _, shape in call.operands[2:] if shape is not None]
+    if not own or any(shape and len(shape) != len(own) for shape in sources):
+        return None
+
+    def dims(prefix: str) -> list[str]:
+        free = gathers and prefix == "i"
+        return [n if d not in cut else f"i{d}" if free and d == dim else f"[{prefix}{d}]" for d, n in enumerate(names)]
+
+    result = dims("i" if gathers else "k")
+    return line(dims("k"), dims("i"), *[dims("s") if shape else [] for shape in sources], to=[result])
+
+
+def rows(call: Call) -> Stated:
+    """index_select, index_add, index_copy, index_fill: whole slices along one dimension, by a list of places."""
+    names, dim = letters(call.rank("self")), call.dim()
+
+    def at(name: str) -> list[str]:
+        return [name if d == dim else n for d, n in enumerate(names)]
+
+    selects = call.name == "index_select"
+    place = "i" if selects else "[i]"
+    listed = [place] if call.rank("index") else []
+    sources = [at(place) if shape else [] for _, shape in call.operands[2:]]
+    linear = {"index_select": "0", "index_add": "02"}.get(call.name, "")
+    return line(at("[k]"), listed, *sources, to=[at((place if listed else "[j]") if selects else "[k]")], linear=linear)
+
+
+def _layout(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[str]] | None:
+    """For x[i, :, j]: the dimensions of x, those of every index (none where it is not given), and those of what is
+    taken. None for masks.
+
+    Index tensors broadcast with each other to dimensions named after `mark`. Where they stand together, these take
+    their place, else they come first.
+    """
+    own, indices = call.shape("self"), call["indices"]
+    given = [d for d, index in enumerate(indices) if index is not None]
+    if not given or any(indices[d].dtype in (torch.bool, torch.uint8) for d in given):
+        return None
+    ranks = [0 if index is None else index.dim() for index in indices]
+    spread = [mark.format(place) for place in range(max(ranks))]
+    names = [f"[k{d}]" if d in given else f"a{d}" for d in range(len(own))]
+    rest = [n for d, n in enumerate(names) if d not in given]
+    place = given[0] if given == list(range(given[0], given[-1] + 1)) else 0
+    return names, [spread[len(spread) - rank :] for rank in ranks], [*rest[:place], *spread, *rest[place:]]
+
+
+def indexed(call: Call) -> Stated:
+    found = _layout(call, "i{}")
+    return None if found is None else line(found[0], *found[1], to=[found[2]], linear="0")
+
+
+def put(call: Call) -> Stated:
+    """x[i, :, j] = values. What the indices span is whole: two of its entries may go to one place."""
+    masks, names = [index for index in call["indices"] if index is not None], letters(call.rank("self"))
+    if [mask.dtype for mask in masks] == [torch.bool] and call["indices"][0] is not None and not call.rank("values"):
+        gaps: list[list[str]] = [[]] * (len(call["indices"]) - 1)
+        return line(names, names[: masks[0].dim()], *gaps, [], to=[names])  # as masked_fill
+    found = _layout(call, "[i{}]")
+    if found is None:
+        return None
+    own, given, result = found
+    return line(own, *given, result[len(result) - call.rank("values") :], to=[own])
+
+
+def classes(call: Call) -> Stated:
+    names = letters(call.rank("self"))
+    return line(names, to=[[*names, "[c]"]])
+
+
+def embedding(call: Call) -> Stated:
+    """Rows of a table. Devices that have some of them do it together, but for gradients that depend on how often a row
+    is read (by all), or are sparse: these cannot be cut, and nor can their table."""
+    if call["scale_grad_by_freq"]:
+        return "[v] d, [*i] -> [*i] d ; 0"
+    return f"{'[v] [d], *i -> *i [d]' if call['sparse'] else '{v} d, *i -> *i d'} ; 0"
+
+
+# Where among the operands of a call the tensors stand whose values are places in another one.
+PLACES = {
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce", "embedding"), slice(1, 2)),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), slice(1, 2)),
+    **dict.fromkeys(("index", "_unsafe_index"), slice(1, None)),
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), slice(1, -1)),
+}
+
+RULES: dict[str, str | Maker] = {
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), along),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), rows),
+    "index": indexed,
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), put),
+    "_unsafe_index": indexed,
+    "embedding": embedding,
+    "one_hot": classes,
+    "bucketize": "*a, [k] -> *a",
+    "isin": "*a, [*k] -> *a",
+    "histc": "[*a] -> [k]",
+    "bincount": "[a], [a] -> [k]",
+}

@@ -1,0 +1,53 @@
+"""The rule of an operator call: its line of index notation, read for the shapes at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.analysis.rules import arithmetic, indexing, neural, views
+from autopar.analysis.rules.calls import Call, Maker
+from autopar.analysis.rules.notation import MisfitError, Rule, read
+
+RULES: dict[str, str | Maker] = {**arithmetic.RULES, **indexing.RULES, **neural.RULES, **views.RULES}
+
+_NAMESPACES = ("aten", "transformers")
+
+
+def rule_name(node: fx.Node) -> str | None:
+    """The name of an operator of ATen or transformers without overload, and without the underscore of its in-place
+    variant; None for anything else."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _NAMESPACES:
+        return None
+    name = str(node.target.overloadpacket.__name__)
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def recorded(node: fx.Node) -> Any:
+    """The value (fake tensors, sizes) that export recorded for a node."""
+    return node.meta.get("val")
+
+
+def bind(node: fx.Node, value_of: Callable[[fx.Node], Any] = recorded) -> Rule | None:
+    """The rule of `node` for its shapes and arguments; None where there is none.
+
+    `value_of`: tensors or fakes, and numbers, of nodes; only shapes and types are looked at.
+    """
+    name = rule_name(node)
+    found = None if name is None else RULES.get(name)
+    if found is None:
+        return None
+    call = Call(node, value_of)
+    stated = found if isinstance(found, str) else found(call)
+    if stated is None:
+        return None
+    text, sizes = (stated, {}) if isinstance(stated, str) else stated
+    nodes, shapes = [n for n, _ in call.operands], [shape for _, shape in call.operands]
+    try:
+        return replace(read(text, nodes, shapes, call.output_shapes, sizes), name=str(name))
+    except MisfitError:
+        return None

@@ -1,0 +1,276 @@
+"""torch.export, with torch.fx.symbolic_trace for what it refuses, and errors that name the user's code."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture import torch_private
+from autopar.errors import CaptureError, InputError, warn
+
+log = logging.getLogger(__name__)
+
+# Where warnings of the tracer's own come from: torch, some of them one level too far out.
+_TRACERS = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph as the tracer made it."""
+
+    module: fx.GraphModule
+    out_spec: torch_private.TreeSpec
+    guards: Callable[..., Any]  # raises AssertionError for flat inputs that the graph is not for
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: list[int | None],
+    in_spec: torch_private.TreeSpec,
+) -> Traced:
+    """`model` as one graph for a call like this; `dims`: for every flat input the dimension whose size stays open.
+
+    Raises CaptureError.
+    """
+    told: list[warnings.WarningMessage] = []
+    try:
+        traced = _export(model, args, kwargs, dims, in_spec, told)
+    except Exception as error:  # export raises what it likes; the fallback decides
+        log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
+        try:
+            return _symbolic_trace(model, args, kwargs)
+        except Exception as second:
+            raise _capture_error(model, error) from second
+    for warning in told:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return traced
+
+
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise InputError if `model.forward` does not take these arguments."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = ", ".join(inspect.signature(model.forward).parameters)
+        raise InputError(f"{type(model).__name__}.forward({parameters}): {error}") from None
+
+
+@contextlib.contextmanager
+def assignments_told(model: nn.Module) -> Iterator[None]:
+    """Warn of plain attributes that the model's code assigns while it is traced (and export puts back): the captured
+    graph does not assign them again."""
+    # torch's own modules keep private lists of their parameters, which export swaps.
+    users = [(name, m) for name, m in model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
+    paths = {id(module): name for name, module in users}
+    assigned: set[str] = set()
+    original = nn.Module.__setattr__
+
+    def setattr_and_note(self: nn.Module, name: str, value: Any) -> None:
+        known = name in self._parameters or name in self._buffers or name in self._modules
+        if id(self) in paths and not known and not _same(vars(self).get(name, self), value):
+            assigned.add(f"{paths[id(self)]}.{name}".lstrip("."))
+        original(self, name, value)
+
+    nn.Module.__setattr__ = setattr_and_note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+    if assigned:
+        warn(
+            f"forward assigns {', '.join(sorted(assigned))}; in a captured model such attributes stay as they are. "
+            "Return what you need, or keep it in a buffer"
+        )
+
+
+@contextlib.contextmanager
+def lost_writes_told(model: nn.Module) -> Iterator[None]:
+    """Warn of `out=` in the model's code: tracers turn it into an operator without effect on what it names."""
+    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
+    found: list[str] = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if kwargs and kwargs.get("out") is not None and not found:
+                frames = traceback.walk_stack(sys._getframe(1))
+                module = next((paths[id(s)] for f, _ in frames if id(s := f.f_locals.get("self")) in paths), None)
+                found.extend([module] if module is not None else [])
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        yield
+    if found:
+        warn(
+            f"module '{found[0]}' writes into a tensor with out=; a captured model does not, so that a buffer written "
+            "like this stays as it is. Write it with copy_()"
+        )
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether an attribute is what it was; export itself replaces containers by equal ones."""
+    if old is new or callable(new):
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, (tuple, list)):
+        return len(old) == len(new) and all(map(_same, old, new))
+    if isinstance(old, dict):
+        return old.keys() == new.keys() and all(_same(old[key], new[key]) for key in old)
+    return isinstance(old, (int, float, str, set)) and bool(old == new)
+
+
+@contextlib.contextmanager
+def _plain_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[str]]:
+    """Names of this call's arguments, in order. torch.export has trouble with *args and **kwargs: where the model
+    takes such, it wears for the moment a forward whose signature names every argument of this call."""
+    signature = inspect.signature(model.forward)
+    kinds = inspect.Parameter
+    variadic = [p for p in signature.parameters.values() if p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+    positional = [
+        p.name for p in signature.parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    names = [positional[i] if i < len(positional) else f"argument_{i}" for i in range(len(args))]
+    if not variadic:
+        yield [*names, *kwargs]
+        return
+    inner = model.forward
+
+    def plain(*call_args: Any, **call_kwargs: Any) -> Any:
+        return inner(*call_args, **call_kwargs)
+
+    parameters = [kinds(n, kinds.POSITIONAL_ONLY) for n in names] + [kinds(n, kinds.KEYWORD_ONLY) for n in kwargs]
+    plain.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    own = vars(model).get("forward")
+    model.forward = plain
+    try:
+        yield [*names, *kwargs]
+    finally:
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+
+def _unguarded(*_: Any) -> None:
+    """The guards of a graph that has none."""
+
+
+def _export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: list[int | None],
+    in_spec: torch_private.TreeSpec,
+    told: list[warnings.WarningMessage],
+) -> Traced:
+    """Puts what the model's own code warned of into `told`."""
+    leaves = torch_private.tree_leaves((args, kwargs))
+    dynamic = [
+        ({} if dim is None else {dim: Dim.AUTO}) if isinstance(leaf, torch.Tensor) else None
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    shapes_args, shapes_kwargs = torch_private.tree_unflatten(dynamic, in_spec)
+    for attempt in range(4):
+        try:
+            with _quiet(told), _plain_signature(model, args, kwargs) as names:
+                shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
+                exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+            break
+        except (RuntimeError, TypeError) as error:
+            if attempt == 3 or not torch_private.register_output_type(error, model):
+                raise
+    module = exported.module()
+    assert isinstance(module, fx.GraphModule)
+    guards = getattr(module, "_guards_fn", None)
+    return Traced(module, exported.call_spec.out_spec, guards if guards is not None else _unguarded)
+
+
+def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """torch.fx.symbolic_trace with everything but this call's tensors made constant."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    names = {p.name: p for p in inspect.signature(model.forward).parameters.values()}
+    constants = {
+        name: (bound.arguments.get(name, p.default))
+        for name, p in names.items()
+        if not isinstance(bound.arguments.get(name), torch.Tensor)
+    }
+    if any(isinstance(leaf, torch.Tensor) for leaf in torch_private.tree_leaves(constants)):
+        raise CaptureError("torch.fx.symbolic_trace takes no nested inputs")
+    tracer = fx.Tracer()
+    tracer.record_stack_traces = True
+    graph = tracer.trace(model, concrete_args=constants)
+    module = fx.GraphModule(model, graph)
+    module.graph.set_codegen(fx.graph.CodeGen())
+    order = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in order:  # concrete_args leaves placeholders behind, with asserts on them; the signature covers both
+        if node.target not in bound.arguments:
+            for user in list(node.users):
+                module.graph.erase_node(user)
+            module.graph.erase_node(node)
+    result = graph.output_node().args[0]
+    flat, out_spec = torch_private.tree_flatten(result)
+    graph.output_node().args = (tuple(flat),)
+    return Traced(module, out_spec, _unguarded)
+
+
+@contextlib.contextmanager
+def _quiet(told: list[warnings.WarningMessage]) -> Iterator[None]:
+    """Export's own warnings, log lines and half-made graphs speak of its internals; its errors are shown whole, and
+    `told` is what others warned of."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("always")
+            yield
+        told[:] = [w for w in caught if not w.filename.startswith(_TRACERS)]
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
+    """`error` of torch.export as ours: the module and line where it happened, and what to change."""
+    if isinstance(error, CaptureError):
+        return error
+    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
+    where, line = "(root)", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # `self`, whatever its name
+        if id(owner) in paths and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl"):
+            where, line = paths[id(owner)], f"{frame.f_code.co_filename}:{number}"
+    text = str(error)
+    if "data-dependent" in text or "DataDependent" in type(error).__name__ or "unbacked" in text:
+        advice = "it decides on a tensor's values; use torch.where or torch.cond, or decide outside the model"
+    elif "in output, which is not a known type" in text:
+        advice = "return tensors, tuples, dicts or dataclasses, or register the class (torch.export.register_dataclass)"
+    elif isinstance(error, TypeError):
+        advice = "check that the example inputs are those that the model takes"
+    else:
+        advice = "make this part traceable by torch.export, or move it out of the model"
+    return CaptureError(
+        f"cannot capture module '{where}'" + (f" at {line}" if line else "") + f": {_first_line(error)}; {advice}"
+    )

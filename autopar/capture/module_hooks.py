@@ -1,0 +1,290 @@
+"""Hooks on inner modules: not run while a model is captured, and run once a micro-batch afterwards.
+
+A captured graph has no module calls left. Where a module has hooks of the user's, two operators mark its call, and
+everything that goes in or comes out passes through them:
+
+```
+    x -> enter 'encoder.0' -> linear -> relu -> leave 'encoder.0' -> ...       enter: forward pre-hooks
+              \\                                   /                             leave: forward hooks
+               `---- args, kwargs, backward ------'                              both: full backward hooks
+```
+In a stage that runs a call, they run the hooks that the module has at that moment, with the micro-batch's tensors;
+wherever else the graph is run (to look at it, to measure it) they hand on what they get. Hooks of torch's and
+transformers' own are part of how a model computes (weight_norm, output capturing) and are traced like its code.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils.hooks import BackwardHook
+
+from autopar.capture import torch_private
+from autopar.errors import InputError, warn
+
+_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PART_OF_THE_MODEL = ("torch", "transformers")
+
+_library = torch.library.Library("autopar", "DEF")
+_library.define("module_call(Tensor[] tensors, SymInt[] sizes, str point) -> Tensor[]")
+_library.impl("module_call", lambda tensors, sizes, point: [t.clone() for t in tensors], "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("autopar::module_call", lib=_library)
+def _module_call_fake(tensors: list[torch.Tensor], sizes: list[int], point: str) -> list[torch.Tensor]:
+    return [torch.empty_like(t) for t in tensors]
+
+
+class _Thread(threading.local):
+    running = False
+
+
+_thread = _Thread()
+
+
+def is_hook_point(node: fx.Node) -> bool:
+    """Whether `node` runs the hooks of a module."""
+    return node.op == "call_function" and getattr(node.target, "__module__", "") == __name__
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Inside, this thread's stages run the hooks of the modules that they hold."""
+    before, _thread.running = _thread.running, True
+    try:
+        yield
+    finally:
+        _thread.running = before
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that are not part of how the model computes."""
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(tables) and any(_users(table) for table in tables)
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """`model`, a copy that is run for its times alone, with the user's hooks taken off."""
+    for module in model.modules():
+        for name in _TABLES:
+            table = getattr(module, name)
+            for key, _ in _users(table):
+                del table[key]
+    return model
+
+
+def _users(table: dict[int, Callable[..., Any]]) -> list[tuple[int, Callable[..., Any]]]:
+    return [(key, hook) for key, hook in table.items() if not _part_of_the_model(hook)]
+
+
+def _part_of_the_model(hook: Any) -> bool:
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return place.partition(".")[0] in _PART_OF_THE_MODEL
+
+
+@dataclass
+class _Values:
+    """What one call of a hooked module took or gave: its tensors and sizes are values of the graph."""
+
+    spec: torch_private.TreeSpec
+    leaves: list[Any]  # those that are neither tensors nor sizes; others None
+    tensors: list[int]  # places among the leaves
+    sizes: list[int]
+
+    @classmethod
+    def taken_apart(cls, tree: Any) -> tuple[_Values, list[torch.Tensor], list[Any]]:
+        leaves, spec = torch_private.tree_flatten(tree)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        sizes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.SymInt)]
+        rest = [None if i in {*tensors, *sizes} else leaf for i, leaf in enumerate(leaves)]
+        return cls(spec, rest, tensors, sizes), [leaves[i] for i in tensors], [leaves[i] for i in sizes]
+
+    def together(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> Any:
+        leaves = list(self.leaves)
+        for place, value in [*zip(self.tensors, tensors, strict=True), *zip(self.sizes, sizes, strict=True)]:
+            leaves[place] = value
+        return torch_private.tree_unflatten(leaves, self.spec)
+
+    def tensors_of(self, tree: Any, path: str) -> list[torch.Tensor]:
+        """The tensors of a value of the same structure, which a hook has returned."""
+        leaves, spec = torch_private.tree_flatten(tree)
+        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if spec != self.spec or found != self.tensors:
+            raise InputError(
+                f"a hook of module '{path}' changed the structure of what the module takes or returns; in a captured "
+                "model a hook may change values, not how many there are or how they are nested"
+            )
+        return [leaves[i] for i in self.tensors]
+
+
+@dataclass
+class _Call:
+    """One call of a hooked module in the model's code."""
+
+    module: nn.Module
+    path: str
+    inputs: _Values | None = None
+    outputs: _Values | None = None
+
+
+@dataclass
+class Marks:
+    """What was marked while a model was captured."""
+
+    paths: list[str]  # of the inner modules that have hooks
+    calls: dict[str, _Call]  # by name
+
+
+@contextmanager
+def marked(model: nn.Module) -> Iterator[Marks]:
+    """The hooks of the user's are off, and calls of inner modules that have such are marked; afterwards the hooks are
+    the model's own again."""
+    calls: dict[str, _Call] = {}
+    hooked = [(path, module) for path, module in model.named_modules() if has_hooks(module)]
+    saved = [(module, {name: OrderedDict(getattr(module, name)) for name in _TABLES}) for _, module in hooked]
+    marks = []
+    try:
+        for path, module in hooked:
+            for name in _TABLES:
+                table = getattr(module, name)
+                for key, _ in _users(table):
+                    del table[key]
+            if path:  # the root's hooks see the whole batch, not micro-batches
+                marks += _mark(path, module, calls)
+        yield Marks([path for path, _ in hooked if path], calls)
+    finally:
+        for mark in marks:
+            mark.remove()
+        for module, tables in saved:
+            for name, table in tables.items():
+                getattr(module, name).clear()
+                getattr(module, name).update(table)
+
+
+def _mark(path: str, module: nn.Module, calls: dict[str, _Call]) -> list[Any]:
+    open_calls: list[str] = []  # of this module, innermost last: a module may call itself
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = f"{path}#{sum(call.path == path for call in calls.values())}"
+        call = calls[name] = _Call(module, path)
+        open_calls.append(name)
+        call.inputs, tensors, sizes = _Values.taken_apart((args, kwargs))
+        if not tensors:
+            return None
+        return call.inputs.together(torch.ops.autopar.module_call(tensors, sizes, f"enter {name}"), sizes)
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        name = open_calls.pop()
+        call = calls[name]
+        call.outputs, tensors, sizes = _Values.taken_apart(output)
+        if not tensors:
+            return None
+        return call.outputs.together(torch.ops.autopar.module_call(tensors, sizes, f"leave {name}"), sizes)
+
+    return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+
+
+def join(graph: fx.Graph, marks: Marks) -> None:
+    """Turn the marks in a captured graph into what runs the hooks: `leave` gets what `enter` got, beside its own.
+
+    Warns of modules whose hooks will not run, because the graph has no mark of them.
+    """
+    found: set[str] = set()
+    entered: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.autopar.module_call.default:
+            continue
+        tensors, sizes, point = node.args
+        way, name = str(point).split(" ", 1)
+        call = marks.calls[name]
+        found.add(call.path)
+        if way == "enter":
+            node.target, node.args = _entering(call), (list(tensors), list(sizes))
+            entered[name] = node
+            continue
+        enter = entered.get(name)
+        state: fx.Node | None = None
+        given: tuple[list[fx.Node], list[Any]] = ([], [])
+        if enter is not None:
+            count = len(enter.args[0])  # type: ignore[arg-type]
+            with graph.inserting_before(node):
+                *taken, state = [graph.call_function(operator.getitem, (enter, i)) for i in range(count + 1)]
+            for i, new in enumerate((*taken, state)):
+                new.meta = {k: enter.meta[k] for k in ("nn_module_stack", "stack_trace") if k in enter.meta}
+                if new is not state and "val" in enter.meta:
+                    new.meta["val"] = enter.meta["val"][i]
+            given = (taken, list(enter.args[1]))  # type: ignore[arg-type]
+        node.target = _leaving(call)
+        node.args = (list(tensors), list(sizes), *given, state)
+    lost = [path for path in marks.paths if path not in found]
+    if lost:
+        warn(
+            f"hooks of '{lost[0]}'" + (f" and {len(lost) - 1} more modules" if lost[1:] else "") + " will not run: the "
+            "captured graph does not show the module being called with tensors"
+        )
+
+
+def _entering(call: _Call) -> Callable[..., Any]:
+    values = call.inputs
+    assert values is not None
+
+    def enter_module(tensors: list[torch.Tensor], sizes: list[int]) -> list[Any]:
+        """The tensors that the module takes, after its hooks, and last what links its backward hooks."""
+        module = call.module
+        if not _thread.running:
+            return [*tensors, None]
+        args, kwargs = values.together(tensors, sizes)
+        for key, hook in _users(module._forward_pre_hooks):
+            if key in module._forward_pre_hooks_with_kwargs:
+                changed = hook(module, args, kwargs)
+                if changed is not None:
+                    args, kwargs = changed
+            else:
+                changed = hook(module, args)
+                if changed is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+        hooks = [hook for _, hook in _users(module._backward_hooks)]
+        before = [hook for _, hook in _users(module._backward_pre_hooks)]
+        link = BackwardHook(module, hooks, before) if hooks or before else None
+        if link is not None:
+            args = link.setup_input_hook(args)
+        return [*values.tensors_of((args, kwargs), call.path), link]
+
+    return enter_module
+
+
+def _leaving(call: _Call) -> Callable[..., Any]:
+    values = call.outputs
+    assert values is not None
+
+    def leave_module(
+        tensors: list[torch.Tensor],
+        sizes: list[int],
+        taken: list[torch.Tensor],
+        taken_sizes: list[int],
+        link: BackwardHook | None,
+    ) -> list[torch.Tensor]:
+        """The tensors that the module returns, after its hooks."""
+        module = call.module
+        if not _thread.running:
+            return tensors
+        result = values.together(tensors, sizes)
+        args, kwargs = call.inputs.together(taken, taken_sizes) if call.inputs is not None and taken else ((), {})
+        for key, hook in _users(module._forward_hooks):
+            with_kwargs = key in module._forward_hooks_with_kwargs
+            changed = hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
+            if changed is not None:
+                result = changed
+        if link is not None:
+            result = link.setup_output_hook(result)
+        return values.tensors_of(result, call.path)
+
+    return leave_module

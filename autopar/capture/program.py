@@ -1,0 +1,257 @@
+"""Model -> Program: one flat torch.fx graph with the original parameter names and a symbolic batch.
+
+torch.export (non-strict) does the work and torch.fx.symbolic_trace is the fallback for what it refuses. Training and
+evaluation are two captures, because dropout and batch norm are baked into the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture import module_hooks, shard_regions, torch_private
+from autopar.capture.cleanup import tidy
+from autopar.capture.export import assignments_told, check_call, lost_writes_told, trace
+from autopar.capture.repeated_layers import fill_in, first_of_equals
+from autopar.errors import InputError
+from autopar.hints.shard import hinted_modules
+
+
+@dataclass(frozen=True)
+class Input:
+    """One leaf of the call's (args, kwargs), in flatten order."""
+
+    path: str  # e.g. "kwargs['input_ids']"
+    name: str  # placeholder in the graph
+    value: Any  # what a non-tensor leaf was at capture: part of the signature; None for tensors
+    shape: tuple[int, ...] | None  # of a tensor leaf at capture
+    dtype: torch.dtype | None
+    batch_dim: int | None  # the dimension that counts samples; None for what all micro-batches share
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured model: a flat graph (placeholders in, one tuple out) over the model's own parameters."""
+
+    graph_module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    in_spec: torch_private.TreeSpec
+    out_spec: torch_private.TreeSpec
+    training: bool
+    batch_size: int  # samples in the call that was captured; 0 if no input has a batch dimension
+    any_batch: bool  # the graph runs at other batch sizes (but one), too
+    guards: Callable[..., Any]  # raises AssertionError for flat inputs for which the model would take another path
+    n_outputs: int  # flat outputs of the model; the graph returns what `weights` points to after them
+    weights: dict[int, int]  # flat output (a mean over elements) -> place of the number of elements that it averages
+    shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # whose layouts the user asked for
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], int] | None:
+        """The flat inputs of a call and its batch size, or None where the call has another signature."""
+        leaves, spec = torch_private.tree_flatten((args, dict(sorted(kwargs.items()))))
+        if spec != self.in_spec:
+            return None
+        sizes = set()
+        for leaf, expected in zip(leaves, self.inputs, strict=True):
+            if expected.shape is None:
+                if type(leaf) is not type(expected.value) or leaf != expected.value:
+                    return None
+                continue
+            if not isinstance(leaf, torch.Tensor) or leaf.dtype != expected.dtype or leaf.dim() != len(expected.shape):
+                return None
+            for dim, (size, seen) in enumerate(zip(leaf.shape, expected.shape, strict=True)):
+                if dim == expected.batch_dim:
+                    sizes.add(size)
+                elif size != seen:
+                    return None
+        if len(sizes) > 1:
+            return None
+        batch = sizes.pop() if sizes else 0
+        if batch == self.batch_size:
+            return leaves, batch
+        if not self.any_batch or batch == 1:  # export takes a size of one for a case of its own
+            return None
+        try:
+            self.guards(*leaves)
+        except AssertionError:
+            return None
+        return leaves, batch
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module that `node` came from, "" for the root."""
+    stack = node.meta.get("nn_module_stack")
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    if path == torch_private.NO_MODULE:
+        return ""
+    return re.sub(r"@\d+$", "", path)  # export numbers the second call of the same module
+
+
+def source_line(node: fx.Node) -> str:
+    """`file:line` of the user's code that made `node`, "" if unknown."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name]
+    chosen = (outside or lines)[-1:]
+    return f"{chosen[0][0]}:{chosen[0][1]}" if chosen else ""
+
+
+def users_frames(node: fx.Node) -> str:
+    """The traceback of the user's code that made `node`: autopar's own frames around the capture left out."""
+    frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
+    mine = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
+    return "".join(f for f in frames if f.strip() and f'File "{mine}' not in f).rstrip()
+
+
+def describe(node: fx.Node) -> str:
+    """`aten.relu in layer1.0 (model.py:12)`: how messages name an operator."""
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else target
+    line = source_line(node)
+    return f"{name} in module '{module_path(node) or '(root)'}'" + (f" ({line})" if line else "")
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    batch_dim: int | dict[str, int | None] | None = None,
+    look_into_one: bool = False,
+) -> Program:
+    """Capture `model` as it is now (training or evaluation) for inputs like `args`, `kwargs`.
+
+    `batch_dim`: the batch dimension of every tensor input whose size there equals the batch (default 0), or a dict
+    from the names of inputs (a keyword, or a parameter of `forward`) to their batch dimension (None: shared by all
+    samples). `look_into_one`: of equal layers of a list trace the first, and copy it for the others (`repeated`).
+    Raises CaptureError; the model is left as it was.
+    """
+    kwargs = dict(sorted(kwargs.items()))
+    check_call(model, args, kwargs)
+    leaves, in_spec = torch_private.tree_flatten((args, kwargs))
+    dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
+    off = (torch_private.no_global_hooks(), torch_private.no_custom_functions())
+    once = first_of_equals(model) if look_into_one else contextlib.nullcontext()
+    sharded = shard_regions.marked(hinted_modules(model))
+    with (
+        module_hooks.marked(model) as marks,
+        assignments_told(model),
+        lost_writes_told(model),
+        off[0],
+        off[1],
+        once,
+        sharded as calls,
+    ):
+        # One row would be taken for a constant by export: what is captured for it serves no other batch size.
+        traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
+    if look_into_one:
+        fill_in(traced.module, model)
+    regions = shard_regions.borders(traced.module.graph, calls)
+    module = tidy(traced.module)
+    shard_calls = shard_regions.settled(module.graph, regions, describe)
+    module_hooks.join(module.graph, marks)
+    module.recompile()
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = tuple(
+        Input(path, node.name, None, tuple(leaf.shape), leaf.dtype, dim)
+        if isinstance(leaf, torch.Tensor)
+        else Input(path, node.name, leaf, None, None, None)
+        for path, node, leaf, dim in zip(
+            torch_private.tree_paths((args, kwargs)), placeholders, leaves, dims, strict=True
+        )
+    )
+    symbolic = [_is_symbolic(node, dim) for node, dim in zip(placeholders, dims, strict=True) if dim is not None]
+    n_outputs = traced.out_spec.num_leaves
+    weights = {o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))}
+    return Program(
+        module,
+        inputs,
+        in_spec,
+        traced.out_spec,
+        model.training,
+        batch,
+        batch > 1 and all(symbolic),
+        traced.guards,
+        n_outputs,
+        weights,
+        shard_calls,
+    )
+
+
+def _is_symbolic(node: fx.Node, dim: int) -> bool:
+    """Whether export kept the size of an input open (symbolic_trace keeps all sizes open)."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or isinstance(value.shape[dim], torch.SymInt)
+
+
+def find_batch(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: list[Any],
+    batch_dim: int | dict[str, int | None] | None,
+) -> tuple[list[int | None], int]:
+    """The batch dimension of every leaf (None: shared) and the batch size (0: none).
+
+    The batch is the size at `batch_dim` of the first tensor that has such a dimension; other tensors are batched
+    if they have the same size there.
+    """
+    names = _leaf_names(model, args, kwargs)
+    chosen: list[int | None]
+    if isinstance(batch_dim, dict):
+        unknown = set(batch_dim) - set(names)
+        if unknown:
+            raise InputError(f"batch_dim names {sorted(unknown)}, but the inputs are {sorted(set(names))}")
+        chosen = [batch_dim.get(name) for name in names]
+    else:
+        chosen = [0 if batch_dim is None else batch_dim] * len(leaves)
+    size: int | None = None
+    dims: list[int | None] = []
+    for leaf, name, dim in zip(leaves, names, chosen, strict=True):
+        fits = isinstance(leaf, torch.Tensor) and dim is not None and -leaf.dim() <= dim < leaf.dim()
+        if not fits:
+            if isinstance(batch_dim, dict) and dim is not None:
+                raise InputError(f"batch_dim gives input '{name}' dimension {dim}, which it does not have")
+            dims.append(None)
+            continue
+        assert dim is not None
+        dim %= leaf.dim()
+        if size is None:
+            size = leaf.shape[dim]
+            if size == 0:
+                raise InputError(f"input '{name}' has no samples: shape {tuple(leaf.shape)}; give at least one")
+        if leaf.shape[dim] == size:
+            dims.append(dim)
+        elif isinstance(batch_dim, dict):
+            raise InputError(f"input '{name}' has {leaf.shape[dim]} samples at dimension {dim}, others have {size}")
+        else:
+            dims.append(None)
+    return dims, size or 0
+
+
+def _leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """For every leaf, the parameter of `forward` that it was passed for."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    names = []
+    for index, arg in enumerate(args):
+        named = index < len(parameters) and parameters[index].kind is not inspect.Parameter.VAR_POSITIONAL
+        names += [parameters[index].name if named else f"args[{index}]"] * len(torch_private.tree_leaves(arg))
+    for key, value in kwargs.items():
+        names += [key] * len(torch_private.tree_leaves(value))
+    return names
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether `node` takes an item out of a tuple."""
+    return node.op == "call_function" and node.target is operator.getitem

@@ -1,0 +1,223 @@
+"""Where sharded calls begin and end in a captured graph.
+
+While a model is captured, an operator marks what enters a sharded call and what leaves it. In the graph such a mark
+becomes a border, a plain `alias`, for every tensor that has a layout asked for:
+
+    x -> mark "enter 0" -> linear -> relu -> mark "leave 0" -> y         as traced
+    x -> alias          -> linear -> relu -> alias          -> y         two borders, if in_strategy and out_strategy
+    x -> linear -> y                                                     a call of one operator needs none to enter
+
+A border is an operator like any other, so that the search gives it a strategy and the devices carry it out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture import torch_private
+from autopar.hints.layout import Cut, ShardHint
+from autopar.hints.shard import sharded_calls_through
+
+# -- while a model is captured ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardCall:
+    """A sharded call in a captured graph."""
+
+    title: str  # in messages
+    path: str | None  # of the module; None for a function
+    hint: ShardHint
+    inputs: tuple[str | None, ...]  # nodes of the tensors that enter: their borders; None where nothing reads one
+    outputs: tuple[str | None, ...]  # nodes of the tensors that leave: their borders where they have a layout
+    operator: str | None  # the node that does all of it; None where there are several, or none
+    operators: tuple[str, ...]  # nodes that do it
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A call while the model is traced."""
+
+    title: str
+    path: str | None
+    hint: ShardHint
+
+
+class _Capturing(threading.local):
+    calls: list[_Marked] | None = None
+
+
+_capturing = _Capturing()
+_library = torch.library.Library("autopar_shard", "DEF")
+_library.define("mark(Tensor[] tensors, str point) -> Tensor[]")
+_library.impl("mark", lambda tensors, point: [t.clone() for t in tensors], "CompositeExplicitAutograd")
+_MARK = torch.ops.autopar_shard.mark.default
+_ALIAS = torch.ops.aten.alias.default
+_BORDER = "autopar_border"  # in the meta of borders
+
+
+@torch.library.register_fake("autopar_shard::mark", lib=_library)
+def _mark_fake(tensors: list[torch.Tensor], point: str) -> list[torch.Tensor]:
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+
+
+@contextmanager
+def marked(hinted: Mapping[str, tuple[nn.Module, ShardHint]]) -> Iterator[list[_Marked]]:
+    """Inside, calls of these modules (by path) and of sharded functions leave marks in the graph that is traced."""
+    handles: list[Any] = []
+    before, _capturing.calls = _capturing.calls, []
+    try:
+        for path, (module, hint) in hinted.items():
+            handles += _watch(path, module, hint, _capturing.calls)
+        with sharded_calls_through(_call):
+            yield _capturing.calls
+    finally:
+        _capturing.calls = before
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(path: str, module: nn.Module, hint: ShardHint, calls: list[_Marked]) -> list[Any]:
+    open_calls: list[int] = []  # of this module, innermost last: a module may call itself
+    order = list(inspect.signature(module.forward).parameters)
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        open_calls.append(len(calls))
+        calls.append(_Marked(f"module '{path or '(root)'}'", path, hint))
+        in_order = sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
+        return _through((args, dict(in_order)), f"enter {open_calls[-1]}")
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        return _through(output, f"leave {open_calls.pop()}")
+
+    return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+
+
+def _call(function: Callable[..., Any], hint: ShardHint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function` of these arguments, with marks around it."""
+    calls = _capturing.calls
+    assert calls is not None, "inside `marked`"
+    number = len(calls)
+    calls.append(_Marked(f"function '{getattr(function, '__name__', function)}'", None, hint))
+    args, kwargs = _through((args, kwargs), f"enter {number}")
+    return _through(function(*args, **kwargs), f"leave {number}")
+
+
+def _through(tree: Any, point: str) -> Any:
+    """`tree` with its tensors gone through a mark."""
+    leaves, spec = torch_private.tree_flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for place, new in zip(places, _MARK([leaves[i] for i in places], point), strict=True):
+        leaves[place] = new
+    return torch_private.tree_unflatten(leaves, spec)
+
+
+# -- in the captured graph --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Region:
+    """A call in a graph whose marks have become borders."""
+
+    call: _Marked
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    operators: list[fx.Node] = field(default_factory=list)
+
+
+def borders(graph: fx.Graph, calls: list[_Marked]) -> list[Region]:
+    """Put borders in the place of all marks, in the order of the calls; calls that the tracer did not see come last,
+    without operators."""
+    opened: dict[str, tuple[Region, int]] = {}
+    found: list[Region] = []
+    nodes = list(graph.nodes)
+    for position, node in enumerate(nodes):
+        if node.target is not _MARK:
+            continue
+        way, number = str(node.args[1]).split(" ")
+        known = calls[int(number)]
+        if way == "enter":
+            region = Region(known, _border(graph, node, known.hint.inputs), [])
+            opened[number] = (region, position)
+            found.append(region)
+        elif number in opened:
+            region, start = opened.pop(number)
+            region.outputs = _border(graph, node, known.hint.outputs)
+            region.operators = [n for n in nodes[start:position] if _computes(n)]
+        graph.erase_node(node)
+    # A tracer that starts again calls everything again: what is shown once is not lost.
+    shown = {region.call for region in found}
+    return found + [Region(lost, [], []) for lost in dict.fromkeys(calls) if lost not in shown]
+
+
+def _border(graph: fx.Graph, mark: fx.Node, cuts: tuple[Cut | None, ...] | None) -> list[fx.Node]:
+    """For every tensor that goes through a mark its border, or where it has no layout asked for the tensor itself."""
+    given: list[fx.Node] = list(mark.args[0])  # type: ignore[arg-type]
+    found = list(given)
+    for i, value in enumerate(given):
+        if cuts is not None and len(cuts) == len(given) and cuts[i] is not None:
+            with graph.inserting_before(mark):
+                found[i] = graph.call_function(_ALIAS, (value,))
+            found[i].meta = {k: mark.meta[k] for k in ("nn_module_stack", "stack_trace") if k in mark.meta}
+            found[i].meta[_BORDER] = True
+            if "val" in value.meta:
+                found[i].meta["val"] = value.meta["val"]
+    for item in list(mark.users):
+        item.replace_all_uses_with(found[item.args[1]])  # type: ignore[index]
+        graph.erase_node(item)
+    return found
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node makes tensors of its own; points where a module's hooks run do not."""
+    hook_point = getattr(node.target, "namespace", "") == "autopar"
+    if node.op != "call_function" or node.target in (_MARK, operator.getitem) or hook_point:
+        return False
+    leaves = torch_private.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def settled(graph: fx.Graph, regions: list[Region], title: Callable[[fx.Node], str]) -> tuple[ShardCall, ...]:
+    """The calls as names of nodes, after all other changes to the graph; a single operator needs no borders to enter.
+
+    `title`: how messages name an operator.
+    """
+    kept = set(graph.nodes)
+    singles = [r.operators[0] if len(r.operators) == 1 and r.operators[0] in kept else None for r in regions]
+    instead: dict[fx.Node, fx.Node] = {}
+    for region, single in reversed(list(zip(regions, singles, strict=True))):  # what is inside of a call comes after it
+        for border in dict.fromkeys(region.inputs):
+            if border in kept and _BORDER in border.meta and set(border.users) == {single}:
+                (value,) = border.args
+                assert isinstance(value, fx.Node)
+                border.replace_all_uses_with(value)
+                graph.erase_node(border)
+                instead[border] = value
+                kept.discard(border)
+
+    def name(node: fx.Node) -> str | None:
+        while node in instead:
+            node = instead[node]
+        return node.name if node in kept else None
+
+    found = []
+    for region, single in zip(regions, singles, strict=True):
+        call = region.call
+        place = next((n for n in region.operators if n in kept), None)
+        told = call.title
+        if call.path is None and place is not None:
+            told += f" in {title(place).partition(' in ')[2]}"
+        inputs, outputs = tuple(map(name, region.inputs)), tuple(map(name, region.outputs))
+        operator_name = None if single is None else single.name
+        inside = tuple(n.name for n in region.operators if n in kept)
+        found.append(ShardCall(told, call.path, call.hint, inputs, outputs, operator_name, inside))
+    return tuple(found)

@@ -1,0 +1,76 @@
+"""Thread-local settings of torch: those a worker copies from its caller, and the defaults a capture runs under."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from autopar.capture import torch_private
+
+
+@dataclass(frozen=True)
+class CallerState:
+    """Thread-local settings of torch that a fresh thread does not inherit."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device | None  # None: the CPU, as in a fresh thread
+    saved_tensors_hooks: torch_private.SavedTensorsHooks | None
+    streams: tuple[torch.cuda.Stream, ...]  # of each GPU that the caller queues its kernels on: workers join it
+
+    @classmethod
+    def of_this_thread(cls, devices: Iterable[torch.device], *, training: bool = False) -> CallerState:
+        """`training`: gradients are recorded whatever the caller's grad mode (a training step was asked for)."""
+        device_types = {device.type for device in devices}
+        default = torch.get_default_device()
+        return cls(
+            training or torch.is_grad_enabled(),
+            not training and torch.is_inference_mode_enabled(),
+            tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(device_types)),
+            torch.is_autocast_cache_enabled(),
+            None if default.type == "cpu" else default,
+            torch_private.saved_tensors_hooks(),
+            tuple(torch.cuda.current_stream(d) for d in sorted(set(devices), key=str) if d.type == "cuda"),
+        )
+
+    @contextlib.contextmanager
+    def applied(self, device: torch.device) -> Iterator[None]:
+        """In a worker's thread, for its device."""
+        with contextlib.ExitStack() as stack:
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            if self.saved_tensors_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device_type, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
+            yield
+
+
+@contextlib.contextmanager
+def neutral_state(device_types: set[str]) -> Iterator[None]:
+    """torch's defaults, for a capture that must not depend on where the first call happens to be made."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if torch_private.saved_tensors_hooks() is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+        for device_type in sorted(device_types):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,112 @@
+"""Costs by operator and micro-batch size, and what has to be known of a source of costs: measured or estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from autopar.capture import torch_private
+from autopar.capture.program import Program
+from cost_models import Cluster, Device, Link
+from cost_models.graphs import device_of
+from cost_models.measuring.profiler import Loss
+from cost_models.memory.footprint import GraphBytes
+
+Progress = Callable[[str, float], None]  # (what is being done, fraction done)
+
+
+def SILENT(what: str, done: float) -> None:
+    """Progress that nobody watches."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Times of all operators on one kind of device with `workers` of its siblings busy, at several batch sizes."""
+
+    kind: str
+    workers: int
+    nodes: tuple[str, ...]
+    rows: tuple[int, ...]  # ascending micro-batch sizes that were measured
+    forward: np.ndarray  # [rows, nodes] s
+    backward: np.ndarray  # [rows, nodes] s
+    loss: np.ndarray  # [rows, 2] s, forward and backward
+
+    def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
+        """(forward [nodes], backward [nodes], loss) at a micro-batch of `rows` samples.
+
+        Linear between the measured sizes, and beyond them along the nearest two; never below zero.
+        """
+        forward, backward, loss = (_interpolate(self.rows, a, rows) for a in (self.forward, self.backward, self.loss))
+        return forward, backward, (float(loss[0]), float(loss[1]))
+
+
+class CostSource(Protocol):
+    """Where the costs of a program come from: measurements of devices at hand, or estimates for any."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]: ...
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The networks over which replicas reduce their gradients; None: they are workers of one process."""
+
+    def tables(self, progress: Progress) -> tuple[CostTable, ...]:
+        """Seconds on every kind of device, at several micro-batch sizes."""
+
+    def counted(self) -> GraphBytes:
+        """Bytes of one pass."""
+
+    def links(self) -> Mapping[tuple[str, str], Link]:
+        """Of every ordered pair of devices, by name."""
+
+    def accumulate(self) -> float:
+        """Seconds per byte of adding one gradient to another in place."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Example calls of a program at any number of samples."""
+
+    program: Program
+    leaves: list[Any]  # flat inputs of the example
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    target: Any = None
+
+    def inputs(self, rows: int) -> list[Any]:
+        """The flat inputs of the first `rows` samples."""
+        return [
+            x if i.batch_dim is None else x.detach().narrow(i.batch_dim, 0, rows)
+            for x, i in zip(self.leaves, self.program.inputs, strict=True)
+        ]
+
+    def loss(self, rows: int) -> Loss | None:
+        """The loss of the first `rows` samples as a function of the flat outputs."""
+        program, loss_fn = self.program, self.loss_fn
+        if loss_fn is None:
+            return None
+        part = torch_private.tree_map(
+            lambda t: t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == program.batch_size else t,
+            self.target,
+        )
+
+        def loss(outputs: tuple[Any, ...]) -> torch.Tensor:
+            output = torch_private.tree_unflatten(list(outputs)[: program.n_outputs], program.out_spec)
+            device = device_of(outputs)
+            return loss_fn(
+                output, torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)
+            )
+
+        return loss
+
+
+def _interpolate(rows: tuple[int, ...], values: np.ndarray, at: float) -> np.ndarray:
+    if len(rows) == 1:
+        return np.asarray(values[0] * (at / rows[0]))
+    upper = min(max(int(np.searchsorted(rows, at)), 1), len(rows) - 1)
+    low, high = rows[upper - 1], rows[upper]
+    weight = (at - low) / (high - low)
+    return np.maximum(values[upper - 1] * (1 - weight) + values[upper] * weight, 0.0)

@@ -1,0 +1,135 @@
+"""Costs by estimate: a program on the devices of a cluster that need not be there. Nothing is run or allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.analysis.batching import Batching
+from autopar.analysis.example import Example, untouched
+from autopar.analysis.operators import captured_device, compute_nodes, on_device
+from autopar.capture import torch_private
+from autopar.capture.folding import fold
+from autopar.capture.program import Program
+from autopar.costs import cost_graph
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from cost_models import Cluster, Link
+from cost_models.graphs import on_meta, private_copy, tensors_in
+from cost_models.kernels.roofline import efficiency_of, price, rates_of
+from cost_models.kernels.work import OperatorWork, count, count_call
+from cost_models.memory.footprint import GraphBytes, measure_bytes
+from cost_models.memory.training_memory import FRAGMENTATION
+
+META = torch.device("meta")
+
+
+class Estimated:
+    """Costs of a program on any cluster (a `CostSource`).
+
+    `leaves`: the flat inputs of an example call, on whatever device. `n_microbatches`: at that micro-batch size only.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        batching: Batching,
+        leaves: list[Any],
+        cluster: Cluster,
+        *,
+        training: bool,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        target: Any = None,
+        n_microbatches: int | None = None,
+    ) -> None:
+        self.cluster = cluster
+        # What gaps between blocks take is nobody's.
+        gaps = {spec.name: FRAGMENTATION[spec.device_type] for spec in cluster.node}
+        self.devices = tuple(replace(d, memory=int(d.memory / (1 + gaps[d.kind]))) for d in cluster.devices)
+        self._program, self._batching, self._training = program, batching, training
+        self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, torch_private.tree_map(on_meta, target))
+        self._module = on_device(program.graph_module, captured_device(program), META)
+        self._n_microbatches = n_microbatches
+        self._folded = fold(self._module)  # equal layers cost the same
+
+    def tables(self, progress: Progress) -> tuple[CostTable, ...]:
+        sizes = self._sizes()
+        nodes = tuple(node.name for node in compute_nodes(self._module.graph))
+        kinds = self.cluster.specs
+        forward, backward = (np.zeros((len(kinds), len(sizes), len(nodes))) for _ in range(2))
+        loss = np.zeros((len(kinds), len(sizes), 2))
+        for row, rows in enumerate(sizes):
+            progress(f"estimating {rows} samples", row / len(sizes))
+            inputs = self._calls.inputs(rows)
+            work = count(self._folded.module, rows, training=self._training, inputs=inputs)
+            of_loss = self._loss(rows)
+            for place, spec in enumerate(kinds.values()):
+                rates, efficiency = rates_of(spec), efficiency_of(spec)
+                priced = {name: price(each, rates, efficiency) for name, each in work.items()}
+                costs = [priced[self._folded.kept(name)] for name in nodes]
+                forward[place, row] = [cost.forward_seconds for cost in costs]
+                backward[place, row] = [cost.backward_seconds for cost in costs]
+                whole = price(of_loss, rates, efficiency)
+                loss[place, row] = whole.forward_seconds, whole.backward_seconds
+        return tuple(
+            CostTable(kind, 1, nodes, tuple(sizes), f, b, of)
+            for kind, f, b, of in zip(kinds, forward, backward, loss, strict=True)
+        )
+
+    def counted(self) -> GraphBytes:
+        batch = max(self._program.batch_size, 1)
+        rows = min(batch, 4) if self._batching.splittable else batch
+        (device_type, *_) = (spec.device_type for spec in self.cluster.node)
+        return measure_bytes(self._module, self._inputs(rows), rows, self._training, device_type)
+
+    def links(self) -> Mapping[tuple[str, str], Link]:
+        return self.cluster.links
+
+    def accumulate(self) -> float:
+        """Both are read and one is written."""
+        return 3 / min(spec.bandwidth * spec.bandwidth_efficiency for spec in self.cluster.specs.values())
+
+    def _sizes(self) -> list[int]:
+        batch = max(self._program.batch_size, 1)
+        if not self._batching.splittable:
+            return [batch]
+        if self._n_microbatches is not None:
+            return sorted({-(-batch // self._n_microbatches), batch})
+        return sorted({batch, *(batch >> shift for shift in range(batch.bit_length()))})
+
+    def _inputs(self, rows: int) -> list[Any]:
+        """Tensors of their own: a view of the example would count the storage of its whole batch."""
+        return [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
+
+    def _loss(self, rows: int) -> OperatorWork:
+        """What the loss outside the model does."""
+        loss = self._calls.loss(rows)
+        if loss is None:
+            return OperatorWork((), ())
+        with torch.no_grad():
+            outputs = private_copy(self._folded.module, META)(*self._inputs(rows))
+        for tensor in tensors_in(outputs):
+            tensor.requires_grad_(self._training and tensor.is_floating_point())
+        return count_call(lambda *flat: loss(flat), outputs)[1]
+
+
+def estimate_costs(
+    example: Example, cluster: Cluster, *, n_microbatches: int | None = None, progress: Progress = SILENT
+) -> CostGraph:
+    """The same on devices that need not be there, from their data sheets."""
+    with untouched(example.model), torch.device("cpu"):
+        source = Estimated(
+            example.program,
+            example.batching,
+            example.leaves,
+            cluster,
+            training=example.training,
+            loss_fn=example.loss,
+            target=example.target,
+            n_microbatches=n_microbatches,
+        )
+        return cost_graph.build(example.program, example.batching, source, training=example.training, progress=progress)

@@ -1,0 +1,194 @@
+"""What was predicted of steps against what they took: a history on disk, from which the honest error is told.
+
+One row of an SQLite file a record, beside the measurements that predictions are made from. Records are appended and
+never changed; the oldest of more than `MOST_RECORDS` are dropped. Every call is one transaction, so that processes may
+add at the same time. A history that cannot be written or read never stops a job: the log says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from autopar.plan.fingerprint import fingerprint
+from autopar.plan.plan import Plan
+from autopar.version import __version__
+from cost_models import Device
+from cost_models.measuring.cache import BUSY_SECONDS, cache_directory, is_corrupt, move_aside
+
+log = logging.getLogger(__name__)
+
+MOST_RECORDS = 10_000
+
+_FORMAT = 1  # of a record's JSON; records of another are skipped
+
+
+@dataclass(frozen=True)
+class Record:
+    """One plan's step as it was predicted, and as it was measured."""
+
+    time: datetime  # UTC, when it was measured
+    autopar: str  # version
+    torch: str  # version
+    device_kinds: tuple[str, ...]  # of the devices that the plan uses, each once
+    model: str  # its class
+    fingerprint: str  # digest of the names and shapes of its parameters
+    training: bool  # whether the step has a backward
+    batch_size: int  # samples
+    schedule: str
+    stages: int
+    devices: int  # that the plan uses
+    n_microbatches: int
+    predicted: float  # s a step
+    measured: float  # s a step, the median of `steps`
+    steps: int  # that count
+    predicted_memory: int | None  # bytes at the peak of the fullest device
+    measured_memory: int | None  # bytes at the peak of the fullest device
+    source: str  # what ran it: "compare", "tune" or "train_step"
+    costs: str  # what the prediction was made from: "measured" or "estimated"
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        model: nn.Module,
+        devices: Sequence[Device],
+        steps: Sequence[float],
+        *,
+        source: str,
+        costs: str = "measured",
+        predicted_memory: int | None = None,
+        measured_memory: int | None = None,
+    ) -> Self:
+        """Of a plan with predictions that was just run on `devices`; `steps`: seconds of each that counts."""
+        assert plan.predicted_step_time is not None
+        assert plan.batch_size is not None
+        used = plan.used_devices
+        return cls(
+            time=datetime.now(UTC),
+            autopar=__version__,
+            torch=str(torch.__version__),
+            device_kinds=tuple(dict.fromkeys(device.kind for device in devices if device.name in used)),
+            model=type(model).__name__,
+            fingerprint=hashlib.sha256(fingerprint(model).encode()).hexdigest()[:16],
+            training=plan.training,
+            batch_size=plan.batch_size,
+            schedule=plan.schedule,
+            stages=len(plan.stages),
+            devices=len(used),
+            n_microbatches=plan.n_microbatches,
+            predicted=plan.predicted_step_time,
+            measured=median(steps),
+            steps=len(steps),
+            predicted_memory=predicted_memory,
+            measured_memory=measured_memory,
+            source=source,
+            costs=costs,
+        )
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to the measured time: above 0 where the step was faster than predicted."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def kind(self) -> str:
+        """The kinds of its devices as one name."""
+        return " + ".join(self.device_kinds)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT, **asdict(self), "time": self.time.isoformat()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The record that `to_json` wrote. Raises ValueError for anything else."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
+            raise ValueError("not a record of this format")
+        if data.keys() != {field.name for field in fields(cls)}:
+            raise ValueError("other fields than a record has")
+        try:
+            data["time"] = datetime.fromisoformat(data["time"])
+            data["device_kinds"] = tuple(data["device_kinds"])
+            usable = data["predicted"] >= 0 and data["measured"] > 0 and data["time"].tzinfo is not None
+        except TypeError as error:
+            raise ValueError(f"a field of the wrong type: {error}") from error
+        if not usable:
+            raise ValueError("no seconds to compare, or a time without its zone")
+        return cls(**data)
+
+
+def costs_of(plan: Plan) -> str:
+    """What a plan's prediction was made from: "estimated" costs where its notes say so and nothing was run since."""
+    ahead = any(note.startswith("estimated from") for note in plan.notes)
+    return "estimated" if ahead and plan.measured_step_time is None else "measured"
+
+
+def history_path() -> Path:
+    """The file that keeps the history, in the directory of the measurements (`cost_models.cache`)."""
+    return cache_directory() / "accuracy.sqlite"
+
+
+def remember(records: Sequence[Record], path: Path | None = None) -> None:
+    """Append to the history (`path`: in place of the default). A damaged file is moved aside first."""
+    path = history_path() if path is None else path
+    rows = [(record.to_json(),) for record in records]
+    try:
+        try:
+            _append(path, rows)
+        except sqlite3.DatabaseError as error:
+            if not is_corrupt(error):
+                raise
+            log.warning("history %s is damaged (%s); moved to %s", path, error, move_aside(path))
+            _append(path, rows)
+    except (OSError, sqlite3.Error) as error:
+        log.warning("predicted and measured steps are not recorded in %s: %s", path, error)
+
+
+def recall(path: Path | None = None) -> tuple[Record, ...]:
+    """The history, oldest first; nothing where there is none. Records that cannot be read are skipped."""
+    path = history_path() if path is None else path
+    if not path.exists():
+        return ()
+    try:
+        with closing(_connect(f"{path.resolve().as_uri()}?mode=ro")) as connection:
+            rows = connection.execute("SELECT record FROM records ORDER BY number").fetchall()
+    except (OSError, sqlite3.Error) as error:
+        log.warning("history %s cannot be read: %s", path, error)
+        return ()
+    found, skipped = [], 0
+    for (text,) in rows:
+        try:
+            found.append(Record.from_json(text))
+        except (TypeError, ValueError):
+            skipped += 1
+    if skipped:
+        log.warning("%d records of %s are damaged or of another version; skipped", skipped, path)
+    return tuple(found)
+
+
+def _append(path: Path, rows: list[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with closing(_connect(path.resolve().as_uri())) as connection, connection:
+        connection.execute("BEGIN IMMEDIATE")  # whoever else writes is waited for
+        connection.execute(
+            "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY AUTOINCREMENT, record TEXT NOT NULL)"
+        )
+        connection.executemany("INSERT INTO records (record) VALUES (?)", rows)
+        connection.execute("DELETE FROM records WHERE number <= (SELECT MAX(number) FROM records) - ?", [MOST_RECORDS])
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    return sqlite3.connect(uri, timeout=BUSY_SECONDS, uri=True)

@@ -1,0 +1,299 @@
+"""Costs by measurement: which micro-batch sizes to time on which devices, and timing them, unless the cache knows."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.analysis.batching import Batching
+from autopar.analysis.example import Example, untouched
+from autopar.analysis.operators import captured_device, on_device, requires_grad_nodes, written_arguments
+from autopar.capture import torch_private
+from autopar.capture.program import Program
+from autopar.costs import cost_graph
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
+from cost_models.graphs import get_attribute
+from cost_models.measuring.profiler import GraphTimes, measure, measure_accumulate
+from cost_models.measuring.repeated_operators import ReducedGraph, reduce_graph
+from cost_models.memory.footprint import GraphBytes, measure_bytes
+
+log = logging.getLogger(__name__)
+
+# Operators of the same sort that are timed; the rest take their mean. More tell more about noise and cost more time.
+_SAME_MEASURED = 3
+
+# A micro-batch that takes this much more time a sample than its neighbours in size is measured once more.
+_SUSPICIOUS = 1.25
+
+
+class Measured:
+    """Costs of a program measured on devices at hand, or measured before (a `CostSource`).
+
+    `leaves`: the flat inputs of an example call. `n_microbatches`: measure at that micro-batch size only.
+    """
+
+    cluster = None
+
+    def __init__(
+        self,
+        program: Program,
+        batching: Batching,
+        leaves: list[Any],
+        devices: Sequence[Device],
+        *,
+        training: bool,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        target: Any = None,
+        n_microbatches: int | None = None,
+        cache: MeasurementCache | None = None,
+    ) -> None:
+        self.devices = tuple(devices)
+        self._program, self._batching, self._training = program, batching, training
+        self._calls = Calls(program, leaves, loss_fn, target)
+        self._n_microbatches, self._cache = n_microbatches, cache
+
+    def tables(self, progress: Progress) -> tuple[CostTable, ...]:
+        program, batching = self._program, self._batching
+        jobs = []
+        for kind in dict.fromkeys(d.kind for d in self.devices):
+            mine = [d for d in self.devices if d.kind == kind]
+            jobs += [(mine[0], workers, n) for workers, n in _sizes(mine, program, batching, self._n_microbatches)]
+        measuring = _Measuring(program, batching, self._calls, self._training, self._cache)
+        return _tables(measuring.run(jobs, progress))
+
+    def counted(self) -> GraphBytes:
+        batch = max(self._program.batch_size, 1)
+        rows = min(batch, 4) if self._batching.splittable else batch
+        # Copies: a view of the example would count the storage of its whole batch.
+        inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
+        return measure_bytes(self._program.graph_module, inputs, rows, self._training)
+
+    def links(self) -> dict[tuple[str, str], Link]:
+        key = signature_key("links", [(d.name, d.kind) for d in self.devices])
+        found = self._cache.get(key) if self._cache is not None else None
+        if found is not None:
+            return {(a, b): Link(latency, float(bandwidth)) for a, b, latency, bandwidth in found}
+        links = measure_links(self.devices)
+        if self._cache is not None:
+            self._cache.put(key, [(a, b, link.latency, str(link.bandwidth)) for (a, b), link in links.items()])
+        return links
+
+    def accumulate(self) -> float:
+        key = signature_key("accumulate", self.devices[0].kind)
+        found = self._cache.get(key) if self._cache is not None else None
+        if found is None:
+            found = measure_accumulate(self.devices[0].torch_device)
+            if self._cache is not None:
+                self._cache.put(key, found)
+        return float(found)
+
+
+def _sizes(
+    devices: Sequence[Device], program: Program, batching: Batching, n_microbatches: int | None
+) -> list[tuple[int, int]]:
+    """(busy workers, samples) to measure on devices of one kind: the whole batch alone, micro-batches with all
+    siblings busy. `n_microbatches`: that micro-batch size only."""
+    batch = max(program.batch_size, 1)
+    whole = [(1, batch)]
+    if not batching.splittable or batch == 1:
+        return whole
+    together = len(devices) if devices[0].shares_process_memory else 1
+    if n_microbatches is not None:
+        parts = [-(-batch // n_microbatches)]
+    else:
+        parts = sorted({max(1, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
+    few = [(1, parts[len(parts) // 2])] if together > 1 else []
+    return whole + few + [(together, size) for size in parts if (together, size) not in whole + few]
+
+
+class _Measuring:
+    """Times of a program's operators."""
+
+    def __init__(
+        self, program: Program, batching: Batching, calls: Calls, training: bool, cache: MeasurementCache | None
+    ) -> None:
+        self._calls, self._training, self._cache = calls, training, cache
+        self._reduced, self._captured = _reduced(program, batching), captured_device(program)
+        self._signature = [graph_signature(program), training, _loss_identity(calls.loss_fn, calls.target)]
+
+    def run(self, jobs: Sequence[tuple[Device, int, int]], progress: Progress) -> list[tuple[Device, GraphTimes]]:
+        """Times for every (device, busy workers, samples); what had to be measured is put into the cache."""
+        keys = [signature_key("times", self._signature, d.kind, workers, rows) for d, workers, rows in jobs]
+        known = self._cache.get_many(keys) if self._cache is not None else {}
+        found: list[GraphTimes] = []
+        for index, (key, (device, workers, rows)) in enumerate(zip(keys, jobs, strict=True)):
+            progress(f"profiling {device.kind}: {rows} samples, {workers} busy", index / len(jobs))
+            times = GraphTimes(rows, workers, *known[key]) if key in known else self._measure(device, workers, rows)
+            found.append(times)
+        for index, (key, (device, _, rows)) in enumerate(zip(keys, jobs, strict=True)):
+            times = found[index]
+            same = [t for t, (d, w, _) in zip(found, jobs, strict=True) if d is device and w == times.workers]
+            if key not in known and _disturbed(times, same):
+                progress(f"profiling {device.kind}: {rows} samples again", 1.0)
+                found[index] = min(times, self._measure(device, times.workers, rows), key=lambda t: t.total)
+        if self._cache is not None:
+            self._cache.put_many(
+                {
+                    key: [t.forward, t.backward, t.loss_forward, t.loss_backward]
+                    for key, t in zip(keys, found, strict=True)
+                    if key not in known
+                }
+            )
+        return [(device, times) for (device, _, _), times in zip(jobs, found, strict=True)]
+
+    def _measure(self, device: Device, workers: int, rows: int) -> GraphTimes:
+        log.info("profiling %s: %d samples, %d busy", device.kind, rows, workers)
+        reduced = self._reduced
+
+        def inputs(rows: int) -> list[Any]:
+            made = [
+                shape.make(rows, device.torch_device).requires_grad_(gradient and self._training)
+                for shape, gradient in reduced.stand_ins
+            ]
+            return [*self._calls.inputs(rows), *made]
+
+        times = measure(
+            on_device(reduced.module, self._captured, device.torch_device),
+            inputs,
+            self._calls.loss,
+            rows,
+            device,
+            workers=workers,
+            training=self._training,
+            n_outputs=reduced.n_outputs,
+        )
+        forward, backward = (
+            {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
+            for seconds in (times.forward, times.backward)
+        )
+        return GraphTimes(rows, workers, forward, backward, times.loss_forward, times.loss_backward)
+
+
+def _tables(measured: Sequence[tuple[Device, GraphTimes]]) -> tuple[CostTable, ...]:
+    groups: dict[tuple[str, int], list[GraphTimes]] = {}
+    for device, one in measured:
+        groups.setdefault((device.kind, one.workers), []).append(one)
+    tables = []
+    for (kind, workers), group in groups.items():
+        times = sorted(group, key=lambda t: t.rows)
+        trust = _evened(np.array([t.rows for t in times]), np.array([t.total for t in times]))
+        nodes = tuple(times[0].forward)
+        tables.append(
+            CostTable(
+                kind,
+                workers,
+                nodes,
+                tuple(t.rows for t in times),
+                trust * np.array([[t.forward[n] for n in nodes] for t in times]),
+                trust * np.array([[t.backward[n] for n in nodes] for t in times]),
+                trust * np.array([[t.loss_forward, t.loss_backward] for t in times]),
+            )
+        )
+    return tuple(tables)
+
+
+def _evened(rows: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """[rows, 1] factors that bring the measured totals half-way (geometrically) to the line `a + b rows` through them.
+
+    A search over micro-batch sizes finds the size whose measurement was luckiest; half of a deviation from the line
+    is taken for noise, half for the truth. The line is fitted to relative errors.
+    """
+    if len(rows) < 3:
+        return np.ones((len(rows), 1))
+    weighted = np.stack([1 / totals, rows / totals], axis=1)
+    (a, b), *_ = np.linalg.lstsq(weighted, np.ones(len(rows)), rcond=None)
+    line = a + b * rows
+    if a < 0 or b <= 0:  # no fixed cost: proportional to the samples
+        line = rows * (rows / totals).sum() / ((rows / totals) ** 2).sum()
+    return np.asarray(np.sqrt(line / totals))[:, None]
+
+
+def _disturbed(times: GraphTimes, same: Sequence[GraphTimes]) -> bool:
+    """Whether `times` stand out from those at the next smaller and larger size, as a busy machine makes them."""
+    ordered = sorted(same, key=lambda t: t.rows)
+    place = ordered.index(times)
+    beside = [t.total / t.rows for t in ordered[max(0, place - 1) : place + 2] if t is not times]
+    return bool(beside) and times.total / times.rows > _SUSPICIOUS * min(beside)
+
+
+def _reduced(program: Program, batching: Batching) -> ReducedGraph:
+    """The graph to time: every operator that repeats at most `_SAME_MEASURED` times."""
+    writes = {a for node in program.graph.nodes for a in written_arguments(node)}
+    aliases = {s for node in writes for s in batching.storages.get(node.name, ())}
+    touched = {n.name for n in program.graph.nodes if batching.storages.get(n.name, frozenset()) & aliases}
+    keep = touched | {n.name for n in program.graph.nodes if written_arguments(n)}
+    gradients = {n.name for n in requires_grad_nodes(program)}
+    return reduce_graph(program.graph_module, batching.shapes, keep, gradients, _SAME_MEASURED)
+
+
+def graph_signature(program: Program) -> list[Any]:
+    """What the measured times of a program depend on: operators, how they hang together, shapes and dtypes."""
+    lines = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        shape = [str(s) for s in value.shape] + [str(value.dtype)] if isinstance(value, torch.Tensor) else []
+        if node.op == "get_attr":
+            tensor = get_attribute(program.graph_module, str(node.target))
+            shape = [*map(str, tensor.shape), str(tensor.requires_grad)] if isinstance(tensor, torch.Tensor) else []
+        target = node.name if node.op in ("placeholder", "get_attr") else str(node.target)
+        lines.append(f"{node.name} {node.op} {target} {node.args} {node.kwargs} {shape}")
+    shapes = [f"{i.path} {i.shape and tuple(i.shape)} {i.dtype} {i.batch_dim}" for i in program.inputs]
+    text = "\n".join(lines)
+    return [hashlib.sha256(text.encode()).hexdigest(), shapes, program.training]
+
+
+def _loss_identity(loss_fn: Any, target: Any) -> list[str]:
+    """What the cost of a loss depends on, as far as it can be told: its code and the shapes of the target."""
+    if loss_fn is None:
+        return []
+    try:
+        code = inspect.getsource(loss_fn)
+    except (OSError, TypeError):
+        code = f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
+    shapes = [str(tuple(t.shape)) for t in torch_private.tree_leaves(target) if isinstance(t, torch.Tensor)]
+    return [code, repr(loss_fn) if isinstance(loss_fn, torch.nn.Module) else "", *shapes]
+
+
+def measure_costs(
+    example: Example,
+    devices: Sequence[Device],
+    *,
+    n_microbatches: int | None = None,
+    cache: bool = True,
+    progress: Progress = SILENT,
+) -> CostGraph:
+    """The cost graph of a call, from the cache as far as it is there. The model is unchanged.
+
+    `n_microbatches`: measure that micro-batch size only.
+    """
+    with _cache(cache) as store, untouched(example.model), torch.device("cpu"):
+        source = Measured(
+            example.program,
+            example.batching,
+            example.leaves,
+            devices,
+            training=example.training,
+            loss_fn=example.loss,
+            target=example.target,
+            n_microbatches=n_microbatches,
+            cache=store,
+        )
+        return cost_graph.build(example.program, example.batching, source, training=example.training, progress=progress)
+
+
+@contextmanager
+def _cache(wanted: bool) -> Iterator[MeasurementCache | None]:
+    if not wanted:
+        yield None
+        return
+    with MeasurementCache() as store:
+        yield store

@@ -1,0 +1,231 @@
+"""What a model costs on each kind of device, by operator and by module."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import networkx as nx
+import torch
+
+from autopar.analysis.example import (
+    Example,
+)
+from autopar.analysis.operators import captured_device, on_device
+from autopar.capture import torch_private
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_table import Calls
+from autopar.errors import InputError
+from autopar.plan.display import shown
+from cost_models import Link
+from cost_models.graphs import on_meta
+from cost_models.memory.step_memory import StepMemory, step_memory
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An operator, or a module with all operators inside it. For the whole batch."""
+
+    name: str  # `module.path/operator#k`, or the module's path ("" for the model itself)
+    operators: int
+    parameter_bytes: int  # a tied parameter counts once
+    activation_bytes: int  # saved for the backward
+    output_bytes: int  # of what it hands on; of a module: what is read outside it
+    forward: Mapping[str, float]  # kind of device -> s
+    backward: Mapping[str, float]  # kind of device -> s
+
+    def seconds(self, kind: str) -> float:
+        """Forward and backward."""
+        return self.forward[kind] + self.backward[kind]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A whole pass as it was measured."""
+
+    kind: str
+    workers: int  # of the devices of that kind, busy at the same time
+    rows: int  # samples
+    forward: float  # s, loss included
+    backward: float  # s, loss included
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs that a plan is made from; `print(profile)` shows tables.
+
+    `graph`: a networkx.DiGraph of the operators to draw (`networkx.nx_pydot.write_dot`) or to save (`write_graphml`).
+    Its nodes have label, module, operator, source, forward and backward (s on the first kind of device),
+    parameter_bytes, activation_bytes and output_bytes; its edges nbytes.
+    """
+
+    batch_size: int  # samples
+    training: bool  # whether there is a backward
+    kinds: tuple[str, ...]  # of devices, as offered
+    operators: tuple[Cost, ...]  # in program order
+    modules: tuple[Cost, ...]  # every module after the one that contains it
+    passes: tuple[Pass, ...]
+    links: Mapping[tuple[str, str], Link]  # (from, to), names of devices
+    memory: StepMemory | None  # of a training step of the whole batch on one device, if it was asked for
+    graph: nx.DiGraph = field(repr=False, compare=False)
+
+    @property
+    def model(self) -> Cost:
+        """The whole model, without the loss."""
+        return self.modules[0]
+
+    def __getitem__(self, path: str) -> Cost:
+        """A module by its path. KeyError where no operator runs in it."""
+        for module in self.modules:
+            if module.name == path:
+                return module
+        raise KeyError(path)
+
+    def slowest(self, count: int | None = None, kind: str | None = None) -> tuple[Cost, ...]:
+        """The operators that take most time on a kind of device (default: the first), most first."""
+        chosen = kind or self.kinds[0]
+        return tuple(sorted(self.operators, key=lambda cost: -cost.seconds(chosen)))[:count]
+
+    def __str__(self) -> str:
+        return shown(self)
+
+    def to_json(self) -> str:
+        """All of it in seconds and bytes; the bandwidth of a link that hands tensors over by reference is null."""
+        data = {
+            "batch_size": self.batch_size,
+            "training": self.training,
+            "devices": self.kinds,
+            "modules": [asdict(cost) for cost in self.modules],
+            "operators": [asdict(cost) for cost in self.operators],
+            "passes": [asdict(one) for one in self.passes],
+            "links": [
+                {
+                    "source": source,
+                    "target": target,
+                    "latency": link.latency,
+                    "bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else None,
+                }
+                for (source, target), link in self.links.items()
+            ],
+            "memory": None if self.memory is None else asdict(self.memory),
+        }
+        return json.dumps(data, indent=1, allow_nan=False)
+
+
+def training_step(example: Example, optimizer: str, device_type: str) -> StepMemory:
+    """What a training step of the whole batch has in memory on one device. Raises InputError if nothing trains."""
+    if not example.training:
+        raise InputError("memory of a training step: the model is in evaluation mode, or nothing in it is trained")
+    program = example.program
+    calls = Calls(
+        program, [on_meta(x) for x in example.leaves], example.loss, torch_private.tree_map(on_meta, example.target)
+    )
+    batch = max(program.batch_size, 1)
+    with torch.device("cpu"):
+        module = on_device(program.graph_module, captured_device(program), torch.device("meta"))
+        loss = calls.loss(batch)
+        return step_memory(module, calls.inputs(batch), loss=loss, optimizer=optimizer, device_type=device_type)
+
+
+def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
+    """The cost graph as a profile: one device of each kind, the whole batch."""
+    kinds = tuple(dict.fromkeys(device.kind for device in costs.devices))
+    names = list(costs.graph)
+    forward: dict[str, dict[str, float]] = {}  # kind -> node -> s
+    backward: dict[str, dict[str, float]] = {}
+    for kind in kinds:
+        table = costs.table(kind, 1)
+        f, b, _ = table.at(costs.batch_size)
+        forward[kind] = dict(zip(table.nodes, map(float, f), strict=True))
+        backward[kind] = dict(zip(table.nodes, map(float, b), strict=True))
+
+    def cost(name: str, inside: Sequence[str]) -> Cost:
+        nodes = [costs.graph.nodes[n] for n in inside]
+        parameters = {p: weight.nbytes for node in nodes for p, weight in node["parameters"].items()}
+        saved = {storage: nbytes for node in nodes for storage, nbytes in node["saved"].items()}
+        return Cost(
+            name,
+            len(inside),
+            sum(parameters.values()),
+            int(sum(saved.values())),
+            int(sum(costs.graph.nodes[n]["output"] for n in _read_outside(costs.graph, inside))),
+            {kind: sum(forward[kind][n] for n in inside) for kind in kinds},
+            {kind: sum(backward[kind][n] for n in inside) for kind in kinds},
+        )
+
+    operators = {name: cost(costs.graph.nodes[name]["key"], [name]) for name in names}
+    modules = tuple(cost(path, inside) for path, inside in _by_module(costs.graph).items())
+    passes = tuple(
+        Pass(t.kind, t.workers, rows, float(f.sum() + loss[0]), float(b.sum() + loss[1]))
+        for t in costs.tables
+        for rows, f, b, loss in zip(t.rows, t.forward, t.backward, t.loss, strict=True)
+    )
+    graph = _drawable(costs.graph, operators, kinds[0])
+    return Profile(
+        costs.batch_size,
+        costs.training,
+        kinds,
+        tuple(operators.values()),
+        modules,
+        passes,
+        _links(costs),
+        memory,
+        graph,
+    )
+
+
+def _links(costs: CostGraph) -> dict[tuple[str, str], Link]:
+    """All links; of a cluster the first of every level."""
+    if costs.cluster is None:
+        return dict(costs.links)
+    first = costs.devices[0].name
+    found: dict[Link, tuple[str, str]] = {}
+    for device in costs.devices[1:]:
+        found.setdefault(costs.links[first, device.name], (first, device.name))
+    return {pair: link for link, pair in found.items()}
+
+
+def _by_module(graph: nx.DiGraph) -> dict[str, list[str]]:
+    """Module -> nodes inside it at any depth. Parents come before children, and siblings in program order."""
+    inside: dict[str, list[str]] = defaultdict(list)
+    for name, data in graph.nodes(data=True):
+        names = data["module"].split(".") if data["module"] else []
+        for depth in range(len(names) + 1):
+            inside[".".join(names[:depth])].append(name)
+    first = {path: place for place, path in enumerate(inside)}
+
+    def place(path: str) -> list[int]:
+        names = path.split(".")
+        return [first[".".join(names[: depth + 1])] for depth in range(len(names))] if path else []
+
+    return {path: inside[path] for path in sorted(inside, key=place)}
+
+
+def _read_outside(graph: nx.DiGraph, inside: Sequence[str]) -> list[str]:
+    """The nodes whose values other nodes or the caller read."""
+    here, outputs = set(inside), set(graph.graph["outputs"])
+    return [n for n in inside if n in outputs or any(user not in here for user in graph.successors(n))]
+
+
+def _drawable(graph: nx.DiGraph, operators: dict[str, Cost], kind: str) -> nx.DiGraph:
+    """The graph with strings and numbers alone, as file formats want it."""
+    drawn = nx.DiGraph()
+    for name, data in graph.nodes(data=True):
+        cost = operators[name]
+        drawn.add_node(
+            name,
+            label=data["key"],
+            module=data["module"],
+            operator=data["operator"],
+            source=data["source"],
+            forward=cost.forward[kind],
+            backward=cost.backward[kind],
+            parameter_bytes=cost.parameter_bytes,
+            activation_bytes=cost.activation_bytes,
+            output_bytes=cost.output_bytes,
+        )
+    drawn.add_edges_from((a, b, {"nbytes": float(data["nbytes"])}) for a, b, data in graph.edges(data=True))
+    return drawn

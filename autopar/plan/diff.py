@@ -1,0 +1,226 @@
+"""What one plan does otherwise than another, and how their predictions differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autopar.hints.module_paths import ancestors, few, nearest
+from autopar.plan.display import shown
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
+
+Fact = str | int | bool | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A decision that differs."""
+
+    name: str
+    before: Fact
+    after: Fact
+
+
+@dataclass(frozen=True)
+class Move:
+    """A module that lies in one stage whole in either plan, as large as that is true of, or one operator."""
+
+    module: str  # "" for the whole model
+    before: int  # stage
+    after: int
+    n_operators: int
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """A module that only one of the plans recomputes, as large as that is true of."""
+
+    module: str
+    now: bool  # the later plan does
+    n_operators: int
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A prediction of both plans; None where a plan has none."""
+
+    name: str
+    unit: str  # "s", "bytes" or "" for a fraction
+    before: float | None
+    after: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """after / before."""
+        return self.after / self.before if self.before and self.after is not None else None
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """`before.diff(after)`; `print(diff)` shows it."""
+
+    settings: tuple[Setting, ...]
+    moves: tuple[Move, ...]
+    recomputed: tuple[Recomputed, ...]
+    only_before: tuple[str, ...]  # operators (or modules of a split) that only one of the plans names
+    only_after: tuple[str, ...]
+    quantities: tuple[Quantity, ...]  # all predictions that either plan has, equal ones, too
+
+    @property
+    def same_decisions(self) -> bool:
+        """Whether both run the same: stages, devices, micro-batches, schedule, strategies and recomputation."""
+        return not (self.settings or self.moves or self.recomputed or self.only_before or self.only_after)
+
+    @property
+    def same(self) -> bool:
+        """The same decisions with the same predictions."""
+        return self.same_decisions and all(q.before == q.after for q in self.quantities)
+
+    def to_json(self) -> str:
+        """All of it, in seconds and bytes."""
+        data = dataclasses.asdict(self)
+        for item, quantity in zip(data["quantities"], self.quantities, strict=True):
+            item["ratio"] = quantity.ratio
+        return json.dumps({"same": self.same, **data}, indent=1)
+
+    def __str__(self) -> str:
+        return shown(self)
+
+
+def diff_plans(before: Plan, after: Plan) -> PlanDiff:
+    """What `after` does otherwise than `before`. O(operators x depth of modules)."""
+    stages = _stage_of(before, after)
+    both = {key: pair for key, pair in stages.items() if None not in pair}
+    again = {
+        key: (before.stages[old].recompute, after.stages[new].recompute)
+        for key, (old, new) in both.items()
+        if old is not None and new is not None
+    }
+    return PlanDiff(
+        tuple(s for s in _settings(before, after) if s.before != s.after),
+        tuple(Move(module, old, new, n) for module, (old, new), n in _whole(both)),
+        tuple(Recomputed(module, new, n) for module, (_, new), n in _whole(again)),
+        tuple(key.rstrip("/") for key, (_, new) in stages.items() if new is None),
+        tuple(key.rstrip("/") for key, (old, _) in stages.items() if old is None),
+        tuple(q for q in _quantities(before, after) if q.before is not None or q.after is not None),
+    )
+
+
+def _stage_of(before: Plan, after: Plan) -> dict[str, tuple[Any, Any]]:
+    """The stages of every operator in both plans, None where a plan does not say. Where neither names operators, of the
+    modules in their splits, each as if it were one operator without a name: `module.path/`."""
+    plans = (before, after)
+    listed = [{key: s for s, stage in enumerate(plan.stages) for key in stage.operators} for plan in plans]
+    keys = dict.fromkeys(
+        itertools.chain(*listed) if any(listed) else (f"{p}/" for plan in plans for p, _ in plan.split)
+    )
+
+    def stage(plan: Plan, named: Mapping[str, int], key: str) -> int | None:
+        split = dict(plan.split)
+        module = nearest(key.rpartition("/")[0], split)
+        if not named and not split and len(plan.stages) == 1:
+            return 0  # the plain model
+        return named.get(key) if named or module is None else split[module]
+
+    return {key: (stage(before, listed[0], key), stage(after, listed[1], key)) for key in keys}
+
+
+def _whole(pairs: Mapping[str, tuple[Any, Any]]) -> list[tuple[str, tuple[Any, Any], int]]:
+    """(module, pair, operators) of what has two different values, in the order of `pairs`: the largest modules whose
+    operators all have the same pair, or the operator itself."""
+    inside: dict[str, set[tuple[Any, Any]]] = defaultdict(set)
+    for key, pair in pairs.items():
+        for module in ancestors(key.rpartition("/")[0]):
+            inside[module].add(pair)
+    count: dict[tuple[str, tuple[Any, Any]], int] = defaultdict(int)
+    for key, pair in pairs.items():
+        if pair[0] != pair[1]:
+            whole = (module for module in ancestors(key.rpartition("/")[0]) if len(inside[module]) == 1)
+            count[next(whole, key), pair] += 1
+    return [(module, pair, n) for (module, pair), n in count.items()]
+
+
+def _settings(before: Plan, after: Plan) -> list[Setting]:
+    def setting(name: str, of: Any) -> Setting:
+        return Setting(name, of(before), of(after))
+
+    return [
+        setting("stages", lambda plan: len(plan.stages)),
+        setting("devices used", lambda plan: plan.places),
+        setting("devices offered", lambda plan: ", ".join(plan.devices) or None),
+        setting("kinds of devices", lambda plan: ", ".join(dict.fromkeys(plan.device_kinds)) or None),
+        setting("micro-batches", lambda plan: plan.n_microbatches),
+        setting("schedule", lambda plan: plan.schedule),
+        setting("meshes", _meshes),
+        *_sharded(before, after),
+        setting("recomputed stages", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.recompute)),
+        setting("batch size", lambda plan: plan.batch_size),
+        setting("training", lambda plan: plan.training),
+        setting("model", lambda plan: plan.model),
+    ]
+
+
+def _meshes(plan: Plan) -> str | None:
+    """Of every stage, in order."""
+    texts = [
+        " x ".join(f"{name} {n}" for name, n in zip(s.sharding.axes, s.sharding.mesh, strict=True))
+        if s.sharding
+        else "-"
+        for s in plan.stages
+    ]
+    return " | ".join(texts) if any(stage.sharding for stage in plan.stages) else None
+
+
+def _sharded(before: Plan, after: Plan) -> Iterator[Setting]:
+    """How many operators, and parameters, are split otherwise, and some of them."""
+    for name, place in (("strategies", 0), ("layouts of parameters", 1)):
+        old, new = (
+            {key: text for stage in plan.stages if stage.sharding for key, text in stage.sharding.texts[place]}
+            for plan in (before, after)
+        )
+        other = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+        if other:
+            yield Setting(name, f"{len(old)} split", f"{len(new)} split, other ones for {few(other)}")
+
+
+def _quantities(before: Plan, after: Plan) -> list[Quantity]:
+    plans = (before, after)
+    found = [
+        Quantity(name, unit, *(getattr(plan, field) for plan in plans))
+        for name, unit, field in (
+            ("step", "s", "predicted_step_time"),
+            ("step, measured", "s", "measured_step_time"),
+            ("one device", "s", "single_device_time"),
+            ("bubble", "", "bubble"),
+            ("objective", "s", "objective"),
+            ("bound", "s", "bound"),
+        )
+    ]
+    found.append(Quantity("largest peak memory", "bytes", *(_largest_peak(plan) for plan in plans)))
+    for s in range(max(len(plan.stages) for plan in plans)):
+        for name, unit, field in (
+            ("forward", "s", "forward_time"),
+            ("backward", "s", "backward_time"),
+            ("gradient reduction", "s", "sync_time"),
+            ("parameters", "bytes", "parameter_bytes"),
+            ("activations", "bytes", "activation_bytes"),
+            ("peak memory", "bytes", "peak_memory"),
+        ):
+            values = (getattr(plan.stages[s], field) if s < len(plan.stages) else None for plan in plans)
+            found.append(Quantity(f"stage {s} {name}", unit, *values))
+    return found
+
+
+def _largest_peak(plan: Plan) -> int | None:
+    return max((stage.peak_memory for stage in plan.stages if stage.peak_memory is not None), default=None)
+
+
+def _numbers(stages: Iterable[int]) -> str | None:
+    return ", ".join(map(str, stages)) or None

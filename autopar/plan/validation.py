@@ -1,0 +1,153 @@
+"""All that can be wrong with a plan by itself, whatever the model and the devices are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from autopar.schedule.builders import SCHEDULES
+from autopar.sharding.stage_sharding import problems
+
+INTERLEAVED = "interleaved-1f1b"
+_MOST_NAMED = 4  # devices of a stage that a text lists
+_OTHER_RULES = ("n_microbatches", "source", "target")  # numbers of which more is asked than not to be negative
+
+
+def violations(plan: Any) -> list[str]:
+    """Everything wrong with a Plan; empty if it is valid. A field that is None is taken to be unknown (a file may hold
+    anything there, which is reported by who read it), and nothing is said about it."""
+    return [*_counts(plan), *_numbers(plan, ""), *_devices(plan), *_operators(plan), *_split(plan), *_transfers(plan)]
+
+
+def rounds(groups: list[tuple[str, ...]]) -> int | None:
+    """p, if the stages go round p different groups of devices in turn (0 1 .. p-1 0 1 ..); None if they do not."""
+    p = len(dict.fromkeys(groups))
+    return p if p and groups == groups[:p] * (len(groups) // p) else None
+
+
+def places(ranks: Iterable[Iterable[str]], chunks: int = 1) -> str:
+    """How a text names the devices of a pipeline's places, each with `chunks` stages."""
+    once = " | ".join(replicas(tuple(names)) for names in ranks)
+    return once if chunks == 1 else f"({once}) x {chunks}"
+
+
+def replicas(names: Sequence[str]) -> str:
+    """How a text names the devices of one stage: many of them by the first and the last."""
+    if len(names) <= _MOST_NAMED:
+        return "+".join(names)
+    return f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def _counts(plan: Any) -> Iterator[str]:
+    m, batch = plan.n_microbatches, plan.batch_size
+    if plan.stages is not None and not plan.stages:
+        yield "a plan needs at least one stage"
+    if m is not None and m < 1:
+        yield f"n_microbatches must be at least 1, got {m}"
+    if m is not None and batch is not None and m > max(batch, 1):
+        yield f"n_microbatches is {m}, but the batch has {batch} sample{'s' if batch != 1 else ''}; give at most that"
+    if plan.schedule is not None and plan.schedule not in SCHEDULES:
+        yield f"schedule must be one of {', '.join(SCHEDULES)}, got {plan.schedule!r}"
+    if plan.bubble is not None and plan.bubble > 1:
+        yield f"bubble is a fraction of at most 1, got {plan.bubble}"
+
+
+def _numbers(item: Any, where: str) -> Iterator[str]:
+    """Seconds, bytes and counts that are none: negative, infinite or NaN."""
+    for field in dataclasses.fields(item):
+        value = getattr(item, field.name)
+        if isinstance(value, tuple):
+            for index, part in enumerate(value):
+                if dataclasses.is_dataclass(part):
+                    yield from _numbers(part, f"{where}{field.name}[{index}].")
+        elif isinstance(value, (int, float)) and field.name not in _OTHER_RULES and not 0 <= value < math.inf:
+            yield f"{where}{field.name} must be a finite number of at least 0, got {value}"
+
+
+def _devices(plan: Any) -> Iterator[str]:
+    offered, kinds = plan.devices or (), plan.device_kinds or ()
+    for name in _twice(offered):
+        yield f"devices lists {name} twice"
+    if kinds and plan.devices is not None and len(kinds) != len(offered):
+        yield f"device_kinds must name a kind for each of the {len(offered)} devices, got {len(kinds)}"
+    known = [(s, stage.devices) for s, stage in enumerate(plan.stages or ()) if stage.devices is not None]
+    for s, names in known:
+        if not names:
+            yield f"stage {s} has no device; every stage needs at least one device"
+        for name in _twice(names):
+            yield f"stage {s} lists {name} twice"
+        sharding = plan.stages[s].sharding
+        if sharding is not None and None not in (
+            sharding.mesh,
+            sharding.axes,
+            sharding.strategies,
+            sharding.parameters,
+        ):
+            yield from (f"stage {s}: {problem}" for problem in problems(sharding, len(names)))
+        absent = [name for name in names if offered and name not in offered and not name.startswith("#")]
+        if absent:
+            yield f"stage {s} is on {', '.join(absent)}, but the devices are {', '.join(offered)}"
+    groups = [names for _, names in known]
+    if plan.schedule == INTERLEAVED:
+        turns = rounds(groups)
+        if turns is None and groups:
+            told = places(groups)
+            yield f"under {INTERLEAVED} the stages go round the devices in turn (a | b | a | b), here they are {told}"
+        counts = [_replicas(plan.stages[s]) for s, _ in known]
+        if len(set(counts)) > 1:
+            yield f"under {INTERLEAVED} every stage has as many devices, here {', '.join(map(str, counts))}"
+        groups = list(dict.fromkeys(groups))
+    shared = _twice(name for names in groups for name in dict.fromkeys(names))
+    if shared:
+        yield f"devices {', '.join(shared)} serve more than one stage; each device serves one"
+
+
+def _replicas(stage: Any) -> int:
+    """Devices, or meshes of them."""
+    mesh = stage.sharding.mesh if stage.sharding is not None else None
+    return len(stage.devices) // max(1, math.prod(mesh or ()))
+
+
+def _operators(plan: Any) -> Iterator[str]:
+    stages = plan.stages or ()
+    homes: dict[str, list[int]] = defaultdict(list)
+    for s, stage in enumerate(stages):
+        for key in stage.operators or ():
+            homes[key].append(s)
+    for key, where in homes.items():
+        if len(where) > 1:
+            yield f"operator {key} is listed {len(where)} times, in stages {', '.join(map(str, where))}"
+    if homes:
+        for s, stage in enumerate(stages):
+            if stage.operators == ():
+                yield f"stage {s} has no operators; leave it out or move some into it"
+
+
+def _split(plan: Any) -> Iterator[str]:
+    if not plan.split or not plan.stages:
+        return
+    n = len(plan.stages)
+    for path, stage in plan.split:
+        if not 0 <= stage < n:
+            yield f"'{path}' is put on stage {stage}, but there are stages 0..{n - 1}"
+    empty = sorted(set(range(n)) - {stage for _, stage in plan.split})
+    if empty:
+        yield f"no module is put on stage {', '.join(map(str, empty))}; number the stages 0, 1, 2, ..."
+    for path in _twice(path for path, _ in plan.split):
+        yield f"'{path}' is put on two stages"
+
+
+def _transfers(plan: Any) -> Iterator[str]:
+    for index, link in enumerate(plan.transfers or ()):
+        source, target = link.source, link.target
+        if source is None or target is None or not plan.stages:
+            continue
+        if not 0 <= source < target < len(plan.stages):
+            yield f"transfers[{index}] goes from stage {source} to {target}, not to a later one of {len(plan.stages)}"
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]

@@ -1,0 +1,207 @@
+"""Why a plan is as it is: what bounds it, what its rivals lose, what each limit cost, and what would help.
+
+All numbers are the simulator's: what a change is worth is the step with it against the step without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from autopar.plan.display import explained, shown
+from autopar.plan.plan import Plan, Stage
+from autopar.planner.predict import plan_timeline, simulated
+from autopar.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from autopar.planner.inter_op.candidates import Candidate, Searching
+    from autopar.planner.search import Options
+
+# A stage that is so much faster tells what the step owes to it.
+_FASTER = 1.1
+_MORE_LINK = 2.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the step would be if something were otherwise."""
+
+    what: str
+    step_time: float  # s; of the same batch
+
+    def gain(self, plan: Plan) -> float:
+        """The share of the step that it would save; below 0 where it would cost."""
+        step = plan.predicted_step_time or 0.0
+        return 1 - self.step_time / step if step else 0.0
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The stage that sets the pace."""
+
+    stage: int
+    devices: tuple[str, ...]
+    busy: float  # share of the step in which its busiest device computes
+    bound: str  # compute, link, memory or bubble: what the step owes most to
+    shares: tuple[tuple[str, float], ...]  # the step's parts: compute, link and bubble, adding up to 1
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`print(plan.explain())` shows it."""
+
+    plan: Plan
+    bottleneck: Bottleneck | None  # None for a plan without predictions
+    runners_up: tuple[Change, ...] = ()
+    limits: tuple[Change, ...] = ()  # what each hint or limit cost: the step without it
+    helps: tuple[Change, ...] = ()
+    idle: tuple[tuple[str, str], ...] = ()  # device, why it has nothing to do
+    partial: bool = False  # the plan was loaded: what a new search would have to tell is not there
+
+    def __str__(self) -> str:
+        return shown(self)
+
+
+@explained.register(Plan)
+def explain_plan(plan: Plan) -> Explanation:
+    """What a plan's own numbers say, without a search."""
+    timeline = plan_timeline(plan)
+    if timeline is None:
+        return Explanation(plan, None, partial=True)
+    faster = plan_timeline(plan, link_speed=_MORE_LINK)
+    free = plan_timeline(plan, link_speed=float("inf"))
+    larger = plan_timeline(plan, batch_factor=2)
+    assert faster is not None
+    assert free is not None
+    assert larger is not None
+    bottleneck = _bottleneck(plan, timeline, free)
+    rivals = tuple(Change(rival.description, rival.step_time) for rival in plan.runners_up)
+    helps = _helps(plan, bottleneck, faster, larger)
+    idle = tuple((name, "; ".join(plan.notes) or "the plan does not use it") for name in _idle(plan))
+    return Explanation(plan, bottleneck, rivals, (), helps, idle, partial=True)
+
+
+def explanation(
+    searching: Searching,
+    chosen: Candidate,
+    candidates: Sequence[Candidate],
+    make_plan: Callable[[Any, Options], Plan],
+) -> Callable[[Plan], Explanation]:
+    """How to explain the plan of `chosen`: done when asked for, since it takes further searches."""
+
+    def explain(plan: Plan) -> Explanation:
+        known = explain_plan(plan)
+        limits = tuple(_limits(searching, plan, make_plan))
+        helps = [*known.helps, *_more_memory(searching, make_plan)]
+        bottleneck = known.bottleneck
+        memory = [change for change in (*limits, *helps) if "memory" in change.what]
+        if bottleneck is not None and any(change.gain(plan) > 0.01 for change in memory):
+            bottleneck = replace(bottleneck, bound="memory")
+        idle = tuple((name, _why_idle(searching, chosen, candidates)) for name in _idle(plan))
+        return replace(known, bottleneck=bottleneck, limits=limits, helps=tuple(helps), idle=idle, partial=False)
+
+    return explain
+
+
+def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
+    """The stage on the busiest device, and how the step divides into its work, waiting for links, and the rest."""
+    slot = max(range(len(timeline.busy)), key=lambda s: timeline.busy[s])
+    times = {stage: _stage_seconds(plan, stage) for stage in timeline.schedule.stages_of(slot)}
+    stage = max(times, key=lambda s: times[s])
+    step = timeline.step_time or 1.0
+    busy = timeline.busy[slot] / step
+    link = max(0.0, 1 - free.step_time / step)
+    link = min(link, 1 - busy) if busy < 1 else 0.0
+    shares = (("compute", busy), ("link", link), ("bubble", max(0.0, 1 - busy - link)))
+    bound = max(shares, key=lambda share: share[1])[0]
+    return Bottleneck(stage, plan.stages[stage].devices, busy, bound, shares)
+
+
+def _stage_seconds(plan: Plan, stage: int) -> float:
+    one = plan.stages[stage]
+    forward = one.forward_time or 0.0
+    return forward * (2 if one.recompute else 1) + (one.backward_time or 0.0)
+
+
+def _helps(plan: Plan, bottleneck: Bottleneck, faster: Timeline, larger: Timeline) -> tuple[Change, ...]:
+    one = plan.stages[bottleneck.stage]
+    stages = tuple(_quicker(other) if other.devices == one.devices else other for other in plan.stages)
+    compute = plan_timeline(replace(plan, stages=stages))
+    assert compute is not None
+    changes = [Change(f"{'+'.join(one.devices)} {_FASTER - 1:.0%} faster", compute.step_time)]
+    if plan.transfers:
+        changes.append(Change("links twice as fast", faster.step_time))
+    if len(plan.used_devices) > 1:
+        changes.append(Change("a batch twice as large, per half of it", larger.step_time / 2))
+    return tuple(changes)
+
+
+def _quicker(stage: Stage) -> Stage:
+    weight = None if stage.weight_time is None else stage.weight_time / _FASTER
+    forward, backward = (stage.forward_time or 0.0) / _FASTER, (stage.backward_time or 0.0) / _FASTER
+    return replace(stage, forward_time=forward, backward_time=backward, weight_time=weight)
+
+
+def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, Options], Plan]) -> list[Change]:
+    """The step without each of the user's limits and hints."""
+    options, costs = searching.options, searching.costs
+    lifted: list[tuple[str, Options]] = [
+        (f"{name}={value}", free)
+        for name, value, free in (
+            ("n_microbatches", options.n_microbatches, replace(options, n_microbatches=None)),
+            ("schedule", options.schedule, replace(options, schedule=None)),
+            ("max_replicas", options.max_replicas, replace(options, max_replicas=None)),
+            ("memory_limit", options.memory_limit, replace(options, memory_limit=None)),
+        )
+        if value is not None
+    ]
+    constraints = options.constraints
+    for what, empty in (
+        ("pipeline_stage hints", replace(constraints, stage_of={})),
+        ("recompute hints", replace(constraints, recompute=frozenset())),
+        ("keep_together hints", replace(constraints, together=())),
+    ):
+        if empty != constraints:
+            lifted.append((what, replace(options, constraints=empty)))
+    step = plan.predicted_step_time or 0.0
+    return [Change(f"without {what}", min(step, _step(make_plan(costs, free)))) for what, free in lifted]
+
+
+def _more_memory(searching: Searching, make_plan: Callable[[Any, Options], Plan]) -> list[Change]:
+    options = replace(
+        searching.options,
+        memory_limit=None if searching.options.memory_limit is None else 2 * searching.options.memory_limit,
+    )
+    devices = tuple(replace(device, memory=2 * device.memory) for device in searching.costs.devices)
+    return [Change("twice the memory", _step(make_plan(replace(searching.costs, devices=devices), options)))]
+
+
+def _step(plan: Plan) -> float:
+    return plan.predicted_step_time or 0.0
+
+
+def _idle(plan: Plan) -> list[str]:
+    return [name for name in plan.devices if name not in plan.used_devices]
+
+
+def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+    """What the best plan on more devices loses, and to what."""
+    more = [c for c in candidates if c.arrangement.n_devices > chosen.arrangement.n_devices]
+    if not more:
+        return "no plan that fits uses more devices"
+    rival = min(more, key=lambda c: c.timeline.step_time)
+    free = simulated(
+        searching.costs, searching.atoms, rival.arrangement, searching.options.conditions, link_speed=float("inf")
+    )
+    work, own = sum(rival.timeline.busy), sum(chosen.timeline.busy)
+    causes = [
+        (work / own - 1 if own else 0.0, "more work in all: devices slow each other down, small micro-batches cost"),
+        (rival.timeline.bubble, "of its devices' time idle"),
+        (1 - free.step_time / rival.timeline.step_time, "of its step spent on links"),
+    ]
+    told = ", ".join(f"{share:.0%} {what}" for share, what in causes if share > 0.01) or "it gains nothing"
+    return (
+        f"the best plan on {rival.arrangement.n_devices} devices takes {rival.timeline.step_time * 1e3:.4g} ms a step "
+        f"against {chosen.timeline.step_time * 1e3:.4g} ms: {told}"
+    )

@@ -1,0 +1,117 @@
+"""Plans for models whose layouts the user asks for (`shard`): one mesh of all devices, on which the search chooses what
+is left free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.analysis.example import Example
+from autopar.analysis.operators import operator_keys
+from autopar.errors import InfeasibleError, PlanError
+from autopar.hints.module_hints import read_hints
+from autopar.hints.shard import hinted_modules
+from autopar.plan.fingerprint import fingerprint
+from autopar.plan.plan import Plan, Stage
+from autopar.planner.hint_constraints.pinned_meshes_plan import plan_pinned
+from autopar.planner.hint_constraints.sharding import has_sharding_hints, microbatch_on_meta, resolve_sharding
+from autopar.planner.intra_op.explain import Solved, operator_explainer
+from autopar.planner.intra_op.solution import assignment, times
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, Task
+from autopar.planner.search import Options
+from autopar.sharding.mesh import make_mesh
+from cost_models import Cluster, Device
+
+_TOLD = 4  # operators in a note
+
+
+def asks_for_sharding(example: Example) -> bool:
+    return has_sharding_hints(example.program, example.model)
+
+
+def plan_as_sharded(
+    example: Example, devices: Sequence[Device], options: Options, cluster: Cluster | None = None
+) -> Plan:
+    """One stage of all `devices` as a mesh, sharded as the hints ask and otherwise as fast as can be; where modules are
+    pinned to stages, a mesh for each (`plan_pinned`).
+
+    `cluster`: of the devices, where they are not at hand. CPU workers, which take turns, are not worth measuring: what
+    is free is chosen for them as it would be for GPUs.
+
+    Raises PlanError for hints that cannot be followed, together with others or at all, and InfeasibleError where the
+    memory is too small.
+    """
+    on_cpu = cluster is None and all(d.torch_device.type == "cpu" for d in devices)
+    if cluster is None:
+        cluster = Cluster.preset(f"{len(devices)}xH100") if on_cpu else Cluster.from_devices(list(devices))
+    if any(stage for _, stage in read_hints(example.model).stages):
+        return plan_pinned(example, devices, options, cluster)
+    if options.schedule is not None:
+        raise PlanError(
+            f"schedule={options.schedule!r} is for several stages, and with hints of shard() there is one; pin modules "
+            "to stages with pipeline_stage()"
+        )
+    program, m = example.program, options.n_microbatches or 1
+    resolved = resolve_sharding(program, example.model, len(devices), m)
+    module, inputs, rows = microbatch_on_meta(program, m)
+    names = [cluster.devices[i].name for i in resolved.order]
+    mesh = make_mesh(resolved.shape, names, resolved.names)
+    kept = 1 if options.loss_inside else m
+    task = Task(module, inputs, rows, cluster, m, example.training, options.optimizer, kept)
+    memory = min(options.memory_limit or float("inf"), *(d.memory for d in devices))
+    try:
+        problem = ShardingProblem(task, mesh)
+        found = problem.solve(memory, {}, resolved.constraints)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"sharded as asked, nothing fits the memory of the devices: {error}") from error
+    keys = {node.name: key for node, key in operator_keys(program).items()}
+    forward, backward = (None, None) if on_cpu else times(found)
+    stage = Stage(
+        tuple(devices[i].name for i in resolved.order),
+        tuple(keys.values()),
+        forward,
+        backward,
+        peak_memory=None if on_cpu else round(found.nbytes),
+        recompute=bool(options.constraints.recompute) and example.training,
+        sharding=assignment(problem, found, keys),
+    )
+    plan = Plan(
+        (stage,),
+        m,
+        batch_size=program.batch_size,
+        devices=tuple(d.name for d in devices),
+        training=example.training,
+        predicted_step_time=None if on_cpu else m * found.seconds,
+        notes=tuple(_notes(example, found, keys, on_cpu)),
+        model=fingerprint(example.model),
+        device_kinds=tuple(d.kind for d in devices),
+    )
+    nodes = {key: name for name, key in keys.items()}
+    solved = Solved(problem, found, nodes, memory, resolved.constraints)
+    return plan.explained_by(inside=operator_explainer(lambda _: solved))
+
+
+def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool) -> Iterator[str]:
+    calls = example.program.shard_calls
+    modules = [f"module '{path or '(root)'}'" for path in hinted_modules(example.model)]
+    titles = dict.fromkeys([*modules, *(call.title for call in calls)])
+    axes = " x ".join(f"{name} {n}" for name, n in zip(found.mesh.names, found.mesh.shape, strict=True))
+    yield f"sharded as asked by hints on {', '.join(titles)}; the mesh is {axes}"
+    n = found.mesh.size
+    alone = dict.fromkeys(str(call.operator) for call in calls if call.operator in found.strategies)
+    parts = {name: round(1 / found.strategies[name].share) for name in alone}
+    repeated = [f"{keys[name]} ({k} of {n} devices do different parts)" for name, k in parts.items() if k < n]
+    if repeated:
+        more = f" and {len(repeated) - _TOLD} more" if len(repeated) > _TOLD else ""
+        yield f"devices repeat the work of {', '.join(repeated[:_TOLD])}{more}"
+    if on_cpu:
+        yield (
+            "the shards of CPU workers run one after another: nothing is gained by them here; seconds of operators and "
+            "collectives are those of as many H100"
+        )
+
+
+def checked_alone(example: Example, **others: object) -> None:
+    """Raises PlanError where sharding hints meet options that look for several plans."""
+    given = [name for name, value in others.items() if value]
+    if given and asks_for_sharding(example):
+        raise PlanError(f"{', '.join(given)}: hints of shard() ask for one plan, there is nothing to try it against")

@@ -1,0 +1,62 @@
+"""Whether a plan, perhaps made by hand or loaded, shards as the hints on the model ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from autopar.analysis.operators import operator_keys
+from autopar.capture.program import Program
+from autopar.errors import PlanError
+from autopar.plan.plan import Plan
+from autopar.planner.hint_constraints.sharding import ResolvedSharding, has_sharding_hints, resolve_sharding
+from autopar.planner.intra_op.constraints import Wanted
+from autopar.sharding.layouts import REPLICATE, Layout
+from autopar.sharding.stage_sharding import StageSharding, layout_text
+
+
+def sharding_violations(plan: Plan, stage_of: Mapping[str, int], program: Program, model: nn.Module) -> list[str]:
+    """Where a plan does not do what `shard` asked; empty if it does.
+
+    `stage_of`: node name -> stage. Operators that the plan does not know, of another capture of the model, are not
+    looked at. Raises PlanError for hints that cannot be on the mesh of the plan.
+    """
+    if not has_sharding_hints(program, model):
+        return []
+    known = {key for stage in plan.stages for key in stage.operators}
+    keys = {node.name: key for node, key in operator_keys(program).items()}
+    found: list[str] = []
+    for number, stage in enumerate(plan.stages):
+        sharding = stage.sharding or StageSharding((1,), ("device",))
+        mine = {n for n, s in stage_of.items() if s == number and (not known or keys[n] in known)}
+        mesh = sharding.mesh, sharding.axes
+        try:
+            asked = resolve_sharding(program, model, sharding.size, plan.n_microbatches, mesh, frozenset(mine))
+        except PlanError:
+            if plan.batch_size is not None and plan.batch_size != program.batch_size:
+                continue  # of another number of samples; what cannot be cut then is told where it is run
+            raise
+        found += _astray(asked, sharding, {name: keys[name] for name in mine})
+    return list(dict.fromkeys(found))
+
+
+def _astray(asked: ResolvedSharding, sharding: StageSharding, keys: Mapping[str, str]) -> Iterator[str]:
+    """`keys`: of the stage's operators."""
+    whole = (REPLICATE,) * len(sharding.mesh)
+    for side, wanted_of in enumerate((asked.constraints.operands, asked.constraints.results)):
+        for name, places in wanted_of.items():
+            if name not in keys:
+                continue
+            layouts = sharding.strategy_of.get(keys[name], ((), ()))[side]
+            for place, several in places.items():
+                yield from _other(several, layouts[place] if place < len(layouts) else whole, keys[name])
+    for name, several in asked.constraints.stored.items():
+        stored = sharding.stored.get(name)
+        yield from _other(several, whole if stored is None else stored.layout, name)
+
+
+def _other(several: Sequence[Wanted], layout: Layout, name: str) -> Iterator[str]:
+    for wanted in several:
+        if layout not in wanted.layouts:
+            yield f"{wanted.asked}; in the plan, {name} has {layout_text(layout)} there"

@@ -1,0 +1,399 @@
+"""The partitions worth simulating: one search for every schedule, number of micro-batches and number of devices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopar.costs.cost_graph import CostGraph
+from autopar.plan.validation import places
+from autopar.planner.inter_op.atoms import make_atoms
+from autopar.planner.inter_op.cuts import AtomGraph
+from autopar.planner.inter_op.device_assignment import group_devices, kind_of, place
+from autopar.planner.inter_op.partition import relaxed_bound, solve
+from autopar.planner.inter_op.problem import Kind, Problem, Shared, Solution, Space
+from autopar.planner.inter_op.refinement import Found, cuts_worth_looking_at, most_cuts, refine
+from autopar.planner.inter_op.search_budget import COARSE, EXACT, EXACT_STATES, ONE_OF_SEVERAL
+from autopar.planner.predict import Arrangement, Times, atom_times, simulated
+from autopar.schedule.builders import SCHEDULES
+from autopar.schedule.timeline import Timeline
+from cost_models import Device
+
+if TYPE_CHECKING:
+    from autopar.planner.search import Options
+
+
+# Of the partitions found those are simulated whose objective is at most this much above the best.
+_PROMISING = 0.04
+_FEWEST_SIMULATED = 1
+_ACTIONS_SIMULATED = 300_000  # in all; more would take longer than the search itself
+_FEW_DEVICES = 8  # up to so many every number of devices is looked at
+_FIRST_TOLERANCE = 5e-3  # share of the objective that the first look at everything leaves unproven
+
+Used = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one search is made for."""
+
+    schedule: str
+    n_microbatches: int
+    counts: Used  # most devices of each kind
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partition and what the simulator says of it."""
+
+    config: Config
+    found: Found
+    arrangement: Arrangement
+    timeline: Timeline
+
+    @property
+    def solution(self) -> Solution:
+        return self.found.solution
+
+
+class Searching:
+    """All searches for one cost graph under given options."""
+
+    def __init__(self, costs: CostGraph, options: Options) -> None:
+        self.costs = costs
+        self.options = options
+        self.atoms = make_atoms(costs, options.constraints)
+        self.groups = group_devices(costs.devices)
+        self.kinds = tuple(kind_of(costs, group, min(map(self._memory, group))) for group in self.groups)
+        self.full: Used = tuple(len(group) for group in self.groups)
+        self.effort = EXACT if math.prod(c + 1 for c in self.full) <= EXACT_STATES else COARSE
+        if options.one_of_several:
+            self.effort = ONE_OF_SEVERAL
+        table = costs.tables[0]
+        self.graph: AtomGraph = self.atoms.graph(
+            np.maximum(self.atoms.sums(table.nodes, table.forward[-1] + table.backward[-1]), 0.0)
+        )
+        self._most_cuts = most_cuts(self.full, self.effort.cuts)
+        cuts, self.complete = cuts_worth_looking_at(self.graph, self._most_cuts)
+        self.n_cuts = len(cuts)
+        self._space = self._space_of(cuts)
+        self.counts = self._microbatch_counts()
+        self.schedules = self._schedules()
+        self.most_replicas = options.max_replicas or len(costs.devices)
+        self._known_times: dict[tuple[str, int, float], Times] = {}
+        self._known_spaces: dict[tuple[int, str], tuple[Space, Space]] = {}  # by space and way; kept, for ids to last
+        self._bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
+
+    # -- searching --------------------------------------------------------------------------------------------------
+
+    def run(self) -> list[Candidate]:
+        """The promising partitions, simulated; none if nothing fits."""
+        found: dict[Config, Found] = {}
+        for counts in self._device_counts():
+            for m in self._by_promise(self.counts):
+                self._search(m, counts, found)
+        if len(self.counts) < self.most_counts() and not self.costs.ways:
+            self._between(found)
+        if not self.complete:
+            self._refine(found)
+        return self._simulate(found)
+
+    def most_counts(self) -> int:
+        """The largest number of micro-batches that the batch allows."""
+        return max(1, self.costs.batch_size // self.options.least_rows)
+
+    def _search(self, m: int, counts: Used, found: dict[Config, Found]) -> None:
+        """The best partition for `m` micro-batches on so many devices under every schedule, if it is promising."""
+        for config in self._configs(m, counts):
+            if config in self._bounds:
+                continue
+            # Objectives of different schedules leave out different things: they are no rivals.
+            rivals = [f.solution.objective for c, f in found.items() if c.schedule == config.schedule]
+            cutoff = min([self.options.rival, *rivals]) * (1 + _PROMISING) if sum(counts) > 1 else math.inf
+            problem = self.problem(m, config.schedule, config.counts, chunks=config.chunks)
+            solution = self._solve(config, problem, cutoff, max(self.effort.tolerance, _FIRST_TOLERANCE))
+            if solution is not None:
+                found[config] = Found(problem, solution, self.complete)
+
+    def _solve(self, config: Config, problem: Problem, cutoff: float, tolerance: float) -> Solution | None:
+        counts = tuple(c * config.chunks for c in config.counts)
+        solution = solve(problem, counts, cutoff=cutoff, tolerance=tolerance, exactly=config.chunks > 1)
+        self._bounds[config] = cutoff if solution is None else solution.bound
+        return solution
+
+    def prove(self, chosen: Candidate) -> list[Candidate]:
+        """Search again, without leaving anything unproven, wherever a plan under the same schedule could still have a
+        smaller objective; the better ones found."""
+        if self.effort.tolerance > 0:
+            return []
+        schedule = self._searched_as(chosen.config.schedule)
+        best, better = chosen.solution.objective, list[Candidate]()
+        for config in sorted(self._bounds, key=lambda c: self._bounds[c]):
+            if config.schedule != schedule or self._bounds[config] >= best:
+                continue
+            problem = self.problem(config.n_microbatches, schedule, config.counts, config.chunks)
+            solution = self._solve(config, problem, math.nextafter(best, math.inf), self.effort.tolerance)
+            if solution is not None and solution.objective < best:
+                best = solution.objective
+                better += self._candidates(config, Found(problem, solution, self.complete))
+        return better
+
+    def _configs(self, m: int, counts: Used) -> Iterator[Config]:
+        total = sum(counts)
+        for name in self.schedules[:1] if total == 1 else self.schedules:
+            if name != "interleaved-1f1b" or total == 1:
+                yield Config(name, m, counts)
+            elif m > 1 and sum(c > 0 for c in counts) == 1 and not self._space.pinned and not self.costs.ways:
+                for chunks in self.effort.chunks:
+                    if total * chunks < self.n_cuts:
+                        yield Config(name, m, counts, chunks)
+
+    def _between(self, found: dict[Config, Found]) -> None:
+        """Numbers of micro-batches between those tried, halving the gaps beside the best until there are none."""
+        tried = set(self.counts)
+        device_counts = self._device_counts()[: self.effort.halved]
+        for _ in range(self.effort.halvings if found else 0):
+            best = min(found, key=lambda c: found[c].solution.objective).n_microbatches
+            ordered = sorted(tried)
+            at = ordered.index(best)
+            gaps = itertools.pairwise(ordered[max(0, at - 1) : at + 2])
+            new = {(a + b) // 2 for a, b in gaps} - tried
+            if not new:
+                break
+            tried |= new
+            for m in sorted(new):
+                for counts in device_counts:
+                    self._search(m, counts, found)
+        self.counts = sorted(tried)
+
+    def _simulate(self, found: dict[Config, Found]) -> list[Candidate]:
+        """Candidates with their timelines, of every number of devices the best, and the best of all."""
+        by_objective = sorted(found, key=lambda c: (found[c].solution.objective, SCHEDULES.index(c.schedule)))
+        chosen: dict[Config, None] = {}
+        left = _ACTIONS_SIMULATED
+        for config in by_objective[: self.effort.simulated]:
+            left -= 2 * config.n_microbatches * len(found[config].solution.stages)
+            if left < 0 and len(chosen) >= _FEWEST_SIMULATED:
+                break
+            chosen[config] = None
+        if left > 0:
+            for counts in dict.fromkeys(c.counts for c in by_objective):
+                chosen.update(dict.fromkeys([c for c in by_objective if c.counts == counts][:2]))
+        chosen.update(dict.fromkeys(c for c in found if sum(c.counts) == 1 and c.n_microbatches == 1))
+        seen: set[Arrangement] = set()
+        candidates = []
+        for config in chosen:
+            for candidate in self._candidates(config, found[config]):
+                if candidate.arrangement not in seen:
+                    seen.add(candidate.arrangement)
+                    candidates.append(candidate)
+        return candidates
+
+    def _refine(self, found: dict[Config, Found]) -> None:
+        """Search again for the best under each schedule, over cuts near theirs."""
+        for schedule in self.schedules:
+            mine = sorted((c for c in found if c.schedule == schedule), key=lambda c: found[c].solution.objective)
+            for config in mine[: self.effort.refined]:
+                if config.chunks > 1 or sum(config.counts) == 1:
+                    continue
+
+                def problem_of(cuts: np.ndarray, config: Config = config) -> Problem:
+                    space = self._space_of(cuts)
+                    return self.problem(config.n_microbatches, config.schedule, config.counts, config.chunks, space)
+
+                found[config] = refine(
+                    self.graph,
+                    found[config],
+                    problem_of,
+                    counts=config.counts,
+                    limit=self._most_cuts,
+                    rounds=self.effort.rounds,
+                    tolerance=self.effort.tolerance,
+                )
+
+    def _candidates(self, config: Config, found: Found) -> Iterator[Candidate]:
+        """The partition under its schedule and, where that is free, under the others that run the same stages."""
+        stages = tuple(tuple(np.flatnonzero(inside).tolist()) for inside in found.stages())
+        devices = place(self.costs, self.groups, self.atoms, stages, found, config.chunks)
+        ways = tuple(found.problem.kinds[s.kind].name for s in found.solution.stages) if self.costs.ways else ()
+        names = [config.schedule]
+        if self.options.schedule is None and self._searched_as("gpipe") == config.schedule != "gpipe":
+            names.append("gpipe")
+        for name in names:
+            recompute = tuple(s.recompute for s in found.solution.stages)
+            arrangement = Arrangement(stages, devices, config.n_microbatches, name, recompute, ways)
+            timeline = simulated(self.costs, self.atoms, arrangement, self.options.conditions)
+            if self._fits(arrangement, timeline):
+                yield Candidate(replace(config, schedule=name), found, arrangement, timeline)
+
+    def _fits(self, arrangement: Arrangement, timeline: Timeline) -> bool:
+        memory = {d.name: self._memory(d) for d in self.costs.devices}
+        names = [name for rank in arrangement.ranks for name in rank]
+        peaks = timeline.peak_memory or (0,) * len(names)
+        return all(peak <= memory[name] * (1 + 1e-9) for name, peak in zip(names, peaks, strict=True))
+
+    # -- what is searched -------------------------------------------------------------------------------------------
+
+    def problem(self, m: int, schedule: str, counts: Used, chunks: int = 1, space: Space | None = None) -> Problem:
+        """The partition problem for `m` micro-batches, with the times that so many busy devices have."""
+        costs, rows = self.costs, self.costs.batch_size / m
+        busy = sum(counts) if m > 1 else 1
+        space = space or self._space
+        kinds = self._kinds(m, space)
+        times = [self._times(kind.name, busy, rows) for kind in kinds]
+        # Before the caller's loss all forwards are done: then every schedule holds what gpipe holds, and nothing is
+        # delayed into a bubble that others would fill.
+        phased = costs.training and not self.options.loss_inside
+        split = schedule == "zb-h1" and not phased
+        held = "1f1b" if schedule == "interleaved-1f1b" else schedule
+        return Problem(
+            space=space,
+            forward=np.maximum([t.forward for t in times], 0.0),
+            backward=np.maximum([t.backward for t in times], 0.0),
+            weight=np.maximum([t.weight for t in times], 0.0) if split else None,
+            n_microbatches=m,
+            schedule="gpipe" if phased else held,
+            kinds=tuple(replace(kind, count=max(1, kind.count * chunks)) for kind in kinds),
+            max_replicas=1 if chunks > 1 else self.most_replicas,
+            may_recompute=costs.training,
+            chunks=chunks,
+            share=-(-costs.batch_size // m) / costs.batch_size,  # of the largest micro-batch
+        )
+
+    def _kinds(self, m: int, space: Space) -> tuple[Kind, ...]:
+        """Kinds of devices; of meshes every way in which they do one of `m` micro-batches."""
+        found = []
+        for pool, kind in enumerate(self.kinds):
+            for way in self.costs.ways:
+                if way.kind == kind.name and way.n_microbatches == m:
+                    own = (id(space), way.name)
+                    if own not in self._known_spaces:
+                        self._known_spaces[own] = space, self._space_of(space.cuts, way.name)
+                    found.append(replace(kind, name=way.name, pool=pool, space=self._known_spaces[own][1]))
+        return tuple(found) or self.kinds
+
+    def _times(self, kind: str, busy: int, rows: float) -> Times:
+        key = (kind, busy, rows)
+        if key not in self._known_times:
+            self._known_times[key] = atom_times(self.costs, self.atoms, kind, busy, rows)
+        return self._known_times[key]
+
+    def _space_of(self, cuts: np.ndarray, way: str = "") -> Space:
+        costs, atoms = self.costs, self.atoms.of(way)
+        trained = [shared for shared, weight in atoms.parameters if weight.trained and costs.training]
+        resident = []
+        for shared, weight in atoms.parameters:
+            state = weight.state(self.options.optimizer)
+            more = shared.nbytes + state if weight.trained and costs.training else 0.0
+            resident.append(Shared(shared.nbytes + more, shared.atoms))
+        return Space(
+            cuts=cuts,
+            values=atoms.values,
+            resident=tuple(resident),
+            gradients=tuple(trained),
+            saved=atoms.saved,
+            transient=atoms.transient,
+            pinned=atoms.pinned,
+            recomputed=atoms.recomputed if costs.training else (),
+            unrepeatable=atoms.unrepeatable,
+        )
+
+    def _memory(self, device: Device) -> float:
+        return min(device.memory, self.options.memory_limit or math.inf)
+
+    def _schedules(self) -> list[str]:
+        """Those to search for; gpipe's partitions are those of 1f1b where they fit."""
+        if self.options.schedule is not None:
+            return [self.options.schedule]
+        if not self.costs.training or not self.options.loss_inside:
+            # All forwards come before the caller's loss: no schedule holds fewer micro-batches than gpipe.
+            return ["gpipe", "interleaved-1f1b"]
+        return ["1f1b", "zb-h1", "interleaved-1f1b"]
+
+    def _device_counts(self) -> list[Used]:
+        """Numbers of devices of each kind: all there are where they are few, else all of them and powers of two."""
+        if sum(self.full) <= _FEW_DEVICES and self.effort.fewer:
+            every = itertools.product(*(range(c + 1) for c in self.full))
+            return sorted((u for u in every if any(u)), key=lambda u: (-sum(u), u))
+        found = {self.full, *(tuple(max(1, c >> shift) for c in self.full) for shift in self.effort.fewer)}
+        for kind, count in enumerate(self.full):
+            alone = {count, 1} if self.effort.fewer else {count}
+            found |= {tuple(c if k == kind else 0 for k in range(len(self.full))) for c in alone}
+        return sorted(found, key=lambda u: (-sum(u), u))
+
+    def _microbatch_counts(self) -> list[int]:
+        if self.options.n_microbatches is not None:
+            return [self.options.n_microbatches]
+        if self.options.one_microbatch_because:
+            return [1]
+        if self.costs.ways:
+            return sorted({way.n_microbatches for way in self.costs.ways})
+        most = self.most_counts()
+        if most <= self.effort.counts + 4:
+            return list(range(1, most + 1))
+        return sorted({round(x) for x in np.geomspace(1, most, self.effort.counts)})
+
+    def _by_promise(self, counts: Sequence[int]) -> list[int]:
+        """The numbers of micro-batches with the lowest relaxed bound first: good plans early cut the rest short."""
+        if len(counts) == 1:
+            return list(counts)
+        name = self.schedules[0]
+        return sorted(counts, key=lambda m: relaxed_bound(self.problem(m, name, self.full), self.full))
+
+    # -- what is said of it -----------------------------------------------------------------------------------------
+
+    def proof(self, candidate: Candidate) -> tuple[float, str]:
+        """A bound (s) that no plan's objective is below, and in words how far the plan is proven best."""
+        config = candidate.config
+        schedule = self._searched_as(config.schedule)
+        objective = candidate.solution.objective
+        looked_at = f"{len(self.counts)} numbers of micro-batches from {self.counts[0]} to {self.counts[-1]}"
+        if len(self.counts) == 1:
+            looked_at = f"{self.counts[0]} micro-batch" + ("es" if self.counts[0] > 1 else "")
+        space = f"{looked_at}, {'all' if self.complete else 'the most promising'} {self.n_cuts} cuts"
+        bounds = [bound for c, bound in self._bounds.items() if c.schedule == schedule]
+        bound = min([objective, *bounds])
+        if config.chunks > 1:
+            bound = min(bound, self._balanced(config))
+            space += ", chunks balanced one by one"
+        if self.complete and config.chunks == 1 and bound >= objective * (1 - 1e-12):
+            return objective, f"proven optimal under {config.schedule} for the search's objective: {space}"
+        near = f"within {_gap(objective, bound)} of a bound that no plan under {config.schedule} is below: {space}"
+        if self.complete:
+            return bound, near
+        counts = tuple(c * config.chunks for c in config.counts)
+        problem = self.problem(config.n_microbatches, schedule, config.counts, config.chunks)
+        anywhere = min(bound, relaxed_bound(problem, counts))
+        return anywhere, f"{near}; within {_gap(objective, anywhere)} of one for any cuts"
+
+    def _searched_as(self, schedule: str) -> str:
+        """The schedule whose partitions are tried under `schedule`."""
+        return "1f1b" if schedule == "gpipe" and "gpipe" not in self.schedules else schedule
+
+    def _balanced(self, config: Config) -> float:
+        """Seconds of an interleaved plan whose devices were loaded equally, transfers free."""
+        problem = self.problem(config.n_microbatches, config.schedule, config.counts)
+        work = (problem.forward + problem.backward)[[k for k, c in enumerate(config.counts) if c]].sum()
+        return float(work * (1 / config.chunks + (config.n_microbatches - 1 / config.chunks) / sum(config.counts)))
+
+    def describe(self, candidate: Candidate) -> str:
+        """A plan in a line."""
+        arrangement = candidate.arrangement
+        ranks = [[device for name in rank for device in self.costs.devices_of(name)] for rank in arrangement.ranks]
+        where = places(ranks, arrangement.chunks)
+        n_stages, m = len(arrangement.stages), arrangement.n_microbatches
+        text = f"{n_stages} stage{'s' if n_stages > 1 else ''} on {where}, {m} micro-batch{'es' if m > 1 else ''}, "
+        text += arrangement.schedule
+        if any(arrangement.recompute):
+            text += f", recomputing {', '.join(str(s) for s, again in enumerate(arrangement.recompute) if again)}"
+        return text
+
+
+def _gap(objective: float, bound: float) -> str:
+    return f"{objective / bound - 1 if bound > 0 else math.inf:.2%}"

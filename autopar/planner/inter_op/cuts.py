@@ -1,0 +1,314 @@
+"""Which cuts a search looks at: all of a small graph, else those along several linear orders, then those near a plan.
+
+A cut of a directed acyclic graph is a set of atoms closed under predecessors. A line of n atoms has n + 1 of them, two
+parallel branches of n atoms have (n + 1)^2, so that all cuts can only be listed for graphs that are nearly lines. Else
+cuts are taken where little is sent along orders of different character, and once a plan is known, around its cuts:
+atoms added or removed with all that must come along, one by one along an order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import networkx as nx
+import numpy as np
+
+from autopar.planner.inter_op.problem import Value
+
+_CUTS_PER_ORDER = 200  # so many cuts leave room for one more order
+
+Mask = int  # a set of atoms, bit a for atom a
+
+
+class CyclicGraph(ValueError):
+    """Atoms that wait for each other."""
+
+    def __init__(self, atoms: list[int]) -> None:
+        super().__init__(f"atoms {atoms} wait for each other in a circle")
+        self.atoms = atoms
+
+
+@dataclass(frozen=True)
+class AtomGraph:
+    """What runs before what, and what it weighs. Atoms are numbered in the order of the program.
+
+    Raises:
+        CyclicGraph: there is no order in which they could run.
+    """
+
+    n: int
+    edges: frozenset[tuple[int, int]]  # (atom, atom that runs later)
+    weight: np.ndarray = field(repr=False)  # [n] seconds of the atom on some device
+    values: tuple[Value, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.order) == self.n
+
+    @cached_property
+    def before(self) -> list[list[int]]:
+        return self._neighbours(1, 0)
+
+    @cached_property
+    def after(self) -> list[list[int]]:
+        return self._neighbours(0, 1)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The topological order that is closest to the program's."""
+        missing = [len(b) for b in self.before]
+        ready = [a for a in range(self.n) if not missing[a]]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            atom = heapq.heappop(ready)
+            order.append(atom)
+            for later in self.after[atom]:
+                missing[later] -= 1
+                if not missing[later]:
+                    heapq.heappush(ready, later)
+        if len(order) < self.n:
+            raise CyclicGraph(_circle(self.after, [a for a in range(self.n) if missing[a]]))
+        return order
+
+    @cached_property
+    def ancestors(self) -> list[Mask]:
+        """Each atom and all that must run before it."""
+        return self._closure(self.order, self.before)
+
+    @cached_property
+    def descendants(self) -> list[Mask]:
+        """Each atom and all that must run after it."""
+        return self._closure(reversed(self.order), self.after)
+
+    def _neighbours(self, here: int, there: int) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.n)]
+        for edge in sorted(self.edges):
+            found[edge[here]].append(edge[there])
+        return found
+
+    def _closure(self, order: Iterable[int], neighbours: list[list[int]]) -> list[Mask]:
+        masks = [0] * self.n
+        for atom in order:
+            mask = 1 << atom
+            for other in neighbours[atom]:
+                mask |= masks[other]
+            masks[atom] = mask
+        return masks
+
+    def crossing(self, cuts: np.ndarray) -> np.ndarray:
+        """[n_cuts] bytes, forward and backward, of the values made before each cut [n_cuts, n] and read after it."""
+        producers, readers, starts, nbytes = self._flat_values
+        if not len(readers):
+            return np.zeros(len(cuts))
+        made = cuts[:, producers]
+        all_read = np.logical_and.reduceat(cuts[:, readers], starts, axis=1)
+        return np.asarray((made & ~all_read) @ nbytes)
+
+    @cached_property
+    def _flat_values(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        values = [v for v in self.values if v.consumers]
+        lengths = [len(v.consumers) for v in values]
+        return (
+            np.array([v.producer for v in values], dtype=int),
+            np.array([c for v in values for c in v.consumers], dtype=int),
+            np.cumsum([0, *lengths[:-1]]),
+            np.array([v.nbytes + v.grad_nbytes for v in values]),
+        )
+
+
+def all_cuts(graph: AtomGraph, limit: int) -> np.ndarray | None:
+    """Every cut of the graph, by size; None if there are more than `limit`."""
+    need = [sum(1 << b for b in graph.before[a]) for a in range(graph.n)]
+    level: list[Mask] = [0]
+    found: list[Mask] = [0]
+    for _ in range(graph.n):
+        larger: set[Mask] = set()
+        for cut in level:
+            for atom in range(graph.n):
+                if not cut >> atom & 1 and not need[atom] & ~cut:
+                    larger.add(cut | 1 << atom)
+        level = sorted(larger)
+        found += level
+        if len(found) > limit:
+            return None
+    return _matrix(found, graph.n)
+
+
+def first_cuts(graph: AtomGraph, limit: int) -> np.ndarray:
+    """About `limit` cuts along several orders: evenly spread by weight, at the places where least crosses."""
+    orders = [*_orders(graph), *_shuffled(graph, limit // _CUTS_PER_ORDER)]
+    share = [limit // 2, *[limit // (2 * max(1, len(orders) - 1))] * (len(orders) - 1)]
+    chosen: set[Mask] = {0, (1 << graph.n) - 1}
+    for order, number in zip(orders, share, strict=True):
+        chosen.update(_narrowest(graph, order, max(2, number)))
+    return _matrix(chosen, graph.n)
+
+
+def cuts_near(graph: AtomGraph, plan: np.ndarray, limit: int) -> np.ndarray:
+    """The cuts of a plan [n_stages + 1, n] and about `limit` others around them."""
+    inner = [_mask(row) for row in plan[1:-1]]
+    chosen: set[Mask] = {_mask(row) for row in plan}
+    if inner:
+        each = max(2, limit // len(inner))
+        stage = graph.weight.sum() / (len(inner) + 1)
+        orders = list(_orders(graph))[:2]
+        for cut in inner:
+            around = sorted({*_moved(graph, cut, 4 * each), *_shifted(cut, orders, 2 * each)} - chosen)
+            chosen.update(_most_promising(graph, cut, around, each, stage))
+    return _matrix(chosen, graph.n)
+
+
+def _orders(graph: AtomGraph) -> Iterator[list[int]]:
+    """Topological orders: the program's; a branch at a time from the front; and the same from the back."""
+    yield graph.order
+    forwards = _branch_by_branch(graph.before, graph.after, graph.weight)
+    yield forwards
+    yield _branch_by_branch(graph.after, graph.before, graph.weight)[::-1]
+
+
+def _shuffled(graph: AtomGraph, number: int) -> Iterator[list[int]]:
+    """Orders a branch at a time, the branches in any turn; the same ones every time."""
+    random = np.random.default_rng(0)
+    for _ in range(number):
+        yield _branch_by_branch(graph.before, graph.after, random.permutation(graph.n).astype(float))
+
+
+def _branch_by_branch(before: list[list[int]], after: list[list[int]], weight: np.ndarray) -> list[int]:
+    """Depth first: what has just become ready runs next, lighter branches first."""
+    missing = [len(b) for b in before]
+    stack = [a for a in reversed(range(len(before))) if not missing[a]]
+    order = []
+    while stack:
+        atom = stack.pop()
+        order.append(atom)
+        ready = []
+        for later in after[atom]:
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+        stack += sorted(ready, key=lambda a: (-weight[a], -a))
+    return order
+
+
+def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask]:
+    """Of the prefixes of an order: the one where least crosses in each of `number` stretches of equal weight."""
+    place = np.empty(graph.n, dtype=int)
+    place[list(order)] = np.arange(graph.n)
+    crossing = np.zeros(graph.n + 2)
+    for value in graph.values:
+        if value.consumers:
+            nbytes = value.nbytes + value.grad_nbytes
+            ends = (place[value.producer], max(place[c] for c in value.consumers))
+            crossing[min(ends) + 1] += nbytes
+            crossing[max(ends) + 1] -= nbytes
+    crossing = np.cumsum(crossing)[: graph.n + 1]  # [c]: bytes that cross the prefix of c atoms
+    weight = np.append(0.0, np.cumsum(graph.weight[list(order)]))
+    total = weight[-1] or 1.0
+    stretch = np.minimum((weight * number / total).astype(int), number - 1)
+    best: dict[int, int] = {}
+    for cut in range(1, graph.n):
+        rival = best.get(int(stretch[cut]))
+        if rival is None or crossing[cut] < crossing[rival]:
+            best[int(stretch[cut])] = cut
+    wanted = set(best.values())
+    masks, mask = [], 0
+    for count, atom in enumerate(order):
+        if count in wanted:
+            masks.append(mask)
+        mask |= 1 << atom
+    return masks
+
+
+def _moved(graph: AtomGraph, cut: Mask, number: int) -> list[Mask]:
+    """The cut with an atom added and all that must run before it, or removed with all that must run after it."""
+    found: dict[Mask, int] = {}
+    for atom in range(graph.n):
+        inside = cut >> atom & 1
+        other = cut & ~graph.descendants[atom] if inside else cut | graph.ancestors[atom]
+        found[other] = (other ^ cut).bit_count()
+    nearest = sorted(found, key=lambda other: (found[other], other))
+    return nearest[:number]
+
+
+def _shifted(cut: Mask, orders: list[list[int]], number: int) -> Iterator[Mask]:
+    """The cut with the next few atoms of each order added one by one, or the last few removed."""
+    for order in orders:
+        inside = [a for a in order if cut >> a & 1]
+        outside = [a for a in order if not cut >> a & 1]
+        mask = cut
+        for atom in outside[:number]:
+            mask |= 1 << atom
+            yield mask
+        mask = cut
+        for atom in reversed(inside[-number:]):
+            mask &= ~(1 << atom)
+            yield mask
+
+
+def _most_promising(graph: AtomGraph, cut: Mask, around: list[Mask], number: int, stage: float) -> list[Mask]:
+    """Half of them the nearest in weight, half those where least crosses, within half a stage."""
+    if not around:
+        return []
+    cuts = _rows(around, graph.n)
+    distance = np.abs(cuts @ graph.weight - _rows([cut], graph.n) @ graph.weight)
+    near = np.flatnonzero(distance <= max(stage / 2, 1e-12))
+    crossing = graph.crossing(cuts[near])
+    by_weight = near[np.argsort(distance[near], kind="stable")[: number // 2]]
+    by_crossing = near[np.lexsort((distance[near], crossing))[: number - number // 2]]
+    return [around[i] for i in itertools.chain(by_weight, by_crossing)]
+
+
+def _mask(row: np.ndarray) -> Mask:
+    return int.from_bytes(np.packbits(row, bitorder="little").tobytes(), "little")
+
+
+def _rows(masks: Sequence[Mask], n: int) -> np.ndarray:
+    width = (n + 7) // 8
+    packed = np.frombuffer(b"".join(m.to_bytes(width, "little") for m in masks), dtype=np.uint8)
+    return np.unpackbits(packed.reshape(len(masks), width), axis=1, count=n, bitorder="little").astype(bool)
+
+
+def _matrix(masks: Iterable[Mask], n: int) -> np.ndarray:
+    """Cuts as rows [n_cuts, n], by size."""
+    return _rows(sorted(set(masks), key=lambda m: (m.bit_count(), m)), n)
+
+
+def _circle(after: list[list[int]], stuck: list[int]) -> list[int]:
+    """One circle among atoms that can never run."""
+    inside = set(stuck)
+    atom, seen = stuck[0], [stuck[0]]
+    # Every stuck atom waits for a stuck one; walking back along those must come round.
+    before = {b: a for a in stuck for b in after[a] if b in inside}
+    while (atom := before[atom]) not in seen:
+        seen.append(atom)
+    return sorted(seen[seen.index(atom) :])
+
+
+def merged_graph(
+    n: int, edges: Iterable[tuple[int, int]], weight: np.ndarray, values: Iterable[Value]
+) -> tuple[AtomGraph, np.ndarray]:
+    """A graph of n atoms in which those that wait for each other are one atom; and the atom that each became, [n]."""
+    whole = nx.DiGraph()
+    whole.add_nodes_from(range(n))
+    whole.add_edges_from(edges)
+    groups = sorted(sorted(group) for group in nx.strongly_connected_components(whole))
+    atom_of = np.empty(n, dtype=int)
+    for atom, group in enumerate(groups):
+        atom_of[group] = atom
+    between = frozenset((int(atom_of[a]), int(atom_of[b])) for a, b in whole.edges if atom_of[a] != atom_of[b])
+    total = np.zeros(len(groups))
+    np.add.at(total, atom_of, weight)
+    moved = tuple(
+        replace(v, producer=int(atom_of[v.producer]), consumers=tuple(sorted({int(atom_of[c]) for c in v.consumers})))
+        for v in values
+    )
+    return AtomGraph(len(groups), between, total, moved), atom_of
+
+
+def line_cuts(n: int) -> np.ndarray:
+    """All cuts of a line of n atoms."""
+    return np.tri(n + 1, n, -1, dtype=bool)

@@ -1,0 +1,212 @@
+"""Exact partition of a graph of atoms into pipeline stages.
+
+Objective, for m micro-batches and stages s with r_s replicas: the "sum of stages + (m - 1) x the slowest" of Alpa
+(Zheng et al. 2022, eq. 2), generalised to replicas, each of which runs at most ceil(m / r_s) of the micro-batches, and
+to split backwards, whose weight parts w_s are delayed into the bubble (Qi et al. 2024; w_s = 0 for other schedules):
+
+    T = sum_s f_s + max_s p_s
+    f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       the way of the first micro-batch
+    p_s = (ceil(m / r_s) - 1) t_s + d_s + gradient_bytes_s reduction(r_s)
+    t_s = forward and backward of its atoms, forward twice if it recomputes
+          + latency + bytes x seconds_per_byte of its kind, for each direction of its incoming values that carries bytes
+
+With equal stages that is (m + p - 1) t for GPipe and 1F1B, and m t + (p - 1)(F + I - W) for ZB-H1. With v stages on a
+device (interleaved 1F1B) every device counts as v of them, f_s = t_s / v and p_s = (m v - 1) t_s: (m v + p - 1) t with
+equal stages. That balances the stages one by one, which bounds the load of every device. On each device of each stage
+
+    resident_s + transient_s + in_flight_s (saved_s + received_s) <= memory
+
+(a stage that recomputes holds `received` in flight and `saved` once), and in_flight_s depends on how many devices serve
+the later stages (`autopar.schedule.in_flight_limit`).
+
+Method. Under a bound U on the max term the least sum g(U) is a dynamic program over chains of cuts (`sweep`). g never
+rises with U, so that of the plans whose max term lies between L and U none is better than L + g(U). `_best` keeps such
+intervals, splits the one that promises most, and stops when none promises more than the best plan found:
+
+    T  |  x                        x  plan of least sum under a bound
+       |     x                     |  plans in an interval are above L + g(U)
+       |         x   x   x
+       +--[------)[--)[--)[---->   max term
+
+Stopping early leaves the least promise as a proven lower bound.
+
+Complexity. One sweep takes O(cuts^2 x prod_k (count_k + 1)) operations, for each kind and each number of replicas that
+memory makes different; about ten to thirty sweeps.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.planner.inter_op.problem import Infeasibility, Problem, Solution, StageChoice
+from autopar.planner.inter_op.stage_costs import Costs, Mode
+from autopar.planner.inter_op.sweep import Path, Step, sweep
+
+# Below this share of the best time, intervals are no longer halved but walked down from plan to plan.
+_NARROW = 1e-3
+_MOST_SWEEPS = 400
+
+
+def solve(
+    problem: Problem,
+    counts: Sequence[int] | None = None,
+    *,
+    cutoff: float = math.inf,
+    tolerance: float = 0.0,
+    exactly: bool = False,
+) -> Solution | None:
+    """The best partition on at most `counts` devices of each pool (default: all there are); None if there is none.
+
+    Args:
+        exactly: use so many devices, no fewer.
+        cutoff: seconds; only plans faster than that are of interest, None is returned as soon as there are none.
+        tolerance: share of the objective that may be left unproven; with 0 the solution is optimal and says so.
+
+    Of plans that cost the same the one with fewest devices is preferred as far as it is met. See the module for
+    objective, method and complexity.
+    """
+    counts = problem.counts if counts is None else tuple(counts)
+    if not any(counts):
+        raise ValueError("counts are all 0: a plan needs at least one device")
+    if relaxed_bound(problem, counts) >= cutoff:
+        return None
+    return _Search(Costs(problem, counts), exactly).best(cutoff, tolerance)
+
+
+def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
+    """Seconds that no plan on at most `counts` devices takes less than, whatever the cuts.
+
+    Without transfers and memory: a stage on r devices has p_s >= (m / r - 1) (t_s - d_s) and t_s is at least its share
+    of the work w, so that with at most R devices a stage and D in all
+
+        T >= sum_s f_s + (m - R) w / D,   sum_s f_s >= w - (delayed work)
+
+    where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m.
+    """
+    used = [pool for pool, count in enumerate(counts) if count]
+    pools = np.array(problem.pools)
+    every = problem.forward + problem.backward
+    work = np.array([every[pools == pool].min(axis=0) for pool in used])  # in the pool's fastest way
+    delayed = np.zeros_like(every) if problem.weight is None else problem.weight
+    fills = (
+        (every - 2 * delayed)[np.isin(pools, used)].min(axis=0).sum() / problem.chunks if problem.sum_counts else 0.0
+    )
+    # For any weights a_k of the kinds with sum_k a_k count_k = 1, the slowest device takes sum_i min_k a_k w_ki at
+    # least (duality); weights by speed make that tight where kinds differ by a factor alone.
+    totals = work.sum(axis=1)
+    speed = np.array([1 / t if t > 0 else 1.0 for t in totals])
+    multiplier = speed / sum(s * counts[k] for s, k in zip(speed, used, strict=True))
+    least = float((multiplier[:, None] * work).min(axis=0).sum())
+    rounds = problem.n_microbatches * problem.chunks
+    most_replicas = min(problem.max_replicas, problem.n_microbatches, max(counts))
+    return max(float(fills), 0.0) + max(rounds - most_replicas, 0) * least
+
+
+def explain_infeasible(problem: Problem) -> Infeasibility | None:
+    """Why no plan fits: the stage that lacks most memory, in the plan where that is least; None if one fits.
+
+    Bisects all numbers of bytes that could be lacking; one sweep each.
+    """
+    counts = problem.counts
+    lacks = [0.0, *(float(x) for x in Costs(problem, counts).lacks() if x > 0)]
+    found: tuple[Path, Costs] | None = None
+    low, high = 0, len(lacks)
+    while low < high:
+        middle = (low + high) // 2
+        # The products that were compared with the memory come out the same only up to rounding.
+        costs = Costs(problem, counts, extra_memory=lacks[middle] * (1 + 1e-12))
+        path = _Search(costs).least_sum(math.inf)
+        if path is None:
+            low = middle + 1
+        else:
+            found, high = (path, costs), middle
+    if found is None:
+        raise ValueError("the hints leave no partition, whatever the memory")
+    if low == 0:
+        return None
+    path, costs = found
+    needed = [costs.needed(Mode(s.kind, s.recompute), s.replicas, s.after, s.start, s.stop) for s in path.steps]
+    memory = [problem.kinds[s.kind].memory / problem.chunks for s in path.steps]
+    index = max(range(len(needed)), key=lambda i: needed[i] - memory[i])
+    stage = _choice(costs, path.steps[index])
+    return Infeasibility(index, stage, needed[index], memory[index])
+
+
+class _Search:
+    """The questions that `solve` asks of one problem and one vector of device counts."""
+
+    def __init__(self, costs: Costs, exactly: bool = False) -> None:
+        self._costs = costs
+        self._exactly = exactly
+        self._places = _places(costs.problem)
+        self._pinned = frozenset(place for _, place in costs.problem.space.pinned)
+
+    def best(self, cutoff: float, tolerance: float) -> Solution | None:
+        """Branch and bound over intervals of the max term; the picture is in the head of this file."""
+        first = self.least_sum(math.inf)
+        if first is None:
+            return None
+        top = self._max_term(first)
+        best, best_time = first, first.total + top
+        # (promise, no plan's max term is at or below, plans are below, least sum of those)
+        intervals = [(first.total, 0.0, top, first.total)]
+        if self._costs.n_devices == 1 and len({mode.kind for mode in self._costs.modes}) == 1:
+            # One stage, and one way to do it: what fills least takes least.
+            intervals.clear()
+        for _ in range(_MOST_SWEEPS):
+            if not intervals or intervals[0][0] >= min(best_time, cutoff) * (1 - tolerance):
+                break
+            _, low, high, least = heapq.heappop(intervals)
+            below = math.nextafter(high, -math.inf)
+            narrow = high - low < _NARROW * best_time
+            bound = below if narrow and tolerance == 0 else min(low + (high - low) / 2, below)
+            path = self.least_sum(bound)
+            if path is not None:
+                top = self._max_term(path)
+                if path.total + top < best_time:
+                    best, best_time = path, path.total + top
+                if low < top:
+                    heapq.heappush(intervals, (path.total + low, low, top, path.total))
+            if bound < below:
+                heapq.heappush(intervals, (least + bound, bound, high, least))
+        bound = min(best_time, intervals[0][0]) if intervals else best_time
+        if best_time >= cutoff:
+            return None
+        return Solution(tuple(_choice(self._costs, s) for s in best.steps), best_time, bound, best.used)
+
+    def least_sum(self, bound: float) -> Path | None:
+        """The plan with the least sum of fills among those whose max term is at most `bound`."""
+        stages = self._costs.stages(bound)
+        places, pinned = self._places[stages.start, stages.stop], self._pinned
+        axes = np.array(self._costs.problem.pools)
+        return sweep(stages, axes, self._costs.n_cuts, self._costs.counts, places, pinned, self._exactly)
+
+    def _max_term(self, path: Path) -> float:
+        costs = self._costs
+        return max(float(costs.max_term(Mode(s.kind, s.recompute), s.replicas)[s.start, s.stop]) for s in path.steps)
+
+
+def _places(problem: Problem) -> np.ndarray:
+    """[n_cuts, n_cuts]: the place in the plan that the pins of a stage ask for, -1 if it has none, -2 if they differ.
+
+    A stage that has some of a place's pinned atoms and not all is at no place.
+    """
+    cuts, pinned = problem.space.cuts, problem.space.pinned
+    places = np.full((len(cuts), len(cuts)), -1)
+    for place in sorted({place for _, place in pinned}):
+        atoms = sorted({atom for atom, p in pinned if p == place})
+        before = cuts[:, atoms].sum(axis=1)
+        inside = before[None, :] - before[:, None]
+        whole = inside == len(atoms)
+        places[(inside > 0) & ((places != -1) | ~whole)] = -2
+        places[whole & (places == -1)] = place
+    return places
+
+
+def _choice(costs: Costs, step: Step) -> StageChoice:
+    time = float(costs.terms[Mode(step.kind, step.recompute)].time[step.start, step.stop])
+    return StageChoice(step.start, step.stop, step.kind, step.replicas, step.recompute, time)

@@ -1,0 +1,228 @@
+"""The stage partition problem and its solution, as data.
+
+The model is a directed acyclic graph of atoms (operators that may not be separated are one atom). A *cut* is a set of
+atoms that is closed under predecessors: all that runs before it. A plan is a chain of cuts, from none to all, and what
+lies between two of them is a stage on r devices of one kind; its devices are replicas, micro-batch k runs on replica
+k mod r:
+
+         .--> 1 --> 2 --.
+    0 --<                >--> 5 --> 6      cuts  {}  {0 3}  {0 1 2 3 4}  all
+         '--> 3 --> 4 --'                  stages   0 3   1 2 4     5 6
+
+On a line of atoms the cuts are its prefixes and a stage is an interval.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.planner.inter_op.cut_tables import Tables, tables
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that other atoms read; sent directly from its producer's stage to every other stage that reads it."""
+
+    producer: int  # atom
+    consumers: tuple[int, ...]  # atoms
+    nbytes: float  # bytes forward, of the whole batch
+    grad_nbytes: float  # bytes backward, of the whole batch; 0 where no gradient flows
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Bytes that a stage holds once if it has any of the atoms: a parameter with its gradient, a saved storage."""
+
+    nbytes: float  # bytes
+    atoms: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The atoms, what they share and send, and the cuts between which stages may lie. Bytes of the whole batch.
+
+    Raises:
+        ValueError: bytes are NaN, infinite or negative, an array has the wrong shape, an atom does not exist.
+    """
+
+    cuts: np.ndarray  # bool [n_cuts, n]: the atoms before each cut; by size, from none to all of them
+    values: tuple[Value, ...]
+    resident: tuple[Shared, ...]  # parameters, gradients, optimizer state, buffers; whatever the batch
+    gradients: tuple[Shared, ...]  # reduced once a step where the stage is replicated; whatever the batch
+    saved: tuple[Shared, ...]  # activations kept for backward
+    transient: np.ndarray  # [n] bytes while the atom runs; the maximum over a stage counts
+    pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage that it must be in, from 0)
+    recomputed: tuple[int, ...] = ()  # atoms whose stage must recompute
+    unrepeatable: tuple[int, ...] = ()  # atoms whose stage may not
+
+    def __post_init__(self) -> None:
+        _check(self.cuts.ndim == 2 and self.cuts.dtype == np.bool_, "cuts must be an array of bool [n_cuts, n]")
+        n = self.n_atoms
+        _check(n >= 1, "the problem needs at least one atom")
+        _check(len(self.cuts) >= 2 and not self.cuts[0].any() and bool(self.cuts[-1].all()), "cuts go from none to all")
+        sizes = self.cuts.sum(axis=1)
+        _check(bool((np.diff(sizes) >= 0).all()), "cuts must be sorted by the number of atoms before them")
+        _check(self.transient.shape == (n,), f"transient must have shape {(n,)}, got {self.transient.shape}")
+        check_costs("transient", self.transient)
+        check_costs("values: nbytes", [value.nbytes for value in self.values])
+        check_costs("values: grad_nbytes", [value.grad_nbytes for value in self.values])
+        for index, value in enumerate(self.values):
+            inside = all(0 <= atom < n for atom in (value.producer, *value.consumers))
+            _check(inside, f"values[{index}] names an atom outside 0..{n - 1}: {value}")
+        for name in ("resident", "gradients", "saved"):
+            items: tuple[Shared, ...] = getattr(self, name)
+            check_costs(f"{name}: nbytes", [item.nbytes for item in items])
+            for index, item in enumerate(items):
+                inside = all(0 <= atom < n for atom in item.atoms)
+                _check(inside, f"{name}[{index}] names an atom outside 0..{n - 1}: {item}")
+        for atom in (*(atom for atom, _ in self.pinned), *self.recomputed, *self.unrepeatable):
+            _check(0 <= atom < n, f"a hint names an atom outside 0..{n - 1}: {atom}")
+
+    @property
+    def n_atoms(self) -> int:
+        return int(self.cuts.shape[1])
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Every quantity of a stage for all pairs of cuts."""
+        return tables(self)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Devices that cost the same; or a way to use the devices of a pool, of which every stage takes one."""
+
+    name: str
+    count: int  # devices
+    memory: float  # usable bytes on each; math.inf for no limit
+    latency: float  # seconds a transfer into a device takes before its first byte
+    seconds_per_byte: float  # of that transfer, counted to the stage that receives
+    reduce_seconds_per_byte: float  # of a replicated stage, once a step, for every replica but the first
+    send_seconds_per_byte: float = 0.0  # of a transfer out of the device, once for every value, counted to the sender
+    all_reduce: tuple[float, ...] = ()  # seconds per gradient byte for 1, 2, .. replicas, where not one adds up for all
+    pool: int | None = None  # kinds of one pool share its devices; None: the kind has its own, and all others have, too
+    space: Space | None = None  # what stages hold and send on such devices, over the same cuts; None: the problem's
+
+    def reduction(self, replicas: int) -> float:
+        """Seconds once a step for every gradient byte of a stage on so many of the devices."""
+        return self.all_reduce[replicas - 1] if self.all_reduce else (replicas - 1) * self.reduce_seconds_per_byte
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to partition, over which devices, at which number of micro-batches; checked when made.
+
+    Raises:
+        ValueError: a cost is NaN, infinite or negative, an array has the wrong shape, a count is below one.
+    """
+
+    space: Space
+    forward: np.ndarray  # [n_kinds, n] seconds per micro-batch
+    backward: np.ndarray  # [n_kinds, n] seconds per micro-batch; zeros for inference
+    n_microbatches: int
+    schedule: str  # a name that autopar.schedule.in_flight_limit knows
+    kinds: tuple[Kind, ...]
+    max_replicas: int  # of one stage
+    weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
+    may_recompute: bool = False  # stages may run their forwards again instead of keeping activations
+    sum_counts: bool = True  # False: the objective is the largest stage alone, for one micro-batch after the first
+    chunks: int = 1  # stages of each device, in turn (interleaved); then a device counts as so many, without replicas
+    share: float | None = None  # of the whole batch's bytes that a micro-batch has; default 1 / n_microbatches
+
+    def __post_init__(self) -> None:
+        n = self.space.n_atoms
+        _check(len(self.kinds) >= 1, "the problem needs at least one kind of device")
+        for name in ("forward", "backward", "weight"):
+            array = getattr(self, name)
+            if array is not None:
+                shape = (len(self.kinds), n)
+                _check(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
+                check_costs(name, array)
+        for name in ("n_microbatches", "max_replicas", "chunks"):
+            count = getattr(self, name)
+            _check(count >= 1, f"{name} must be at least 1, got {count}")
+        _check(self.chunks == 1 or self.max_replicas == 1, "stages of a device that has several have no replicas")
+        for kind in self.kinds:
+            _check(kind.count >= 1, f"kind {kind.name!r} must have at least 1 device, got {kind.count}")
+            _check(kind.memory >= 0, f"kind {kind.name!r}: memory must be a number of bytes >= 0, got {kind.memory}")
+            for field in ("latency", "seconds_per_byte", "reduce_seconds_per_byte", "send_seconds_per_byte"):
+                check_costs(f"kind {kind.name!r}: {field}", getattr(kind, field))
+            missing = bool(kind.all_reduce) and len(kind.all_reduce) < min(kind.count, self.max_replicas)
+            _check(not missing, f"kind {kind.name!r}: all_reduce ends at {len(kind.all_reduce)} replicas")
+            check_costs(f"kind {kind.name!r}: all_reduce", kind.all_reduce)
+            same = kind.space is None or kind.space.cuts is self.space.cuts
+            _check(same, f"kind {kind.name!r}: its space has other cuts")
+        _check(set(self.pools) == set(range(len(set(self.pools)))), f"pools must be 0, 1, .., got {self.pools}")
+
+    @property
+    def n_atoms(self) -> int:
+        return self.space.n_atoms
+
+    @cached_property
+    def pools(self) -> tuple[int, ...]:
+        """The pool of every kind, from 0."""
+        return tuple(index if kind.pool is None else kind.pool for index, kind in enumerate(self.kinds))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Devices of every pool."""
+        return tuple(self.kinds[self.pools.index(pool)].count for pool in range(max(self.pools) + 1))
+
+    def tables(self, kind: int) -> Tables:
+        """Every quantity of a stage on devices of a kind, for all pairs of cuts."""
+        return (self.kinds[kind].space or self.space).tables
+
+    @property
+    def bytes_share(self) -> float:
+        return 1 / self.n_microbatches if self.share is None else self.share
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """One stage: the atoms after the cut `start` and before the cut `stop`, on `replicas` devices of `kinds[kind]`."""
+
+    start: int  # cut
+    stop: int  # cut
+    kind: int
+    replicas: int
+    recompute: bool
+    time: float  # seconds one micro-batch takes, forward, backward and transfers
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best partition found on at most so many devices, and what is known of all others."""
+
+    stages: tuple[StageChoice, ...]
+    objective: float  # seconds a step takes, as `solve` defines it
+    bound: float  # seconds: no partition over these cuts has a smaller objective; equal to it where that is proven
+    used: tuple[int, ...]  # devices of each pool
+
+    @property
+    def n_devices(self) -> int:
+        return sum(self.used)
+
+
+@dataclass(frozen=True)
+class Infeasibility:
+    """The stage that lacks most memory in the plan where that is least: in every plan some stage lacks as much."""
+
+    index: int  # of the stage in its plan
+    stage: StageChoice
+    needed: float  # bytes on each of its devices
+    available: float  # bytes
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def check_costs(name: str, costs: object) -> None:
+    """Raise ValueError unless every number in `costs` is finite and >= 0."""
+    array = np.asarray(costs, dtype=float)
+    bad = array[~(np.isfinite(array) & (array >= 0))]
+    _check(bad.size == 0, f"{name} must be finite and >= 0, got {bad.flat[0] if bad.size else None}")

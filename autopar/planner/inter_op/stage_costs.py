@@ -1,0 +1,192 @@
+"""What a stage costs: the terms of the objective and of the memory limit, for every pair of cuts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.planner.inter_op.problem import Problem
+from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
+
+# From so many devices on only those numbers of replicas are looked at that change ceil(m / r): 2 sqrt(m) of them.
+_ALL_REPLICAS = 64
+
+
+class Mode(NamedTuple):
+    """How a stage runs."""
+
+    kind: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Of stages between every two cuts, [n_cuts, n_cuts], in one mode."""
+
+    time: np.ndarray  # s, of a micro-batch
+    fill: np.ndarray  # s, what the stage adds to the first micro-batch's way; inf where there is no such stage
+    delayed: np.ndarray  # s, of `time`, that is made up for at the end
+    once: np.ndarray  # bytes held all the time
+    each: np.ndarray  # bytes held for each micro-batch in flight
+
+
+class Stages(NamedTuple):
+    """Stages that a plan may have, one a row, by start and then kind and replicas."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    kind: np.ndarray
+    recompute: np.ndarray
+    replicas: np.ndarray
+    fill: np.ndarray  # s
+    most_after: np.ndarray  # devices that later stages may have, or the memory does not suffice
+
+
+class Costs:
+    """Costs of a problem's stages on at most `counts` devices of each pool, in the notation of `partition`."""
+
+    def __init__(self, problem: Problem, counts: tuple[int, ...], extra_memory: float = 0.0) -> None:
+        """`extra_memory`: bytes that every device is taken to have on top, to find out how much is lacking."""
+        self.problem = problem
+        self.counts = counts
+        self.n_devices = sum(counts)
+        self._extra = extra_memory
+        self._known_limits: dict[int, tuple[int, ...]] = {}
+        self.modes = [
+            Mode(kind, recompute)
+            for kind, pool in enumerate(problem.pools)
+            if counts[pool]
+            for recompute in (False, True)
+            if not recompute or problem.may_recompute or problem.space.recomputed
+        ]
+        self.terms = {mode: self._terms(mode) for mode in self.modes}
+        self._choices = {mode: list(self._replicated(mode)) for mode in self.modes}
+
+    @property
+    def n_cuts(self) -> int:
+        return len(self.problem.space.cuts)
+
+    def replicas(self, kind: int) -> list[int]:
+        """Numbers of replicas worth looking at."""
+        m = self.problem.n_microbatches
+        most = min(self.problem.max_replicas, m, self.counts[self.problem.pools[kind]])
+        every = range(1, most + 1)
+        if most <= _ALL_REPLICAS:
+            return list(every)
+        return [r for r in every if r == 1 or math.ceil(m / r) < math.ceil(m / (r - 1))]
+
+    def max_term(self, mode: Mode, replicas: int) -> np.ndarray:
+        """p_s in seconds."""
+        terms, kind = self.terms[mode], self.problem.kinds[mode.kind]
+        rounds = math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
+        return rounds * terms.time + kind.reduction(replicas) * self.problem.tables(mode.kind).gradients + terms.delayed
+
+    def stages(self, bound: float) -> Stages:
+        """All stages whose max term is at most `bound` (s), less those that others with fewer replicas make needless.
+
+        Fewer replicas leave more devices to others and let earlier stages hold fewer micro-batches; the time of a
+        micro-batch is the same. So more replicas are kept only where they let more devices follow.
+        """
+        found: list[tuple[np.ndarray, ...]] = []
+        for mode in self.modes:
+            terms = self.terms[mode]
+            followed = np.full(terms.fill.shape, -1)
+            for replicas, max_term, most_after in self._choices[mode]:
+                after = np.where(max_term <= bound, most_after, -1)
+                rows, columns = np.nonzero(after > followed)
+                if rows.size:
+                    same = np.full(rows.size, replicas)
+                    kept = after[rows, columns]
+                    mode_of = np.full(rows.size, mode.kind), np.full(rows.size, mode.recompute)
+                    found.append((rows, columns, *mode_of, same, terms.fill[rows, columns], kept))
+                    followed[rows, columns] = kept
+        if not found:
+            nothing = np.zeros(0, dtype=int)
+            return Stages(nothing, nothing, nothing, nothing.astype(bool), nothing, nothing.astype(float), nothing)
+        joined = [np.concatenate(columns) for columns in zip(*found, strict=True)]
+        order = np.lexsort((joined[1], joined[3], joined[4], joined[2], joined[0]))
+        return Stages(*(column[order] for column in joined))
+
+    def in_flight(self, replicas: int, after: int) -> int:
+        """Micro-batches that a device of a stage holds at most, with `after` devices in later stages."""
+        p = self.problem
+        if p.chunks > 1 and p.schedule != "gpipe":
+            whole = interleaved_in_flight_limit(p.n_microbatches, self.n_devices // p.chunks, p.chunks, 0)
+            return math.ceil(whole / p.chunks)
+        return in_flight_limit(p.schedule, p.n_microbatches, replicas, replicas + after, self.n_devices)
+
+    def needed(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> float:
+        """Bytes on each device of a stage."""
+        terms = self.terms[mode]
+        return float(terms.once[start, stop] + self.in_flight(replicas, after) * terms.each[start, stop])
+
+    def memory(self, kind: int) -> float:
+        """Bytes that one stage may use on a device of `kind`."""
+        return self.problem.kinds[kind].memory / self.problem.chunks + self._extra
+
+    def lacks(self) -> np.ndarray:
+        """Every number of bytes, ascending, that could be what a stage of some plan lacks."""
+        values = []
+        for mode in self.modes:
+            terms, memory = self.terms[mode], self.memory(mode.kind)
+            valid = np.isfinite(terms.fill)
+            for replicas in self.replicas(mode.kind):
+                for held in dict.fromkeys(self._limits(replicas)):
+                    values.append((terms.once + held * terms.each - memory)[valid])
+        return np.unique(np.concatenate(values)) if values else np.zeros(0)
+
+    def _terms(self, mode: Mode) -> Terms:
+        problem, tables = self.problem, self.problem.tables(mode.kind)
+        kind, share = problem.kinds[mode.kind], problem.bytes_share
+        work = problem.forward[mode.kind] + problem.backward[mode.kind]
+        if mode.recompute:
+            work = work + problem.forward[mode.kind]
+        time = self._between(work) + kind.latency * tables.messages
+        time += kind.seconds_per_byte * share * (tables.received + tables.received_gradient)
+        time += kind.send_seconds_per_byte * share * tables.sent
+        delayed = np.zeros_like(time)
+        if problem.weight is not None:
+            delayed = np.minimum(2 * self._between(problem.weight[mode.kind]), time)
+        fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
+        allowed = tables.follows & (tables.may_recompute if mode.recompute else ~tables.must_recompute)
+        each = share * (tables.received if mode.recompute else tables.saved + tables.received)
+        once = tables.resident + share * tables.transient
+        if mode.recompute:
+            once = once + share * tables.saved  # of the micro-batch that is being recomputed
+        return Terms(time, np.where(allowed, fill, math.inf), delayed, once, each)
+
+    def _between(self, weights: np.ndarray) -> np.ndarray:
+        """Sum of `weights` [n] over the atoms between every two cuts."""
+        before = self.problem.space.cuts.astype(float) @ weights
+        return np.maximum(before[None, :] - before[:, None], 0.0)
+
+    def _at_once(self, mode: Mode) -> np.ndarray:
+        """Micro-batches that the memory has room for, [n_cuts, n_cuts]."""
+        terms, memory = self.terms[mode], self.memory(mode.kind)
+        most = self.problem.n_microbatches  # no schedule holds more
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = np.floor((memory - terms.once) / terms.each)
+        room = np.where(terms.each > 0, room, np.where(terms.once <= memory, most, -1))
+        room = np.clip(np.nan_to_num(room, nan=-1.0, posinf=most, neginf=-1), -1, most).astype(int)
+        # Division rounds; the limit is a product.
+        room = np.where((room < most) & (terms.once + (room + 1) * terms.each <= memory), room + 1, room)
+        return np.where((room >= 0) & (terms.once + room * terms.each > memory), room - 1, room)
+
+    def _replicated(self, mode: Mode) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """For every number of replicas the max terms, and how many devices later stages may have so that a stage's
+        micro-batches in flight fit; -1: none do, or there is no such stage."""
+        at_once = np.where(np.isfinite(self.terms[mode].fill), self._at_once(mode), -1)
+        for replicas in self.replicas(mode.kind):
+            after = np.searchsorted(self._limits(replicas), at_once, side="right") - 1
+            yield replicas, self.max_term(mode, replicas), after.astype(np.int32)
+
+    def _limits(self, replicas: int) -> tuple[int, ...]:
+        """Micro-batches in flight for 0, 1, 2, ... devices in later stages; never falls."""
+        if replicas not in self._known_limits:
+            most = self.n_devices - replicas
+            self._known_limits[replicas] = tuple(self.in_flight(replicas, after) for after in range(most + 1))
+        return self._known_limits[replicas]

@@ -1,0 +1,88 @@
+"""What the user asked for of a sharding, as what operators and parameters may do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.errors import PlanError
+from autopar.sharding.layouts import Layout
+from autopar.sharding.stage_sharding import Stored, layout_text
+from autopar.sharding.strategies import Strategy
+from autopar.sharding.strategy_costs import Options
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Layouts that one tensor may have, and who asked for it."""
+
+    layouts: frozenset[Layout]
+    asked: str
+
+
+@dataclass(frozen=True)
+class ShardingConstraints:
+    """By operator (node name) and place of the tensor; what is not named is free. A border of a sharded call is an
+    operator, too."""
+
+    operands: Mapping[str, Mapping[int, tuple[Wanted, ...]]] = field(default_factory=dict)
+    results: Mapping[str, Mapping[int, tuple[Wanted, ...]]] = field(default_factory=dict)
+    stored: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by parameter
+
+    def __bool__(self) -> bool:
+        return bool(self.operands or self.results or self.stored)
+
+    def allows(self, operator: str, one: Strategy) -> bool:
+        sides = ((self.operands, one.inputs), (self.results, one.outputs))
+        return all(
+            place < len(layouts) and layouts[place] in wanted.layouts
+            for asked, layouts in sides
+            for place, several in asked.get(operator, {}).items()
+            for wanted in several
+        )
+
+    def refusal(self, operator: str, offered: Sequence[Strategy]) -> str:
+        """Why nothing is left of what an operator can do."""
+        sides = [*self.operands.get(operator, {}).values(), *self.results.get(operator, {}).values()]
+        asked = dict.fromkeys(wanted.asked for several in sides for wanted in several)
+        can = dict.fromkeys(" ".join(map(layout_text, one.inputs)) for one in offered)
+        return f"{operator} cannot do what {'; '.join(asked)} asks for; of its operands it can have {_few(can)}"
+
+
+NO_CONSTRAINTS = ShardingConstraints()
+
+
+def narrowed(
+    constraints: ShardingConstraints,
+    seconds: Sequence[np.ndarray],
+    options: Mapping[str, tuple[int, Options]],
+    stored: Mapping[str, tuple[int, tuple[Stored, ...]]],
+) -> list[np.ndarray]:
+    """The seconds of all variables' options, infinite where the constraints forbid one.
+
+    `options`, `stored`: (variable, what it may be) of operators and of parameters. Raises PlanError that lists the
+    operators and parameters that nothing is left for.
+    """
+    result, problems = list(seconds), []
+    for name in dict.fromkeys((*constraints.operands, *constraints.results)):
+        variable, known = options[name]
+        allowed = np.array([constraints.allows(name, one) for one in known.strategies])
+        result[variable] = np.where(allowed, seconds[variable], np.inf)
+        if not allowed.any():
+            problems.append(constraints.refusal(name, known.strategies))
+    for name, several in constraints.stored.items():
+        variable, layouts = stored[name]
+        allowed = np.array([all(one.layout in wanted.layouts for wanted in several) for one in layouts])
+        result[variable] = np.where(allowed, seconds[variable], np.inf)
+        if not allowed.any():
+            problems.append(f"parameter {name} cannot be stored as {'; '.join(wanted.asked for wanted in several)}")
+    if problems:
+        raise PlanError("the sharding asked for cannot be:\n  " + "\n  ".join(problems))
+    return result
+
+
+def _few(texts: Iterable[str], most: int = 8) -> str:
+    every = list(texts)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

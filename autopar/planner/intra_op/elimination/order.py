@@ -1,0 +1,344 @@
+"""The order in which variables are eliminated, and the elimination itself, for any price of memory.
+
+Variables are eliminated one by one: what touches v, its bucket, becomes one table over its neighbours,
+
+    message(n1, n2, ...) = min over v of  seconds(v) + price x bytes(v) + sum over tables t of the bucket of t(v, n...)
+
+which joins their buckets; a table with no neighbours left is a number, and the sum of these is the least of
+
+    sum of seconds + price x sum of bytes                                                      (the min-plus algebra)
+
+    a --- v --- b        eliminate v         a ------- b       width of the step: 2 (a and b), entries of the
+     \\         /           ------>            \\       /        joint table: classes of v x of a x of b
+      `-- c --'                                 `- c -'
+
+A table does not tell all options of a variable apart, but only classes of them: an edge those with different labels, a
+message those that some table of its bucket tells apart. Options of v in one class of its whole bucket are one (the
+cheapest). So tables over labels stay tables over labels.
+
+Equal steps, with equal tables over neighbours in the same places, are carried out once. Equal layers of a model are
+therefore eliminated once, as long as the order takes the inside of all of them before their boundaries: the greedy
+orders do, since equal variables get equal scores. What is left is a chain of equal tables between boundaries.
+
+A table of more than `entries` is not made: the bucket is split, and each part minimised on its own. The result is then
+a lower bound (R. Dechter, I. Rish, "Mini-buckets", 2003), and the search in elimination_beam.py closes the gap.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.planner.intra_op.elimination.reduction import Reduced
+
+# Entries of the sums over a joint table held at a time: few enough for the cache.
+_CHUNK = 1 << 18
+
+
+class Factor(NamedTuple):
+    """A table over classes of the options of its variables."""
+
+    slot: int  # of the tables of an elimination
+    scope: tuple[int, ...]  # variables, ascending
+    classes: tuple[int, ...]  # of each of them: token of its partition
+
+
+class Step(NamedTuple):
+    """The elimination of one variable."""
+
+    variable: int
+    bucket: tuple[Factor, ...]
+    messages: tuple[Factor, ...]  # one, unless the bucket was split
+    scope: tuple[int, ...]  # the neighbours, ascending
+    classes: tuple[int, ...]  # of each of them: the partition that tells apart what the bucket does
+
+
+class Operation(NamedTuple):
+    """What makes one table of others; equal messages share it."""
+
+    slot: int  # of the table that it makes
+    weight: int | None  # which of the distinct variables to add, if any
+    order: np.ndarray  # its options by class
+    starts: np.ndarray  # of each class in `order`
+    inputs: tuple[tuple[int, tuple[np.ndarray, ...], tuple[int, ...], tuple[int, ...]], ...]  # slot, index, axes, shape
+    shape: tuple[int, ...]  # of the joint table, the variable eliminated first
+
+
+class Elimination(NamedTuple):
+    """All tables at one price of memory."""
+
+    price: float  # s per byte; inf: bytes alone count, and seconds only where they are not allowed
+    weights: list[np.ndarray]  # of each distinct variable [its options] s (bytes at price inf)
+    tables: list[np.ndarray]  # by slot
+    value: float  # the least sum, or a lower bound if a bucket was split
+
+
+class Plan(NamedTuple):
+    """An order of elimination, ready for any price."""
+
+    reduced: Reduced
+    steps: tuple[Step, ...]  # in the order of elimination
+    operations: tuple[Operation, ...]
+    weights: tuple[int, ...]  # of every variable: which of the distinct ones it is
+    distinct: tuple[tuple[int, int], ...]  # tokens of seconds and bytes
+    edges: tuple[np.ndarray, ...]  # the tables of the first slots
+    exact: bool  # no bucket was split
+    width: int
+
+    def eliminate(self, price: float) -> Elimination:
+        """O(entries of the joint tables of the distinct operations)."""
+        arrays = self.reduced.tokens.arrays
+        if math.isinf(price):
+            weights = [np.where(np.isinf(arrays[seconds]), np.inf, arrays[size]) for seconds, size in self.distinct]
+            tables = [np.where(np.isinf(table), np.inf, 0.0) for table in self.edges]
+        else:
+            weights = [arrays[seconds] + price * arrays[size] for seconds, size in self.distinct]
+            tables = list(self.edges)
+        for operation in self.operations:
+            tables.append(_carried_out(operation, weights, tables))
+        value = math.fsum(float(tables[m.slot]) for step in self.steps for m in step.messages if not m.scope)
+        return Elimination(price, weights, tables, value)
+
+    def choose(self, elimination: Elimination) -> list[int]:
+        """The option of every variable that attains an exact elimination's value: last eliminated, first chosen."""
+        arrays = self.reduced.tokens.arrays
+        chosen = [-1] * len(self.weights)
+        for step in reversed(self.steps):
+            total = elimination.weights[self.weights[step.variable]]
+            for factor in step.bucket:
+                at = tuple(
+                    arrays[token] if i == step.variable else arrays[token][chosen[i]]
+                    for i, token in zip(factor.scope, factor.classes, strict=True)
+                )
+                total = total + elimination.tables[factor.slot][at]
+            chosen[step.variable] = int(total.argmin())
+        return chosen
+
+
+def _carried_out(operation: Operation, weights: list[np.ndarray], tables: list[np.ndarray]) -> np.ndarray:
+    n, shape = operation.shape[0], operation.shape[1:]
+    terms = []
+    if operation.weight is not None:
+        least = np.minimum.reduceat(weights[operation.weight][operation.order], operation.starts)
+        terms.append(least.reshape(n, *(1 for _ in shape)))
+    for slot, index, axes, expanded in operation.inputs:
+        terms.append(tables[slot][index].transpose(axes).reshape(expanded))
+    rows = max(1, _CHUNK // max(1, math.prod(shape)))
+    message: np.ndarray | None = None
+    for start in range(0, n, rows):
+        total = terms[0][start : start + rows]
+        for term in terms[1:]:
+            total = total + term[start : start + rows]
+        least = total.min(axis=0)
+        message = least if message is None else np.minimum(message, least)
+    assert message is not None  # every variable has an option
+    return np.broadcast_to(message, shape)
+
+
+def planned(reduced: Reduced, entries: float) -> Plan:
+    """The order, of several greedy ones, with the fewest entries in its joint tables, none of more than `entries`.
+
+    O(variables x edges of one) for each order tried.
+    """
+    best: _Order | None = None
+    for rule in (_work, _growth, _number):
+        order = _Order(reduced, entries, rule)
+        order.run(math.inf if best is None or (order.exact and not best.exact) else best.entries)
+        if order.finished and (best is None or (order.exact, -order.entries) > (best.exact, -best.entries)):
+            best = order
+    assert best is not None  # the first one is not limited
+    return best.plan()
+
+
+class _Joint(NamedTuple):
+    """The table over a variable and its neighbours that some factors add up to."""
+
+    own: int  # partition of the variable's options
+    scope: tuple[int, ...]
+    classes: tuple[int, ...]
+    entries: int
+
+
+def _work(joint: _Joint, order: _Order, variable: int) -> float:
+    return joint.entries
+
+
+def _growth(joint: _Joint, order: _Order, variable: int) -> float:
+    removed = sum(order.size(factor) for factor in order.buckets[variable])
+    return joint.entries / order.tokens.size(joint.own) - removed
+
+
+def _number(joint: _Joint, order: _Order, variable: int) -> float:
+    return variable
+
+
+class _Order:
+    """Elimination in symbols: which tables meet in which step."""
+
+    def __init__(self, reduced: Reduced, limit: float, rule: Callable[[_Joint, _Order, int], float]) -> None:
+        self.reduced, self.tokens, self.limit, self.rule = reduced, reduced.tokens, limit, rule
+        distinct: dict[tuple[int, int], int] = {}
+        pairs = zip(reduced.seconds, reduced.bytes, strict=True)
+        self.weights = tuple(distinct.setdefault(pair, len(distinct)) for pair in pairs)
+        self.distinct = tuple(distinct)
+        self.trivial = [self.tokens.of(np.zeros(len(options), dtype=np.int64)) for options in reduced.options]
+        slots: dict[int, int] = {}
+        self.buckets: list[dict[Factor, int]] = [{} for _ in reduced.options]  # how often: equal edges are parallel
+        for pair in reduced.pairs:
+            slot = slots.setdefault(pair.table, len(slots))
+            self._add(Factor(slot, (pair.i, pair.j), (pair.rows, pair.columns)))
+        self.edges = tuple(self.tokens.arrays[token] for token in slots)
+        self.operations: dict[tuple[object, ...], Operation] = {}
+        self.steps: list[Step] = []
+        self.entries, self.width, self.exact, self.finished = 0, 0, True, False
+
+    def run(self, most: float) -> None:
+        """All steps, or until they take more than `most` entries."""
+        left = set(range(len(self.buckets)))
+        scores = {v: self._score(v) for v in left}
+        heap = [(score, v) for v, score in scores.items()]
+        heapq.heapify(heap)
+        while heap:
+            score, v = heapq.heappop(heap)
+            if v not in left or score != scores[v]:
+                continue
+            left.remove(v)
+            for neighbour in self._eliminate(v):
+                scores[neighbour] = self._score(neighbour)
+                heapq.heappush(heap, (scores[neighbour], neighbour))
+            if self.entries > most:
+                return
+        self.finished = True
+
+    def size(self, factor: Factor) -> int:
+        return math.prod(self.tokens.size(token) for token in factor.classes)
+
+    def plan(self) -> Plan:
+        return Plan(
+            self.reduced,
+            tuple(self._depth_first() if self.exact else self.steps),
+            tuple(self.operations.values()),
+            self.weights,
+            self.distinct,
+            self.edges,
+            self.exact,
+            self.width,
+        )
+
+    def _score(self, v: int) -> float:
+        return self.rule(self._joint(v, self.buckets[v]), self, v)
+
+    def _add(self, factor: Factor) -> None:
+        for i in factor.scope:
+            self.buckets[i][factor] = self.buckets[i].get(factor, 0) + 1
+
+    def _joint(self, v: int, factors: dict[Factor, int]) -> _Joint:
+        found: dict[int, int] = {v: self.trivial[v]}
+        for factor in factors:
+            for i, token in zip(factor.scope, factor.classes, strict=True):
+                found[i] = self.tokens.refined(found[i], token) if i in found else token
+        own = found.pop(v)
+        scope = tuple(sorted(found))
+        tokens = tuple(found[i] for i in scope)
+        return _Joint(own, scope, tokens, math.prod(self.tokens.size(token) for token in (own, *tokens)))
+
+    def _eliminate(self, v: int) -> tuple[int, ...]:
+        """One step; returns the neighbours."""
+        bucket = self.buckets[v]
+        whole = self._joint(v, bucket)
+        for factor in bucket:
+            for i in factor.scope:
+                if i != v:
+                    self.buckets[i].pop(factor, None)
+        messages = []
+        for n, part in enumerate(self._parts(v, bucket, whole)):
+            message = self._message(v, part, with_weight=n == 0)
+            self._add(message)
+            messages.append(message)
+        repeated = tuple(factor for factor, times in bucket.items() for _ in range(times))
+        self.steps.append(Step(v, repeated, tuple(messages), whole.scope, whole.classes))
+        self.width = max(self.width, len(whole.scope))
+        return whole.scope
+
+    def _parts(self, v: int, bucket: dict[Factor, int], whole: _Joint) -> list[dict[Factor, int]]:
+        """The bucket, split where its joint table is too large: the largest first, each where it still fits."""
+        if whole.entries <= self.limit:
+            return [bucket]
+        self.exact = False
+        parts: list[dict[Factor, int]] = []
+        for factor in sorted(bucket, key=lambda factor: (-self.size(factor), factor)):
+            fitting = (p for p in parts if self._joint(v, p | {factor: 1}).entries <= self.limit)
+            part = next(fitting, None)
+            if part is None:
+                part = {}
+                parts.append(part)
+            part[factor] = bucket[factor]
+        return parts
+
+    def _message(self, v: int, part: dict[Factor, int], with_weight: bool) -> Factor:
+        joint = self._joint(v, part)
+        place = {v: 0} | {i: n + 1 for n, i in enumerate(joint.scope)}
+        inputs = tuple(
+            sorted(
+                (self.size(factor), factor.slot, times, tuple(place[i] for i in factor.scope), factor.classes)
+                for factor, times in part.items()
+            )
+        )
+        weight = self.weights[v] if with_weight else None
+        key = (weight, joint.own, joint.classes, inputs)
+        if key not in self.operations:
+            partitions = (joint.own, *joint.classes)
+            members = self.tokens.arrays[joint.own]
+            order = np.argsort(members, kind="stable")
+            terms = [
+                self._term(slot, places, tokens, partitions)
+                for _, slot, times, places, tokens in inputs
+                for _ in range(times)
+            ]
+            self.operations[key] = Operation(
+                slot=len(self.edges) + len(self.operations),
+                weight=weight,
+                order=order,
+                starts=np.flatnonzero(np.diff(members[order], prepend=-1)),
+                inputs=tuple(terms),
+                shape=tuple(self.tokens.size(token) for token in partitions),
+            )
+            self.entries += joint.entries
+        return Factor(self.operations[key].slot, joint.scope, joint.classes)
+
+    def _term(
+        self, slot: int, places: tuple[int, ...], tokens: tuple[int, ...], partitions: tuple[int, ...]
+    ) -> tuple[int, tuple[np.ndarray, ...], tuple[int, ...], tuple[int, ...]]:
+        """How a factor's table is laid over the joint one."""
+        of = self.tokens
+        index = np.ix_(*(of.arrays[t][of.first(partitions[place])] for place, t in zip(places, tokens, strict=True)))
+        axes = tuple(sorted(range(len(places)), key=lambda axis: places[axis]))
+        shape = tuple(of.size(token) if place in places else 1 for place, token in enumerate(partitions))
+        return slot, index, axes, shape
+
+    def _depth_first(self) -> list[Step]:
+        """The same tables in an order that finishes, going back, what hangs on a neighbour before it goes on.
+
+        A variable's parent is the neighbour that is eliminated next; all its neighbours are ancestors. Any order that
+        takes children before parents makes the same tables. Going back, small subtrees come first, so that a search
+        has to remember few variables at a time.
+        """
+        place = {step.variable: n for n, step in enumerate(self.steps)}
+        children: dict[int, list[int]] = {}
+        below = [1] * len(self.steps)
+        for n, step in enumerate(self.steps):  # children come before parents
+            parent = min((place[i] for i in step.scope), default=-1)
+            children.setdefault(parent, []).append(n)
+            if parent >= 0:
+                below[parent] += below[n]
+        back, stack = [], [-1]
+        while stack:
+            n = stack.pop()
+            if n >= 0:
+                back.append(self.steps[n])
+            stack += sorted(children.get(n, ()), key=lambda child: (-below[child], -child))
+        return back[::-1]

@@ -1,0 +1,249 @@
+"""A selection made small before it is solved: options that cannot be needed are dropped, equal labels made one.
+
+An option a stands in for b, whatever the neighbours choose, if
+
+    u_a - u_b + sum over edges e of max over x of (c_e[a, x] - c_e[b, x]) <= 0        (and bytes_a <= bytes_b)
+
+(R. Goldstein, "Efficient rotamer elimination applied to protein side-chains and related spin glasses", 1994). Dropping
+b may make labels of the neighbours needless, and so drop more: repeated until nothing changes. All of it is worked out
+once for equal variables with equal edges.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.planner.intra_op.elimination.choices import Choices
+
+# Entries of the array that compares all labels of an edge at a time.
+_CHUNK = 1 << 22
+# Labels up to which they are numbered anew through an array of all instead of by sorting.
+_FEW = 1 << 12
+
+
+class Tokens:
+    """Numbers for arrays, the same for equal ones. A partition of options is the array of their classes."""
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []  # by token
+        self._by_value: dict[tuple[str, tuple[int, ...], bytes], int] = {}
+        self._by_identity: dict[int, tuple[np.ndarray, int]] = {}  # holds the array, lest its id be given away
+        self._refined: dict[tuple[int, int], int] = {}
+        self._first: dict[int, np.ndarray] = {}
+
+    def of(self, array: np.ndarray, kept: bool = False) -> int:
+        """The token of an array that nobody changes; `kept` says that its like comes again as the same object."""
+        if kept and id(array) in self._by_identity:
+            return self._by_identity[id(array)][1]
+        key = (array.dtype.str, array.shape, array.tobytes())
+        token = self._by_value.setdefault(key, len(self.arrays))
+        if token == len(self.arrays):
+            self.arrays.append(array)
+        if kept:
+            self._by_identity[id(array)] = (array, token)
+        return token
+
+    def refined(self, a: int, b: int) -> int:
+        """The coarsest partition that tells apart what either of two tells apart."""
+        if a == b:
+            return a
+        key = (a, b) if a < b else (b, a)
+        if key not in self._refined:
+            left, right = self.arrays[key[0]], self.arrays[key[1]]
+            self._refined[key] = self.of(_without_gaps(left * (int(right.max()) + 1) + right))
+        return self._refined[key]
+
+    def first(self, token: int) -> np.ndarray:
+        """The first option of each class of a partition."""
+        if token not in self._first:
+            self._first[token] = np.unique(self.arrays[token], return_index=True)[1]
+        return self._first[token]
+
+    def size(self, token: int) -> int:
+        """The number of classes of a partition."""
+        return len(self.first(token))
+
+
+def _without_gaps(labels: np.ndarray) -> np.ndarray:
+    """The same partition by classes 0, 1, ..."""
+    if labels.max() >= _FEW:
+        return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+    used = np.zeros(_FEW, dtype=np.int64)
+    used[labels] = 1
+    return (used.cumsum() - 1)[labels]
+
+
+def _equal_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of a table the first of each set of equal rows, and of every row its set."""
+    known: dict[bytes, int] = {}
+    of_row = np.array([known.setdefault(row.tobytes(), len(known)) for row in table])
+    return table[np.unique(of_row, return_index=True)[1]], of_row
+
+
+class Pair(NamedTuple):
+    """An edge between variables i < j: table[rows[s], columns[t]] seconds for option s of i and option t of j."""
+
+    i: int
+    j: int
+    rows: int  # token of a partition of i's options
+    columns: int  # token of a partition of j's options
+    table: int  # token of an array [classes, classes] in s
+
+
+class Reduced(NamedTuple):
+    """Choices with needless options and labels dropped."""
+
+    options: tuple[np.ndarray, ...]  # of every variable: the numbers that its options had, ascending
+    seconds: tuple[int, ...]  # of every variable: token of an array [options] in s
+    bytes: tuple[int, ...]  # of every variable: token of an array [options] in bytes
+    pairs: tuple[Pair, ...]
+    tokens: Tokens
+
+
+def reduced(choices: Choices, with_bytes: bool) -> Reduced:
+    """Choices without the options that no best choice needs, nor one within any memory limit if `with_bytes`.
+
+    Raises InfeasibleError if a variable has no option that its neighbours allow.
+    O(options^2 x edges + labels^3) for each distinct variable.
+    """
+    reduction = _Reduction(choices, with_bytes)
+    while reduction.drop():
+        pass
+    return Reduced(
+        tuple(reduction.options),
+        tuple(reduction.seconds),
+        tuple(reduction.bytes),
+        tuple(reduction.pairs),
+        reduction.tokens,
+    )
+
+
+class _Reduction:
+    def __init__(self, choices: Choices, with_bytes: bool) -> None:
+        of = self.tokens = Tokens()
+        self.options = [np.arange(len(seconds)) for seconds in choices.seconds]
+        self.seconds = [of.of(seconds, kept=True) for seconds in choices.seconds]
+        self.bytes = [of.of(size, kept=True) for size in choices.bytes]
+        self.with_bytes = with_bytes
+        self.pairs: list[Pair] = []
+        self._compact: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self._slack: dict[int, np.ndarray] = {}
+        self._needed: dict[tuple[int, int, tuple[tuple[int, int], ...]], np.ndarray] = {}
+        self._transposed: dict[int, int] = {}
+        for e in choices.edges:
+            pair = Pair(e.source, e.target, of.of(e.out, True), of.of(e.into, True), of.of(e.seconds, True))
+            if e.source == e.target:
+                self._add(e.source, e.seconds[e.out, e.into])
+            elif e.source > e.target:
+                self.pairs.append(Pair(pair.j, pair.i, pair.columns, pair.rows, self._transpose(pair.table)))
+            else:
+                self.pairs.append(pair)
+        self._restrict({i: self.options[i] == option for i, option in choices.fixed.items()})
+
+    def drop(self) -> bool:
+        """One round; whether it dropped an option."""
+        self._merge_labels()
+        around: list[list[tuple[int, int]]] = [[] for _ in self.options]  # (labels, table seen from here)
+        for pair in self.pairs:
+            around[pair.i].append((pair.rows, pair.table))
+            around[pair.j].append((pair.columns, self._transpose(pair.table)))
+        dropping: dict[int, np.ndarray] = {}
+        for i, edges in enumerate(around):
+            key = (self.seconds[i], self.bytes[i], tuple(edges))
+            if key not in self._needed:
+                self._needed[key] = self._needed_options(*key)
+            needed = self._needed[key]
+            if not needed.any():
+                raise InfeasibleError(f"no option of variable {i} is allowed together with those of its neighbours")
+            if not needed.all():
+                dropping[i] = needed
+        self._restrict(dropping)
+        return bool(dropping)
+
+    def _merge_labels(self) -> None:
+        """Labels that no option has dropped, those with equal seconds made one, edges that one end decides made its."""
+        pairs = []
+        for i, j, *tokens in self.pairs:
+            key = (tokens[0], tokens[1], tokens[2])
+            if key not in self._compact:
+                self._compact[key] = self._compacted(*(self.tokens.arrays[token] for token in tokens))
+            rows, columns, token = self._compact[key]
+            table = self.tokens.arrays[token]
+            if table.shape[0] == 1:
+                self._add(j, table[0][self.tokens.arrays[columns]])
+            elif table.shape[1] == 1:
+                self._add(i, table[:, 0][self.tokens.arrays[rows]])
+            else:
+                pairs.append(Pair(i, j, rows, columns, token))
+        self.pairs = pairs
+
+    def _compacted(self, rows: np.ndarray, columns: np.ndarray, table: np.ndarray) -> tuple[int, int, int]:
+        used_rows, rows = np.unique(rows, return_inverse=True)
+        used_columns, columns = np.unique(columns, return_inverse=True)
+        table, merged_rows = _equal_rows(table[np.ix_(used_rows, used_columns)])
+        turned, merged_columns = _equal_rows(table.T)
+        table = np.ascontiguousarray(turned.T, dtype=np.float64)
+        return self.tokens.of(merged_rows[rows]), self.tokens.of(merged_columns[columns]), self.tokens.of(table)
+
+    def _needed_options(self, seconds: int, size: int, edges: tuple[tuple[int, int], ...]) -> np.ndarray:
+        """[options] whether no other option stands in for it."""
+        own, held = self.tokens.arrays[seconds], self.tokens.arrays[size]
+        least = own + sum(
+            (self.tokens.arrays[table].min(axis=1)[self.tokens.arrays[labels]] for labels, table in edges),
+            start=np.zeros(len(own)),
+        )
+        needed = np.isfinite(least)
+        allowed = np.flatnonzero(needed)
+        if not self.with_bytes:
+            held = np.zeros(len(own))
+        # Only an earlier one in this order may stand in, so that of several equal ones one stays, rounding or not.
+        order = allowed[np.lexsort((allowed, held[allowed], least[allowed]))]
+        with np.errstate(invalid="ignore"):  # inf - inf: not a number, which stands in for nothing
+            excess = own[order][:, None] - own[order]
+            for labels, table in edges:
+                at = self.tokens.arrays[labels][order]
+                excess = excess + self._slack_of(table)[np.ix_(at, at)]
+            stands_in = np.triu((excess <= 0) & (held[order][:, None] <= held[order]), k=1)
+        needed[order[stands_in.any(axis=0)]] = False
+        return needed
+
+    def _slack_of(self, token: int) -> np.ndarray:
+        """[a, b]: the most that label a takes longer than label b, over all labels of the other end."""
+        if token not in self._slack:
+            table = self.tokens.arrays[token]
+            rows = max(1, _CHUNK // table.size)
+            slack = np.empty((len(table), len(table)))
+            with np.errstate(invalid="ignore"):
+                for start in range(0, len(table), rows):
+                    more = table[start : start + rows, None, :] - table
+                    more[np.isnan(more)] = -np.inf  # neither is allowed
+                    slack[start : start + rows] = more.max(axis=2)
+            self._slack[token] = slack
+        return self._slack[token]
+
+    def _transpose(self, table: int) -> int:
+        if table not in self._transposed:
+            turned = self.tokens.of(np.ascontiguousarray(self.tokens.arrays[table].T))
+            self._transposed |= {table: turned, turned: table}
+        return self._transposed[table]
+
+    def _add(self, i: int, seconds: np.ndarray) -> None:
+        self.seconds[i] = self.tokens.of(self.tokens.arrays[self.seconds[i]] + seconds)
+
+    def _restrict(self, needed: dict[int, np.ndarray]) -> None:
+        for i, mask in needed.items():
+            self.options[i] = self.options[i][mask]
+            self.seconds[i] = self._kept(self.seconds[i], mask)
+            self.bytes[i] = self._kept(self.bytes[i], mask)
+        for n, (i, j, rows, columns, table) in enumerate(self.pairs):
+            if i in needed:
+                rows = self._kept(rows, needed[i])
+            if j in needed:
+                columns = self._kept(columns, needed[j])
+            self.pairs[n] = Pair(i, j, rows, columns, table)
+
+    def _kept(self, token: int, mask: np.ndarray) -> int:
+        return self.tokens.of(self.tokens.arrays[token][mask])

@@ -1,0 +1,110 @@
+"""The best plan where operators may be split over meshes of devices, too: one search for each size of the meshes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from autopar.costs.cost_graph import CostGraph
+from autopar.errors import InfeasibleError
+from autopar.plan.plan import Plan, RunnerUp
+from autopar.planner.inter_op.meshes import Meshes, Subject
+from autopar.planner.search import Options, find_plans
+
+log = logging.getLogger(__name__)
+
+_FIRST = 8  # devices of the meshes that are tried first: a good plan early cuts the rest short
+# Micro-batches for each mesh: fewer leave meshes idle, more gain little. At first one number, for the best two sizes of
+# meshes others, too.
+_ROUNDS, _OTHER_ROUNDS, _CLOSER = (2,), (1, 4), 2
+_FEW = 5  # sizes of meshes: all are looked at
+_RUNNERS_UP = 4
+# Operators are split only where that is faster by this share of the step.
+_WORTH = 0.01
+
+
+def plan_with_meshes(
+    costs: CostGraph,
+    options: Options,
+    subject: Subject,
+    *,
+    max_shards: int | None = None,
+    progress: Callable[[str, float], None] = lambda what, done: None,
+) -> Plan:
+    """The fastest plan for `costs`, of single devices, that `options` allow, on devices or on meshes of them.
+
+    `max_shards`: most devices that do a micro-batch of a stage together. Every stage has its own mesh: as many devices
+    as its replicas make, and its own shape, strategies and recomputation; the number of devices that work together is
+    the same in all stages. Raises InputError and InfeasibleError like `make_plan`.
+    """
+    meshes = Meshes(costs, subject, options.memory_limit)
+    sizes = [size for size in (1, *meshes.sizes()) if max_shards is None or size <= max_shards]
+    fixed = [1] if options.one_microbatch_because else options.n_microbatches and [options.n_microbatches]
+    step = itertools.count()
+    found: list[Plan] = []
+    impossible: list[InfeasibleError] = []
+
+    def search(size: int, counts: Sequence[int], shapes: Collection[tuple[int, ...]] = ()) -> bool:
+        """Whether there is a plan that is faster than all before."""
+        progress(f"plans with {size} devices a micro-batch", min(0.99, next(step) / (len(sizes) + _CLOSER)))
+        own = costs if size == 1 else meshes.of(size, counts, shapes)
+        rival = min(map(_seconds, found), default=math.inf)
+        try:
+            plans = find_plans(own, replace(options, rival=rival, one_of_several=True), 1) if own is not None else []
+        except InfeasibleError as error:
+            impossible.append(error)
+            return False
+        log.info("%d devices a micro-batch, %s: %s s", size, counts, [plan.predicted_step_time for plan in plans])
+        found.extend(plans)
+        return bool(plans) and _seconds(plans[0]) < rival
+
+    first = min(sizes, key=lambda size: abs(math.log2(size / _FIRST)))
+    larger, smaller = [s for s in sizes if s > first], [s for s in reversed(sizes) if 1 < s < first]
+    for side in ([first], smaller, larger):
+        for size in side:
+            better = search(size, fixed or meshes.counts(size, _ROUNDS))
+            # Of many sizes those beyond one that is no better are left out.
+            if not better and found and len(sizes) > _FEW:
+                break
+    if first > 1:
+        search(1, fixed or [])
+    best = {_shards(plan): plan for plan in sorted(found, key=_seconds, reverse=True)}
+    for size in sorted(best, key=lambda size: _seconds(best[size]))[:_CLOSER]:
+        more = sorted({*meshes.counts(size, _OTHER_ROUNDS)} - {*meshes.counts(size, _ROUNDS)})
+        if size > 1 and more and not fixed:
+            found_best = {stage.sharding.mesh for stage in best[size].stages if stage.sharding is not None}
+            search(size, more, meshes.shapes(size) if len(sizes) <= _FEW else found_best)
+    if not found:
+        raise impossible[0]
+    return _best(found)
+
+
+def _best(found: Sequence[Plan]) -> Plan:
+    """The fastest, or one that is as good as that with fewer devices to a mesh; with the others as runners-up."""
+    fastest = min(map(_seconds, found))
+    near = [plan for plan in found if _seconds(plan) <= fastest * (1 + _WORTH)]
+    best = min(near, key=lambda plan: (_shards(plan), _seconds(plan)))
+    rivals = [RunnerUp(_described(plan), _seconds(plan)) for plan in found if plan is not best]
+    rivals += [r for plan in found if _shards(plan) == 1 or plan is best for r in plan.runners_up]
+    return replace(best, runners_up=tuple(sorted(rivals, key=lambda r: r.step_time)[:_RUNNERS_UP]))
+
+
+def _shards(plan: Plan) -> int:
+    return max(stage.shards for stage in plan.stages)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.predicted_step_time or 0.0
+
+
+def _described(plan: Plan) -> str:
+    shapes = dict.fromkeys(stage.sharding.mesh for stage in plan.stages if stage.sharding is not None)
+    meshes = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    replicas = "+".join(str(stage.replicas) for stage in plan.stages)
+    n = len(plan.stages)
+    text = f"{n} stage{'s' if n > 1 else ''}, {replicas} replicas"
+    text += f" of meshes of {meshes}" if meshes else ""
+    return f"{text}, {plan.n_microbatches} micro-batches, {plan.schedule}"

@@ -1,0 +1,208 @@
+"""CostGraph -> Plan: the best partition for every schedule, number of micro-batches and devices, ranked by simulation.
+
+The search (`partition.py`) finds the best partition for each of them under one objective; the most promising are laid
+out by the simulator, which knows warm-ups, uneven micro-batches and single links, and its fastest is the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.costs.cost_graph import CostGraph
+from autopar.errors import InfeasibleError, InputError
+from autopar.plan.plan import Plan, RunnerUp
+from autopar.planner.explain import explanation
+from autopar.planner.inter_op.atoms import NO_CONSTRAINTS, Constraints
+from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.partition import explain_infeasible
+from autopar.planner.intra_op.explain import InsideExplained, operator_explainer
+from autopar.planner.predict import Conditions, as_plan
+from autopar.schedule.builders import SCHEDULES
+
+# More devices must be faster by this share of the step to be preferred; plans closer than that are equally fast.
+_WORTH = 0.01
+_SAME = 0.002
+# On one device micro-batches only pay where they fit the caches better; the plain model costs nothing else.
+_WORTH_SPLITTING = 0.05
+_RUNNERS_UP = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user fixed; None is free."""
+
+    n_microbatches: int | None = None
+    schedule: str | None = None
+    max_replicas: int | None = None
+    memory_limit: float | None = None  # bytes on each device
+    optimizer: str = "adamw"
+    one_microbatch_because: str = ""  # why the batch may not be split
+    unproven: str = ""  # why it may be split only because a few samples say so
+    least_rows: int = 1  # samples in the smallest micro-batch
+    loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
+    constraints: Constraints = field(default=NO_CONSTRAINTS)  # hints, by node of the cost graph
+    rival: float = math.inf  # s of a plan that is known: only faster ones are of interest
+    one_of_several: bool = False  # searches that share the time of one
+
+    @property
+    def conditions(self) -> Conditions:
+        return Conditions(self.optimizer, self.loss_inside)
+
+
+def make_plan(costs: CostGraph, options: Options) -> Plan:
+    """The fastest plan for `costs` that `options` allow.
+
+    Raises InputError for options that contradict the batch and InfeasibleError if nothing fits the memory.
+    """
+    return find_plans(costs, replace(options, rival=math.inf), 1)[0]
+
+
+def find_plans(costs: CostGraph, options: Options, most: int) -> list[Plan]:
+    """The best plan, and up to `most` - 1 others that differ from it and each other, by predicted time; none if there
+    is a rival and it is faster."""
+    _check(costs, options)
+    searching = Searching(costs, options)
+    candidates = searching.run()
+    if not candidates and math.isfinite(options.rival):
+        return []
+    if not candidates:
+        raise _infeasible(searching)
+    best = _choose(candidates)
+    better = searching.prove(best)
+    if better:
+        candidates += better
+        best = _choose(candidates)
+    others = [c for c in _distinct(candidates) if c is not best]
+    runners_up = tuple(RunnerUp(searching.describe(c), c.timeline.step_time) for c in others[:_RUNNERS_UP])
+    plans = []
+    for candidate in [best, *others[: most - 1]]:
+        plan = as_plan(costs, searching.atoms, candidate.arrangement, candidate.timeline, options.conditions)
+        bound, sentence = searching.proof(candidate)
+        plan = replace(
+            plan,
+            notes=_notes(costs, options, candidate, candidates),
+            objective=candidate.solution.objective,
+            bound=bound,
+            optimality=sentence,
+            runners_up=runners_up,
+        )
+        inside = _operators_explained(costs, candidate.arrangement.ways) if costs.ways else None
+        plans.append(plan.explained_by(explanation(searching, candidate, candidates, make_plan), inside))
+    return plans
+
+
+def _operators_explained(costs: CostGraph, ways: Sequence[str]) -> Callable[[Plan, str], InsideExplained]:
+    return operator_explainer(lambda stage: costs.way[ways[stage]].solved())
+
+
+def _choose(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest; but one device if more are hardly faster, there the plain model unless micro-batches are clearly
+    faster, and of what is equally fast what needs least memory."""
+
+    def within(share: float, some: Sequence[Candidate]) -> list[Candidate]:
+        fastest = min((c.timeline.step_time for c in candidates), default=0.0)
+        return [c for c in some if c.timeline.step_time <= fastest * (1 + share)]
+
+    single = [c for c in candidates if c.arrangement.n_devices == 1]
+    if within(_WORTH, single):
+        plain = [c for c in single if c.arrangement.plain]
+        near = within(_WORTH_SPLITTING, plain) or within(_WORTH, single)
+    else:
+        near = within(_SAME, candidates)
+    simplest = {name: place for place, name in enumerate(SCHEDULES)}
+    return min(
+        near,
+        key=lambda c: (
+            max(c.timeline.peak_memory or (0,)),
+            c.arrangement.n_microbatches,
+            simplest[c.arrangement.schedule],
+            c.timeline.step_time,
+        ),
+    )
+
+
+def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """By predicted time; of those that differ by nothing but the number of micro-batches or the schedule's order on
+    the same stages the fastest."""
+    found: dict[tuple[object, ...], Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: (c.timeline.step_time, c.arrangement.n_microbatches)):
+        arrangement = candidate.arrangement
+        key = (arrangement.stages, arrangement.devices, arrangement.recompute, arrangement.schedule)
+        found.setdefault(key, candidate)
+    return list(found.values())
+
+
+def _notes(costs: CostGraph, options: Options, best: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    notes = []
+    if options.one_microbatch_because:
+        notes.append(f"one micro-batch: {options.one_microbatch_because}")
+    elif options.unproven and best.arrangement.n_microbatches > 1:
+        notes.append(f"micro-batches by comparison of a few samples, not by proof: {options.unproven}")
+    used, offered = best.arrangement.n_devices, len(costs.devices)
+    if used < offered:
+        more = [c for c in candidates if c.arrangement.n_devices > used]
+        if more:
+            rival = min(more, key=lambda c: c.timeline.step_time)
+            notes.append(
+                f"uses {used} of {offered} devices: the best plan found on {rival.arrangement.n_devices} takes "
+                f"{rival.timeline.step_time * 1e3:.2f} ms a step, this one {best.timeline.step_time * 1e3:.2f} ms"
+            )
+        else:
+            notes.append(f"uses {used} of {offered} devices: no feasible plan uses more")
+    return tuple(notes)
+
+
+def _check(costs: CostGraph, options: Options) -> None:
+    m = options.n_microbatches
+    if not costs.devices:
+        raise InputError("no devices to plan for; give at least one")
+    if m is not None and m < 1:
+        raise InputError(f"n_microbatches must be at least 1, got {m}")
+    if m is not None and m > max(costs.batch_size, 1):
+        raise InputError(f"n_microbatches={m}, but the batch has {costs.batch_size} samples; give at most that")
+    if options.schedule is not None and options.schedule not in SCHEDULES:
+        raise InputError(f"schedule must be one of {', '.join(SCHEDULES)}, got {options.schedule!r}")
+    for table in costs.tables:
+        for what, array in (("forward", table.forward), ("backward", table.backward)):
+            for name, seconds in zip(table.nodes, array.min(axis=0), strict=True):
+                if not (math.isfinite(seconds) and seconds >= 0):
+                    raise InputError(
+                        f"the {what} time of {costs.graph.nodes[name]['key']} on {table.kind} is {seconds} s; "
+                        "times must be finite and not negative"
+                    )
+
+
+def _infeasible(searching: Searching) -> InfeasibleError:
+    """Which stage lacks how much, in the plan and with the micro-batches that lack least."""
+    costs = searching.costs
+    shortest = None
+    for m in searching.counts:
+        problem = searching.problem(m, searching.schedules[0], searching.full)
+        try:
+            found = explain_infeasible(problem)
+        except ValueError as error:
+            return InfeasibleError(f"no plan: {error}; is there something to run in every stage before a pinned one?")
+        if found is not None and (shortest is None or found.needed - found.available < shortest[0]):
+            shortest = (found.needed - found.available, found, m, problem)
+    if shortest is None:
+        return InfeasibleError(
+            f"no plan fits the memory under {searching.schedules[0]} with the devices and hints given; "
+            "allow another schedule or more devices"
+        )
+    lack, found, m, problem = shortest
+    cuts = problem.space.cuts
+    inside = (cuts[found.stage.stop] & ~cuts[found.stage.start]).nonzero()[0]
+    names = [name for atom in inside for name in searching.atoms.nodes[atom]]
+    names.sort(key=lambda name: costs.graph.nodes[name]["position"])
+    modules = [p for p in dict.fromkeys(costs.graph.nodes[n]["module"] for n in names) if p] or ["the whole model"]
+    return InfeasibleError(
+        f"no plan fits the memory: with {m} micro-batches, stage {found.index} ({modules[0]} .. {modules[-1]}) needs "
+        f"{_megabytes(found.needed)} on {problem.kinds[found.stage.kind].name} and has {_megabytes(found.available)}, "
+        f"{_megabytes(lack)} too little; give more memory or devices, a smaller batch, or an optimizer with less state"
+    )
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.4g} MB"

@@ -1,0 +1,181 @@
+"""A plan, and the module that follows it, as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopar.analysis.operators import compute_nodes
+from autopar.hints.module_paths import ancestors
+from autopar.plan.display import shown
+from autopar.plan.plan import Plan, Stage
+from autopar.plan.validation import replicas
+from autopar.planner.predict import plan_timeline
+from autopar.report.sharding import sharding_parts
+from autopar.report.tables import WIDTH, bullet, megabytes, milliseconds, table
+from autopar.runtime.module import PipelinedModule
+from autopar.schedule.builders import make_schedule
+
+_MOST_PATHS = 3  # of a hand-made split, shown for a stage
+
+
+@shown.register(Plan)
+def plan_text(plan: Plan) -> str:
+    """What `print(plan)` shows: the numbers of the step, a table of stages, their transfers, and why it is so."""
+    parts = [_headline(plan), _stages(plan)]
+    if plan.transfers:
+        rows = [
+            [
+                f"{link.source} -> {link.target}",
+                megabytes(link.forward_bytes),
+                megabytes(link.backward_bytes),
+                milliseconds(link.seconds),
+            ]
+            for link in plan.transfers
+        ]
+        parts.append(table(["transfer", "forward MB", "backward MB", "both ms"], rows))
+    parts += sharding_parts(plan)
+    told = [*([plan.optimality] if plan.optimality else []), *plan.notes]
+    if told:
+        parts.append("\n".join(bullet(note) for note in told))
+    if plan.predicted_step_time is not None:
+        parts.append("Times, activations and transfers are predictions for one micro-batch, peak MB for each device.")
+    return "\n\n".join(parts)
+
+
+@shown.register
+def _pipelined_module(module: PipelinedModule) -> str:
+    return module_text(module.plan, module.stages)
+
+
+def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
+    """What `PipelinedModule.report()` shows: the plan, its timeline, and what is in every stage's module."""
+    if plan is None:
+        return "no plan yet: call the module once, or give parallelize example_args= or example_kwargs="
+    timeline = plan_timeline(plan)
+    if timeline is not None:
+        drawing = f"Predicted timeline\n\n{timeline}"
+    else:
+        replicas = [stage.replicas for stage in plan.stages]
+        schedule = make_schedule(plan.schedule, plan.n_microbatches, replicas, training=plan.training)
+        drawing = f"Schedule, as if all stages took equally long\n\n{schedule}"
+    parts = [plan_text(plan), drawing]
+    if stages:
+        columns = ["stage", "inputs", "operators", "outputs", "parameters", "buffers", "parameters MB"]
+        parts.append(table(columns, [_module_row(index, module) for index, module in enumerate(stages)]))
+    return "\n\n".join(parts)
+
+
+def module_ranges(plan: Plan) -> list[str]:
+    """What each stage holds, as `first module .. last module`: the largest modules that lie in the stage whole.
+
+    A plan made by hand that was not priced yet has no operators: the modules that its split names.
+    """
+    if not any(stage.operators for stage in plan.stages):
+        return [_split_paths(plan, index) for index in range(len(plan.stages))]
+    homes: dict[str, set[int]] = defaultdict(set)  # module -> stages that hold operators of it
+    for index, stage in enumerate(plan.stages):
+        for path in {key.rpartition("/")[0] for key in stage.operators}:
+            for ancestor in ancestors(path):
+                homes[ancestor].add(index)
+    return [_range(stage, homes) for stage in plan.stages]
+
+
+def _range(stage: Stage, homes: dict[str, set[int]]) -> str:
+    if len(homes[""]) <= 1:
+        return "the whole model"
+    paths = [path for path in (key.rpartition("/")[0] for key in stage.operators) if path]
+    if not paths:
+        return "operators of the model itself"
+    first, last = (next((a for a in ancestors(p)[1:] if len(homes[a]) == 1), p) for p in (paths[0], paths[-1]))
+    return first if first == last else f"{first} .. {last}"
+
+
+def _split_paths(plan: Plan, stage: int) -> str:
+    paths = [path for path, chosen in plan.split if chosen == stage]
+    more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
+    return ", ".join(paths[:_MOST_PATHS]) + more or "-"
+
+
+def _headline(plan: Plan) -> str:
+    n_stages, n_devices, m = len(plan.stages), len(plan.used_devices), plan.n_microbatches
+    words = [
+        f"{_count(n_stages, 'stage')} on {_count(n_devices, 'device')} ({plan.places})",
+        _count(m, "micro-batch", "micro-batches") + _microbatch_size(plan),
+        plan.schedule,
+    ]
+    again = [str(index) for index, stage in enumerate(plan.stages) if stage.recompute]
+    if again:
+        words.append(f"recomputing stage{'s' if len(again) > 1 else ''} {', '.join(again)}")
+    if not plan.training:
+        words.append("inference")
+    lines = [textwrap.fill(", ".join(words), WIDTH, subsequent_indent="  ")]
+    if plan.predicted_step_time is not None:
+        numbers = [f"predicted step {milliseconds(plan.predicted_step_time)} ms"]
+        if plan.measured_step_time is not None:
+            numbers.append(f"measured {milliseconds(plan.measured_step_time)} ms")
+        if plan.single_device_time is not None:
+            numbers.append(f"one device {milliseconds(plan.single_device_time)} ms")
+            if plan.predicted_step_time:
+                numbers.append(f"speed-up {plan.single_device_time / plan.predicted_step_time:.2f}x")
+        if plan.bubble is not None:
+            numbers.append(f"bubble {plan.bubble:.1%}")
+        lines.append(", ".join(numbers))
+    return "\n".join(lines)
+
+
+def _microbatch_size(plan: Plan) -> str:
+    if plan.batch_size is None:
+        return ""
+    small, more = divmod(plan.batch_size, plan.n_microbatches)
+    return f" of {small}-{small + 1} samples" if more else f" of {_count(small, 'sample')}"
+
+
+def _stages(plan: Plan) -> str:
+    sent = [sum(link.forward_bytes for link in plan.transfers if link.source == s) for s in range(len(plan.stages))]
+    columns = ["stage", "devices", "modules"]
+    ranges = module_ranges(plan)
+    if all(stage.forward_time is None for stage in plan.stages):
+        rows = [[str(s), replicas(stage.devices), ranges[s]] for s, stage in enumerate(plan.stages)]
+        return table(columns, rows, words=3)
+    rows = [
+        [
+            str(s),
+            replicas(stage.devices),
+            ranges[s],
+            str(len(stage.operators)),
+            milliseconds(stage.forward_time),
+            milliseconds(stage.backward_time),
+            megabytes(stage.parameter_bytes),
+            megabytes(stage.activation_bytes),
+            megabytes(stage.peak_memory),
+            megabytes(sent[s]),
+        ]
+        for s, stage in enumerate(plan.stages)
+    ]
+    numbers = [
+        *("opera-\ntors", "forward\nms", "backward\nms", "parameters\nMB"),
+        *("activations\nMB", "peak\nMB", "sends\nMB"),
+    ]
+    return table([*columns, *numbers], rows, words=3)
+
+
+def _module_row(index: int, module: fx.GraphModule) -> list[str]:
+    graph = module.graph
+    tensors = list(module.parameters())
+    return [
+        str(index),
+        str(sum(node.op == "placeholder" for node in graph.nodes)),
+        str(len(compute_nodes(graph))),
+        str(len(graph.output_node().all_input_nodes)),
+        f"{sum(t.numel() for t in tensors):,}",
+        f"{sum(t.numel() for t in module.buffers()):,}",
+        megabytes(sum(t.numel() * t.element_size() for t in tensors)),
+    ]
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

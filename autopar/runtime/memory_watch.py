@@ -1,0 +1,96 @@
+"""How many bytes a step really holds: what the prediction of a plan's memory is compared with."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture import torch_private
+from cost_models import Device
+
+Watch = Callable[[str], AbstractContextManager[object]]
+"""For the name of a device, the context in which its worker runs its part of a call."""
+
+
+class MemoryWatch:
+    """The peak bytes of every place that a step runs on.
+
+    A CPU worker is a place of its own although all share one memory: it holds a storage (parameter, gradient, input,
+    activation) from its first operator on it until the storage is freed. A GPU is one place, whatever number of workers
+    it has: bytes allocated there at the peak beyond those before the step, and `resident` (those of the parameters
+    and buffers that were there already).
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = tuple(devices)
+        self._counters = {d.name: _Counter() for d in self.devices if d.shares_process_memory}
+        self._gpu_peaks: dict[str, int] = {}
+
+    def __call__(self, device: str) -> AbstractContextManager[object]:
+        counter = self._counters.get(device)
+        return _Counting(counter) if counter is not None else nullcontext()
+
+    @contextmanager
+    def step(self, resident: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Around one step of a module with the parameters and buffers `resident`."""
+        gpus = {d.torch_device for d in self.devices if not d.shares_process_memory}
+        before = {}
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+            torch.cuda.reset_peak_memory_stats(gpu)
+            before[gpu] = torch.cuda.memory_allocated(gpu)
+        yield
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+            here = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in resident if t.device == gpu}
+            self._gpu_peaks[str(gpu)] = torch.cuda.max_memory_allocated(gpu) - before[gpu] + sum(here.values())
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes by place: the name of a CPU worker or of a GPU."""
+        return {name: counter.peak for name, counter in self._counters.items()} | self._gpu_peaks
+
+
+class _Counter:
+    """Live storages that one thread has worked on; they may be freed by any other."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._live: dict[int, int] = {}  # storage -> bytes
+        self._total = 0
+        self._lock = threading.RLock()  # a finalizer may run while its own thread is inside
+
+    def touch(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            key = id(storage)
+            if key in self._live:
+                return
+            self._live[key] = storage.nbytes()
+            self._total += storage.nbytes()
+            self.peak = max(self.peak, self._total)
+        weakref.finalize(storage, self._freed, key).atexit = False
+
+    def _freed(self, key: int) -> None:
+        with self._lock:
+            self._total -= self._live.pop(key)
+
+
+class _Counting(TorchDispatchMode):
+    """Shows a counter every storage that an operator of this thread reads or writes, backward included."""
+
+    def __init__(self, counter: _Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in torch_private.tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
+                self._counter.touch(leaf.untyped_storage())
+        return result

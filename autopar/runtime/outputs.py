@@ -1,0 +1,95 @@
+"""What the micro-batches of one call return, put together as the model's outputs, and their gradients taken apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar.analysis.batching import Output
+
+
+class Results:
+    """The flat outputs of a call. Workers add what micro-batches give, in any order."""
+
+    def __init__(self, outputs: Sequence[Output], sizes: Sequence[int]) -> None:
+        """`outputs`: how each flat output combines; `sizes`: samples in each micro-batch."""
+        self.outputs = outputs
+        self.sizes = tuple(sizes)
+        self.total = sum(sizes)
+        self.values: list[Any] = [None] * len(outputs)
+        self.differentiable = [False] * len(outputs)
+        self.gradients: list[torch.Tensor | None] = []
+        self._lock = threading.Lock()
+        self._pieces: dict[int, dict[int, torch.Tensor]] = {}  # flat output -> micro-batch -> its value, to be reduced
+        self._shares: dict[int, list[float]] = {}  # flat output that is a mean -> weight of each micro-batch, sum 1
+
+    def add(self, values: Sequence[Any], microbatch: int) -> None:
+        """The flat outputs of one micro-batch."""
+        start = sum(self.sizes[:microbatch])
+        for index, (value, how) in enumerate(zip(values, self.outputs, strict=True)):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                self.differentiable[index] = True
+            self._combine(index, value, how, microbatch, start)
+
+    def finish(self) -> list[Any]:
+        """All outputs, once every micro-batch is there; detached."""
+        for index, pieces in self._pieces.items():
+            # In the order of micro-batches, not in that of arrival: the same bits every time.
+            ordered = [pieces[i] for i in range(len(self.sizes))]
+            if self.outputs[index].combine == "mean":
+                self._shares[index] = shares = self._mean_shares(index)
+                ordered = [p * s for p, s in zip(ordered, shares, strict=True) if s]
+            self.values[index] = sum(ordered[1:], ordered[0])
+        self._pieces.clear()
+        return self.values
+
+    def gradients_of(self, microbatch: int) -> list[torch.Tensor | None]:
+        """What the caller's gradients of the whole outputs mean for one micro-batch."""
+        start, rows = sum(self.sizes[:microbatch]), self.sizes[microbatch]
+        result: list[torch.Tensor | None] = []
+        for index, (gradient, how) in enumerate(zip(self.gradients, self.outputs, strict=True)):
+            if gradient is None or len(self.sizes) == 1:
+                result.append(gradient)
+            elif how.combine == "cat":
+                assert how.batch_dim is not None
+                factor = gradient.shape[how.batch_dim] // self.total
+                result.append(gradient.narrow(how.batch_dim, factor * start, factor * rows))
+            elif how.combine == "sum":
+                result.append(gradient)
+            elif index in self._shares:
+                share = self._shares[index][microbatch]
+                result.append(gradient * share if share else None)  # a mean over nothing has no gradient but NaN
+            else:  # the same for all micro-batches: the mean of equal values
+                result.append(gradient * (rows / self.total))
+        return result
+
+    def _combine(self, index: int, value: Any, how: Output, microbatch: int, start: int) -> None:
+        if how.combine in ("first", "constant") or len(self.sizes) == 1:
+            if microbatch == 0:
+                self.values[index] = value.detach() if isinstance(value, torch.Tensor) else value
+            return
+        piece, rows = value.detach() if isinstance(value, torch.Tensor) else value, self.sizes[microbatch]
+        if how.combine == "cat":
+            assert how.batch_dim is not None
+            factor = piece.shape[how.batch_dim] // rows  # a dimension may hold several entries a sample
+            with self._lock:
+                if self.values[index] is None:
+                    shape = list(piece.shape)
+                    shape[how.batch_dim] = factor * self.total
+                    self.values[index] = piece.new_empty(shape)
+            self.values[index].narrow(how.batch_dim, factor * start, factor * rows).copy_(piece)
+            return
+        with self._lock:
+            self._pieces.setdefault(index, {})[microbatch] = piece
+
+    def _mean_shares(self, index: int) -> list[float]:
+        """What each micro-batch weighs in the mean that flat output `index` is."""
+        place = self.outputs[index].weight
+        if place is None:
+            return [size / self.total for size in self.sizes]
+        counts = [float(self._pieces[place][i]) for i in range(len(self.sizes))]
+        # Nothing to average at all is 0/0 in the model; a single share of one keeps that.
+        return [c / sum(counts) for c in counts] if any(counts) else [1.0] + [0.0] * (len(counts) - 1)

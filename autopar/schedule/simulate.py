@@ -1,0 +1,144 @@
+"""Schedule x costs x links -> Timeline: when every forward and backward runs, and what every slot holds meanwhile.
+
+The clock is that of an asynchronous pipeline (`autopar.schedule.execute`): a slot runs its actions in order, one at a
+time, each as soon as what it needs has arrived. After a stage's last backward its slots finish it together:
+
+    action ... action | reduction | optimizer
+    ------------------+-----------+----------> s
+    the last of all slots of the stage is through
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from autopar.schedule.clock import Action, Execution, Phase, Transfer, execute
+from autopar.schedule.table import Schedule, phased
+from autopar.schedule.timeline import Finish, StageMemory, Timeline
+
+__all__ = ["StageMemory", "StageTimes", "Timeline", "Transfer", "simulate"]
+
+_ROUNDING = 1 + 1e-9  # a part that is a sum of many floats may come out larger than the whole by this factor
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What one slot of a stage takes; backward, weight, finish and optimizer count in training only."""
+
+    forward: tuple[float, ...]  # s, of each micro-batch
+    backward: tuple[float, ...]  # s, of each micro-batch, all of it
+    weight: tuple[float, ...] = ()  # s, of each micro-batch: the part of backward that a WEIGHT runs; empty: none
+    finish: float = 0.0  # s, once a step on all slots of the stage after its last backward: gradient reduction
+    optimizer: float = 0.0  # s, once a step on every slot of the stage, after that
+
+
+def simulate(
+    schedule: Schedule,
+    stages: Sequence[StageTimes],
+    transfers: Sequence[Transfer],
+    *,
+    memory: Sequence[StageMemory] | None = None,
+    barrier: float | None = None,
+) -> Timeline:
+    """Lay one step out in time.
+
+    `stages[s]` and `memory[s]` are of stage s. Stages depend on each other through `transfers` alone: one that takes no
+    time is still listed. With `barrier`, what runs is `phased(schedule)`, and no backward starts before `barrier`
+    seconds after the last forward has ended everywhere: the loss is computed by the caller on the whole batch.
+
+    O(n log(slots)) for n actions and transfers of micro-batches, and a sort.
+
+    ValueError: sizes or stage numbers that do not fit the schedule, negative times, a schedule that deadlocks.
+    """
+    problems = list(_misfits(schedule, stages, transfers, memory, barrier))
+    if problems:
+        raise ValueError("\n".join(problems))
+    if barrier is not None:
+        schedule = phased(schedule)
+    ran = execute(schedule.actions, _durations(schedule, stages), transfers, barrier)
+    if ran.stuck:
+        raise ValueError(f"the {schedule.name} schedule deadlocks:\n  " + "\n  ".join(ran.stuck))
+    by_start = attrgetter("start", "slot")
+    return Timeline(
+        schedule=schedule,
+        events=tuple(sorted(ran.events, key=by_start)),
+        sends=tuple(sorted(ran.sends, key=by_start)),
+        finishes=tuple(sorted(_finishes(schedule, stages, ran), key=attrgetter("slot", "start"))),
+        stage_memory=None if memory is None else tuple(memory),
+    )
+
+
+def _durations(schedule: Schedule, stages: Sequence[StageTimes]) -> Callable[[Action], float]:
+    """Seconds of an action."""
+    nothing = (0.0,) * schedule.n_microbatches
+    seconds = {Phase.FORWARD: [times.forward for times in stages]}
+    if schedule.training:
+        weights = [times.weight or nothing for times in stages]
+        seconds[Phase.BACKWARD] = [times.backward for times in stages]
+        seconds[Phase.WEIGHT] = weights
+        seconds[Phase.INPUT] = [
+            tuple(max(0.0, whole - part) for whole, part in zip(times.backward, weight, strict=True))
+            for times, weight in zip(stages, weights, strict=True)
+        ]
+    return lambda action: seconds[action.phase][action.stage][action.microbatch]
+
+
+def _finishes(schedule: Schedule, stages: Sequence[StageTimes], ran: Execution) -> Iterator[Finish]:
+    """What each slot does for its stages after its actions: slots reduce a stage's gradients together, once the last of
+    them has time; of several stages first that whose backwards ended first."""
+    free = [0.0] * schedule.n_slots
+    through = [0.0] * schedule.n_stages
+    for slot, action, _, end in ran.events:
+        free[slot] = max(free[slot], end)
+        through[action.stage] = max(through[action.stage], end)
+    for send in ran.sends:
+        if not send.transfer.overlap:
+            free[send.slot] = max(free[send.slot], send.end)
+    for stage in sorted(range(schedule.n_stages), key=lambda s: (through[s], -s)):
+        slots, times = schedule.slots_of(stage), stages[stage]
+        start = max(free[slot] for slot in slots)
+        reduced = start + (times.finish if schedule.training else 0.0)
+        end = reduced + (times.optimizer if schedule.training else 0.0)
+        for slot in slots:
+            free[slot] = end
+            yield Finish(slot, stage, start, reduced, end)
+
+
+def _misfits(
+    schedule: Schedule,
+    stages: Sequence[StageTimes],
+    transfers: Sequence[Transfer],
+    memory: Sequence[StageMemory] | None,
+    barrier: float | None,
+) -> Iterator[str]:
+    p, m = schedule.n_stages, schedule.n_microbatches
+    phases = ("forward", "backward") if schedule.training else ("forward",)
+    if len(stages) != p:
+        yield f"times of {len(stages)} stages for a schedule of {p}"
+    if memory is not None and len(memory) != p:
+        yield f"memory of {len(memory)} stages for a schedule of {p}"
+    if barrier is not None and not barrier >= 0:
+        yield f"barrier is {barrier} s: it cannot be negative"
+    for t in transfers:
+        if not 0 <= t.source < t.target < p:
+            yield f"transfer from stage {t.source} to {t.target}: it goes from an earlier to a later of {p} stages"
+    timed: list[tuple[str, StageTimes | Transfer]] = [(f"stage {stage}", times) for stage, times in enumerate(stages)]
+    timed += [(f"transfer {t.source} -> {t.target}", t) for t in transfers]
+    for what, times in timed:
+        for phase in phases:
+            seconds = getattr(times, phase)
+            if len(seconds) != m:
+                yield f"{what} has {len(seconds)} {phase} times for {m} micro-batches"
+            yield from (f"{what} has a {phase} time of {t} s: it cannot be negative" for t in seconds if not t >= 0)
+    for stage, times in enumerate(stages):
+        for name in ("finish", "optimizer"):
+            if not getattr(times, name) >= 0:
+                yield f"stage {stage} has {getattr(times, name)} s of {name}: it cannot be negative"
+        if times.weight and schedule.training:
+            if len(times.weight) != m:
+                yield f"stage {stage} has {len(times.weight)} weight times for {m} micro-batches"
+            elif not all(0 <= w <= b * _ROUNDING for w, b in zip(times.weight, times.backward, strict=False)):
+                yield f"stage {stage} has a weight time that is no part of its backward"
+    for stage, sizes in enumerate(memory or ()):
+        if len(sizes.activation) != m:
+            yield f"stage {stage} has {len(sizes.activation)} activation sizes for {m} micro-batches"

@@ -1,0 +1,189 @@
+"""One step laid out in time: when every slot does what, how idle it is, and how many bytes it holds meanwhile."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from autopar.schedule.clock import Event, Phase, Send
+from autopar.schedule.table import Schedule, held
+
+CHART_COLUMNS = 88  # of time; labels and the busy share make it about 100
+
+_LETTERS = {
+    Phase.FORWARD: "0123456789",
+    Phase.BACKWARD: "abcdefghij",
+    Phase.INPUT: "abcdefghij",
+    Phase.WEIGHT: "ABCDEFGHIJ",
+}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one slot holds for a stage."""
+
+    parameters: int  # bytes, with buffers
+    gradients: int  # bytes
+    optimizer: int  # bytes of the optimizer's state
+    activation: tuple[int, ...]  # bytes of each micro-batch in flight, from its forward to the end of its backward
+    transient: int  # bytes, on top, while any action of the stage runs
+
+    @property
+    def resident(self) -> int:
+        """Bytes held all the time."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+class Finish(NamedTuple):
+    """What a slot does for a stage once a step, after its last backward."""
+
+    slot: int
+    stage: int
+    start: float  # s, of the gradient reduction
+    reduced: float  # s, its end and the start of the optimizer step
+    end: float  # s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step, laid out in time from 0; `print(timeline)` draws it."""
+
+    schedule: Schedule  # as it ran: phased, where the step has a barrier
+    events: tuple[Event, ...]  # by start, then slot
+    sends: tuple[Send, ...]  # transfers that take time, by start, then slot
+    finishes: tuple[Finish, ...]  # one for each slot and stage that it serves, by slot, then start
+    stage_memory: tuple[StageMemory, ...] | None = None  # what was given
+
+    @cached_property
+    def step_time(self) -> float:
+        """s, until all slots are through."""
+        return max(finish.end for finish in self.finishes)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """s, of each slot: its actions, the sends that it cannot overlap with them, and its finishes."""
+        seconds = [0.0] * self.schedule.n_slots
+        for slot, _, start, end in self.events:
+            seconds[slot] += end - start
+        for send in self.sends:
+            if not send.transfer.overlap:
+                seconds[send.slot] += send.end - send.start
+        for finish in self.finishes:
+            seconds[finish.slot] += finish.end - finish.start
+        return tuple(seconds)
+
+    @property
+    def bubble(self) -> float:
+        """The idle fraction of slots x step_time."""
+        total = self.schedule.n_slots * self.step_time
+        return max(0.0, 1 - sum(self.busy) / total) if total else 0.0  # rounding must not make it negative
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most pairs of a stage and a micro-batch that each slot holds at a time."""
+        return tuple(self.schedule.in_flight(slot) for slot in range(self.schedule.n_slots))
+
+    @cached_property
+    def peak_memory(self) -> tuple[int, ...] | None:
+        """Bytes, the most that each slot holds at a time for all its stages; None if no memory was given."""
+        if self.stage_memory is None:
+            return None
+        return tuple(sum(self.memory_parts(slot).values()) for slot in range(self.schedule.n_slots))
+
+    def memory(self, slot: int) -> list[tuple[float, int]]:
+        """What the slot holds over time: (s, bytes from then on), in the order of time, from 0.
+
+            bytes         +---+
+                 +---+    |   |        an activation and the transient part come when a forward starts;
+                 |   +----+   +---+    the latter goes when it ends, the former when the backward does
+            -----+                +--
+
+        Where something goes and something comes at once, one line says what both make; of two lines of the same time
+        the first is of an action that takes none. ValueError: the simulation was given no memory.
+        """
+        memory, resident = self._memory_of(slot)
+        events = [event for event in self.events if event.slot == slot]
+        sizes = held(self.schedule.actions[slot], lambda a: memory[a.stage].activation[a.microbatch])
+        steps = [(0.0, resident)]
+        for event, (during, after) in zip(events, sizes, strict=True):
+            if steps[-1][0] == event.start:
+                steps.pop()
+            steps.append((event.start, resident + during + memory[event.action.stage].transient))
+            steps.append((event.end, resident + after))
+        return steps
+
+    def memory_parts(self, slot: int) -> dict[str, int]:
+        """Bytes of each part of what the slot holds when it holds the most.
+
+        Its keys: parameters, gradients, optimizer, activations, transient. ValueError: as `memory`.
+        """
+        memory, _ = self._memory_of(slot)
+        actions = self.schedule.actions[slot]
+        sizes = held(actions, lambda a: memory[a.stage].activation[a.microbatch])
+        working = [(during, memory[a.stage].transient) for a, (during, _) in zip(actions, sizes, strict=True)]
+        activations, transient = max(working, key=sum, default=(0, 0))
+        stages = [memory[stage] for stage in self.schedule.stages_of(slot)]
+        return {
+            "parameters": sum(stage.parameters for stage in stages),
+            "gradients": sum(stage.gradients for stage in stages),
+            "optimizer": sum(stage.optimizer for stage in stages),
+            "activations": activations,
+            "transient": transient,
+        }
+
+    def _memory_of(self, slot: int) -> tuple[tuple[StageMemory, ...], int]:
+        if self.stage_memory is None:
+            raise ValueError("this timeline knows no memory: give simulate memory=")
+        return self.stage_memory, sum(self.stage_memory[stage].resident for stage in self.schedule.stages_of(slot))
+
+    def __str__(self) -> str:
+        """A row for every stage of every slot, time to the right; each character is what runs in the middle of its
+        stretch of time. A slot's first row ends in its busy share."""
+        spans: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
+        for slot, action, start, end in self.events:
+            spans[slot, action.stage].append((start, end, _LETTERS[action.phase][action.microbatch % 10]))
+        for send in self.sends:
+            if not send.transfer.overlap:
+                spans[send.slot, send.action.stage].append((send.start, send.end, ">"))
+        for finish in self.finishes:
+            spans[finish.slot, finish.stage] += [(finish.start, finish.reduced, "="), (finish.reduced, finish.end, "+")]
+
+        rows = []
+        for slot, busy in enumerate(self.busy):
+            share = f" {busy / (self.step_time or 1):4.0%}"
+            for stage in self.schedule.stages_of(slot):
+                label = f"{stage}.{self.schedule.slots_of(stage).index(slot)}"
+                rows.append((label, self._row(sorted(spans[slot, stage])), share))
+                share = ""
+        width = max(len(label) for label, _, _ in rows)
+        head = (
+            f"{self.schedule.name}: {self.schedule.n_microbatches} micro-batches, "
+            f"step {self.step_time:.4g} s, bubble {self.bubble:.1%}"
+        )
+        return "\n".join([head, *(f"{label:>{width}} |{row}|{share}" for label, row, share in rows), self._legend()])
+
+    def _row(self, spans: list[tuple[float, float, str]]) -> str:
+        spans = [span for span in spans if span[0] < span[1]]
+        starts = [start for start, _, _ in spans]
+        row = ""
+        for column in range(CHART_COLUMNS):
+            now = (column + 0.5) * self.step_time / CHART_COLUMNS
+            latest = bisect_right(starts, now) - 1
+            row += spans[latest][2] if latest >= 0 and now < spans[latest][1] else " "
+        return row
+
+    def _legend(self) -> str:
+        words = ["forward 0-9"]
+        if self.schedule.splits_backward:
+            words.append("backward to inputs a-j, to parameters A-J")
+        else:
+            words.append("backward a-j")
+        words = [f"{', '.join(words)}: micro-batch modulo 10"]
+        if any(not send.transfer.overlap for send in self.sends):
+            words.append("> sending")
+        words.append("= finish")
+        if any(finish.reduced < finish.end for finish in self.finishes):
+            words.append("+ optimizer")
+        words.append("right: busy share")
+        return "; ".join(words)

@@ -1,0 +1,181 @@
+"""What every strategy of an operator costs: seconds of its kernels on a part and of what the devices exchange within,
+bytes that a device keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar.analysis.rules.notation import Rule
+from autopar.analysis.rules.table import bind
+from autopar.sharding.group_operators.operators import collectives
+from autopar.sharding.layouts import PARTIAL, Layout, parts
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.strategies import Strategy, repeated, strategies
+from cost_models import Cluster
+from cost_models.graphs import tensors_in
+from cost_models.kernels.efficiency import Efficiency
+from cost_models.kernels.kernel import Kernel
+from cost_models.kernels.roofline import Rates, kernel_seconds
+from cost_models.kernels.work import OperatorWork
+
+Ends = tuple[Layout, Layout]  # of a tensor where it is made or read, and of its gradient there
+
+
+@dataclass(frozen=True)
+class Options:
+    """The strategies of one operator, shared by all operators that are alike."""
+
+    strategies: tuple[Strategy, ...]
+    seconds: np.ndarray  # [strategies] forward and backward of one micro-batch, with the collectives within
+    forward: np.ndarray  # [strategies] of `seconds`
+    kept: np.ndarray  # [strategies] of what is kept for the backward the fraction that each device has
+    ruled: bool  # a rule told them; else every device does all of it
+
+    @cached_property
+    def inputs(self) -> list[tuple[Ends, ...]]:
+        """Of every operand the layouts that occur, with those of its gradient."""
+        count = len(self.strategies[0].inputs)
+        return [tuple(dict.fromkeys((s.inputs[i], s.gradient_in(i)) for s in self.strategies)) for i in range(count)]
+
+    @cached_property
+    def outputs(self) -> list[tuple[Ends, ...]]:
+        """Of every result the same."""
+        count = len(self.strategies[0].outputs)
+        return [tuple(dict.fromkeys((s.outputs[i], s.gradient_out(i)) for s in self.strategies)) for i in range(count)]
+
+    @cached_property
+    def input_labels(self) -> list[np.ndarray]:
+        """Of every operand the place of each strategy's layouts in `inputs`."""
+        return [
+            np.array([known.index((s.inputs[i], s.gradient_in(i))) for s in self.strategies])
+            for i, known in enumerate(self.inputs)
+        ]
+
+    @cached_property
+    def output_labels(self) -> list[np.ndarray]:
+        return [
+            np.array([known.index((s.outputs[i], s.gradient_out(i))) for s in self.strategies])
+            for i, known in enumerate(self.outputs)
+        ]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An operator of a graph with its rule."""
+
+    rule: Rule | None
+    operands: tuple[Any, ...]
+    results: tuple[torch.Tensor, ...]  # on meta
+    signature: str  # equal for operators that are alike
+
+
+def bound(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> Bound:
+    """An operator with its rule, if it has one; `values`: tensors (on meta) of all nodes."""
+    rule = bind(node, lambda n: values[n])
+    results = tuple(tensors_in(values[node]))
+    if rule is None or len(rule.outputs) != len(results):
+        rule = None
+        operands = tuple(n for n in node.all_input_nodes if isinstance(values[n], torch.Tensor))
+    else:
+        operands = rule.operands
+    told = (str(node.target), None if rule is None else str(rule), rule and sorted(rule.sizes.items()), work)
+    described = [_described(values.get(o) if isinstance(o, fx.Node) else o) for o in operands]
+    return Bound(rule, operands, results, repr((told, described)))
+
+
+class OptionTable:
+    """Options of the operators of one graph on one mesh; operators that are alike get the same object."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, rates: Rates, efficiency: Efficiency, *, training: bool) -> None:
+        self._devices, self._mesh, self._cluster = mesh, mesh.shape, cluster
+        self._rates, self._efficiency, self._training = rates, efficiency, training
+        self._known: dict[str, Options] = {}
+
+    def of(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> Options:
+        """The options of an operator; `values`: tensors (on meta) of all nodes."""
+        if bound.signature not in self._known:
+            self._known[bound.signature] = self._options(bound, values, work)
+        return self._known[bound.signature]
+
+    def _options(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> Options:
+        rule, operands, results = bound.rule, bound.operands, bound.results
+        whole = repeated(len(operands), len(results), len(self._mesh))
+        found = [whole] if rule is None else self._possible(strategies(rule, self._mesh), operands, values, results)
+        sizes = [_nbytes(values.get(o)) if isinstance(o, fx.Node) else 0 for o in operands]
+        outcome = [_nbytes(t) for t in results]
+        both = np.array([self._seconds(one, work, sizes, outcome) for one in found], dtype=float)
+        if rule is not None:
+            tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
+            both += [self._within(one, rule, tensors) for one in found]
+        kept = np.array([self._moved(one, sizes, outcome) for one in found])
+        return Options(tuple(found), both.sum(axis=1), both[:, 0], kept, rule is not None)
+
+    def _possible(
+        self,
+        every: Sequence[Strategy],
+        operands: Sequence[Any],
+        values: Mapping[fx.Node, Any],
+        results: Sequence[torch.Tensor],
+    ) -> list[Strategy]:
+        """Those without sums of what is not added up: whole numbers, truth values."""
+        tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
+
+        def adds(layouts: Sequence[Layout], of: Sequence[Any]) -> bool:
+            return all(
+                PARTIAL not in layout or (isinstance(t, torch.Tensor) and t.is_floating_point())
+                for layout, t in zip(layouts, of, strict=True)
+            )
+
+        return [s for s in every if adds(s.inputs, tensors) and adds(s.outputs, results)]
+
+    def _within(self, one: Strategy, rule: Rule, operands: Sequence[Any]) -> tuple[float, float]:
+        """Seconds, forward and backward, of the collectives inside of an operator that devices do together."""
+        seconds = [0.0, 0.0]
+        for inner in collectives(one, rule, operands, self._mesh):
+            seconds[inner.backward] += self._devices.seconds(inner.collective, inner.nbytes, inner.axis, self._cluster)
+        return seconds[0], seconds[1] if self._training else 0.0
+
+    def _moved(self, one: Strategy, sizes: Sequence[int], outcome: Sequence[int]) -> float:
+        """The fraction of the bytes of operands and results that each device has."""
+        pairs = [*zip(one.inputs, sizes, strict=True), *zip(one.outputs, outcome, strict=True)]
+        total = sum(nbytes for _, nbytes in pairs)
+        return sum(nbytes / parts(layout, self._mesh) for layout, nbytes in pairs) / total if total else 1.0
+
+    def _seconds(
+        self, one: Strategy, work: OperatorWork, sizes: Sequence[int], outcome: Sequence[int]
+    ) -> tuple[float, float]:
+        """Forward and backward."""
+        bytes_share = self._moved(one, sizes, outcome)
+
+        def seconds(kernels: Sequence[Kernel]) -> float:
+            return sum(kernel_seconds(_cut(k, one.share, bytes_share), self._rates, self._efficiency) for k in kernels)
+
+        return seconds(work.forward), seconds(work.backward) if self._training else 0.0
+
+
+def _cut(kernel: Kernel, share: float, bytes_share: float) -> Kernel:
+    """A kernel on a part of the work. It cannot move less than its share of the larger operands: reads and writes
+    shrink like what the operator moves in all."""
+    return replace(
+        kernel,
+        flops=int(kernel.flops * share),
+        read=int(kernel.read * bytes_share),
+        written=int(kernel.written * bytes_share),
+    )
+
+
+def _nbytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return type(value).__name__

@@ -1,0 +1,133 @@
+"""Collectives timed where processes are there to run them: torch.distributed, whatever its backend."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cost_models.collectives.formulas import COLLECTIVES, Collective
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+"""Bytes of the tensors that collectives are measured with."""
+
+ROUNDS = 7
+WARM_UP_ROUNDS = 2  # the first calls open connections
+
+
+@dataclass(frozen=True)
+class MeasuredCollectives:
+    """Seconds of collectives by size, of all groups of one shape.
+
+    Raises:
+        ValueError: sizes do not ascend, or a collective has not one positive time for each.
+    """
+
+    nodes: int
+    per_node: int  # devices in each node
+    sizes: tuple[int, ...]  # ascending bytes
+    times: Mapping[Collective, tuple[float, ...]] = field(hash=False)  # s at each of the sizes
+
+    def __post_init__(self) -> None:
+        if (
+            not self.sizes
+            or self.sizes[0] <= 0
+            or any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False))
+        ):
+            raise ValueError(f"sizes must be ascending numbers of bytes > 0, got {self.sizes}")
+        for collective, times in self.times.items():
+            if len(times) != len(self.sizes) or any(not t > 0 for t in times):
+                raise ValueError(f"{collective} needs {len(self.sizes)} times > 0, got {times}")
+
+    def seconds(self, collective: Collective, nbytes: float) -> float:
+        """Seconds at `nbytes`: linear between the sizes, as the smallest below them, proportional to bytes above.
+
+        Times that shrink as bytes grow are noise; they count as their running maximum, so that more never costs less.
+        """
+        times = np.maximum.accumulate(self.times[collective])
+        if nbytes > self.sizes[-1]:
+            return float(times[-1]) * nbytes / self.sizes[-1]
+        return float(np.interp(nbytes, self.sizes, times))
+
+
+def measure_collectives(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    sizes: Sequence[int] = SIZES,
+) -> MeasuredCollectives:
+    """The median seconds of every collective in `group`; all its processes call this together and get the same.
+
+    A size is rounded up to a multiple of 4 bytes a process. The time is that of the slowest process. `send_recv` is
+    from the first process of the group to the last, which lies in another node where there are several.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or the group has one process alone.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("collectives are measured among processes; call torch.distributed.init_process_group first")
+    n = dist.get_world_size(group)
+    if n == 1:
+        raise RuntimeError("collectives are measured among two processes or more; the group has one")
+    hosts: list[str] = [""] * n
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    device = torch.device(device)
+    rounded = tuple(dict.fromkeys(-(-size // (4 * n)) * 4 * n for size in sorted(sizes)))
+    times: dict[Collective, tuple[float, ...]] = {}
+    for collective in COLLECTIVES:
+        times[collective] = tuple(_measure(_call(collective, size, group, device), group, device) for size in rounded)
+    counts = Counter(hosts)
+    return MeasuredCollectives(len(counts), min(counts.values()), rounded, times)
+
+
+def _call(
+    collective: Collective, nbytes: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[], object]:
+    """One call of a collective on float32 tensors of `nbytes` bytes."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    whole = torch.zeros(nbytes // 4, device=device)
+    part = torch.zeros(nbytes // 4 // n, device=device)
+    first, last = (rank_of if group is None else dist.get_global_rank(group, rank_of) for rank_of in (0, n - 1))
+
+    def send_recv() -> None:
+        if rank == 0:
+            dist.send(whole, last, group=group)
+        elif rank == n - 1:
+            dist.recv(whole, first, group=group)
+
+    calls: dict[Collective, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, first, group=group),
+        "send_recv": send_recv,
+    }
+    return calls[collective]
+
+
+def _measure(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Median seconds of `call` in the slowest process, each round from a common start."""
+    samples = []
+    for turn in range(WARM_UP_ROUNDS + ROUNDS):
+        dist.barrier(group)
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        if turn >= WARM_UP_ROUNDS:
+            samples.append(time.perf_counter() - start)
+    slowest = torch.tensor([statistics.median(samples)], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return float(slowest)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

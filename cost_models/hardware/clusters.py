@@ -1,0 +1,354 @@
+"""Clusters: nodes of devices and what connects them, whether they stand here or will be rented.
+
+    cluster = Cluster.preset("8xH100", nodes=16)       from data sheets, planned for without the hardware
+    cluster = Cluster.from_toml("ours.toml")           the same from a file of one's own
+    cluster = Cluster.from_devices(["cuda:0", "cuda:1"])   at hand, measured
+
+Either way it has devices, a link between any two of them, and the seconds of a collective among any group:
+
+    node 0   0.0:H100 -- 0.1:H100 -- ... -- 0.7:H100    intra_node: one network inside every node
+                |           |                  |
+    node 1   1.0:H100 -- 1.1:H100 -- ... -- 1.7:H100    inter_node: one network between nodes
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, permutations
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cost_models.collectives.formulas import Collective, Group, collective_seconds
+from cost_models.collectives.measured import MeasuredCollectives
+from cost_models.errors import DeviceError
+from cost_models.hardware.devices import Device, parse_devices
+from cost_models.hardware.links import Link, measure_links
+from cost_models.hardware.specs import DeviceSpec, Network, device_spec, network, read_devices, read_networks, table
+from cost_models.measuring.cache import MeasurementCache
+from cost_models.measuring.calibration import calibrate
+from cost_models.measuring.device_spec import measure_spec
+
+Level = Literal["device", "intra_node", "inter_node"]
+
+_TOML_KEYS = ("node", "nodes", "intra_node", "inter_node", "devices", "networks")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` nodes, each of the devices `node`. Devices of several kinds may share a node; all nodes are alike.
+
+    Measurements take precedence: `measured_links` over the networks' figures, and `measured_collectives`, of groups
+    of the same shape, over the formulas. `dataclasses.replace(cluster, measured_collectives=(m,))` adds them.
+
+    Raises:
+        DeviceError: no devices, fewer than one node, or kinds that share a name and differ.
+    """
+
+    node: tuple[DeviceSpec, ...]  # the devices of a node, in order
+    nodes: int
+    intra_node: Network
+    inter_node: Network
+    at_hand: tuple[Device, ...] = ()  # the node's devices where they stand here; else there are placeholders
+    measured_links: Mapping[tuple[str, str], Link] = field(default_factory=dict, hash=False)  # by names of devices
+    measured_collectives: tuple[MeasuredCollectives, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.node or self.nodes < 1:
+            raise DeviceError(
+                f"a cluster needs 1 or more devices a node and nodes, got {len(self.node)} and {self.nodes}"
+            )
+        for spec in self.node:
+            if self.specs[spec.name] != spec:
+                raise DeviceError(f"two kinds of devices are both called {spec.name!r}; name them differently")
+
+    @classmethod
+    def preset(
+        cls,
+        node: str,
+        nodes: int = 1,
+        *,
+        intra_node: str | Network | None = None,
+        inter_node: str | Network | None = None,
+    ) -> Cluster:
+        """A cluster of known devices: "8xH100", "L4", "4xA100-80+4xT4" (of two kinds in every node).
+
+        The networks are those such devices usually come with, NVLink and an InfiniBand adapter a device for those of a
+        DGX, and the slowest of the kinds; others by name ("EFA", "Ethernet25") or as values.
+
+        Raises:
+            DeviceError: an unknown device or network; the message lists the known ones.
+        """
+        specs = _parse_node(node, {})
+        return cls(specs, nodes, _network(specs, "intra_node", intra_node), _network(specs, "inter_node", inter_node))
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Cluster:
+        """A cluster from a file; `to_toml` writes such files.
+
+            node = "8xmine"             # devices defined here or known
+            nodes = 2                   # 1 if not given
+            intra_node = "NVLink4"      # defined here or known; if not given, as for a preset
+            inter_node = "ours"
+            [devices.mine]              # the fields of DeviceSpec
+            peak_flops = { float32 = 50e12, bfloat16 = 400e12 }
+            ...
+            [networks.ours]             # the fields of Network
+            latency = 20e-6
+            ...
+
+        Raises:
+            DeviceError: everything that is wrong with the file.
+            OSError: it cannot be read.
+        """
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise DeviceError(f"{path} is no toml file: {error}") from error
+        own_devices, wrong_devices = read_devices(values.get("devices", {}))
+        own_networks, wrong_networks = read_networks(values.get("networks", {}))
+        problems = [f"{key} is no field; there are {', '.join(_TOML_KEYS)}" for key in values if key not in _TOML_KEYS]
+        problems += [f"devices.{problem}" for problem in wrong_devices]
+        problems += [f"networks.{problem}" for problem in wrong_networks]
+        if not isinstance(values.get("node"), str):
+            problems.append(f'node must be a string such as "8xH100", got {values.get("node")!r}')
+        nodes = values.get("nodes", 1)
+        if type(nodes) is not int or nodes < 1:
+            problems.append(f"nodes must be an integer >= 1, got {nodes!r}")
+        for key in ("intra_node", "inter_node"):
+            if not isinstance(values.get(key, ""), str):
+                problems.append(f"{key} must be the name of a network, got {values[key]!r}")
+        if problems:
+            raise DeviceError(f"{path}: " + "; ".join(problems))
+        try:
+            specs = _parse_node(values["node"], own_devices)
+            inside, across = (_network(specs, k, values.get(k), own_networks) for k in ("intra_node", "inter_node"))
+        except DeviceError as error:
+            raise DeviceError(f"{path}: {error}") from error
+        return cls(specs, nodes, inside, across)
+
+    @classmethod
+    def from_devices(
+        cls,
+        devices: Sequence[str | torch.device] | str | Sequence[Device] | None = None,
+        *,
+        calibrated: bool = False,
+        cache: MeasurementCache | None = None,
+    ) -> Cluster:
+        """The devices at hand as one node, measured in seconds: products, copies, launches and links of every kind.
+
+        `devices`: as for `parse_devices`, or what it returned. The networks carry the slowest of the measured links.
+        `calibrated`: every kind is timed on all sorts of kernels, too, for estimates that know its efficiency by size;
+        that takes 10 to 30 seconds a kind, once if there is a `cache`. `to_toml` keeps the curves.
+
+        Raises:
+            DeviceError: as `parse_devices`.
+        """
+        given = not isinstance(devices, str | None) and len(devices) > 0 and isinstance(devices[0], Device)
+        workers: tuple[Device, ...] = tuple(devices) if given else parse_devices(devices)  # type: ignore[arg-type]
+        specs = {}
+        for worker in workers:
+            if worker.kind not in specs:
+                spec = measure_spec(worker)
+                specs[worker.kind] = calibrate(worker, cache).spec(spec) if calibrated else spec
+        links = measure_links(workers)
+        latency = max((link.latency for link in links.values()), default=0.0)
+        rate = min((link.bandwidth for link in links.values()), default=float("inf"))
+        connection = Network("measured", latency, rate, sources=dict.fromkeys(("latency", "line_rate"), "measured"))
+        return cls(tuple(specs[w.kind] for w in workers), 1, connection, connection, workers, links)
+
+    @cached_property
+    def specs(self) -> dict[str, DeviceSpec]:
+        """The kinds of devices by name, which is their `Device.kind`."""
+        found: dict[str, DeviceSpec] = {}
+        for spec in self.node:
+            found.setdefault(spec.name, spec)
+        return found
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices, node by node; device 3 of node 0 is called "0.3:H100" where it is not at hand."""
+        return self.at_hand or tuple(
+            Device(f"{node}.{index}:{spec.name}", torch.device("meta"), spec.name, int(spec.memory), threads=1)
+            for node in range(self.nodes)
+            for index, spec in enumerate(self.node)
+        )
+
+    def node_of(self, device: Device | str) -> int:
+        """The number of the node that a device, or the device of a name, lies in.
+
+        Raises:
+            DeviceError: it is none of the cluster's.
+        """
+        name = device if isinstance(device, str) else device.name
+        if name not in self._node_by_name:
+            raise DeviceError(f"{name!r} is no device of {self.title}; the first is {self.devices[0].name!r}")
+        return self._node_by_name[name]
+
+    @cached_property
+    def _node_by_name(self) -> dict[str, int]:
+        return {device.name: index // len(self.node) for index, device in enumerate(self.devices)}
+
+    def link(self, a: Device | str, b: Device | str) -> Link:
+        """The link from `a` to `b`, measured or estimated, with the network to itself; free from a device to itself."""
+        first, second = (end if isinstance(end, str) else end.name for end in (a, b))
+        same_node = self.node_of(first) == self.node_of(second)
+        if first == second:
+            return Link(0.0, float("inf"))
+        if (first, second) in self.measured_links:
+            return self.measured_links[first, second]
+        return (self.intra_node if same_node else self.inter_node).link
+
+    @cached_property
+    def links(self) -> Mapping[tuple[str, str], Link]:
+        """The link of every ordered pair of devices by their names, made when it is asked for."""
+        return _Links(self)
+
+    def links_among(self, devices: Sequence[Device | str]) -> set[Link]:
+        """The different links between any two of the devices."""
+        names = [device if isinstance(device, str) else device.name for device in devices]
+        if self.measured_links:
+            return {self.link(a, b) for a, b in permutations(names, 2)}
+        counts = Counter(self.node_of(name) for name in names)
+        inside = {self.intra_node.link} if max(counts.values(), default=0) > 1 else set()
+        return inside | ({self.inter_node.link} if len(counts) > 1 else set())
+
+    def level(self, devices: Sequence[Device | str]) -> Level:
+        """The slowest level that a group spans: one device alone, devices of one node, or devices of several."""
+        group = self.group(devices)
+        return "inter_node" if group.nodes > 1 else "intra_node" if group.per_node > 1 else "device"
+
+    def group(self, devices: Sequence[Device | str]) -> Group:
+        """The shape of a group; if its nodes have different numbers of its devices, the smallest counts for all.
+
+        Raises:
+            DeviceError: the group is empty, has a device twice, or one that is none of the cluster's.
+        """
+        names = [device if isinstance(device, str) else device.name for device in devices]
+        if not names or len(set(names)) < len(names):
+            raise DeviceError(f"a group needs devices, and each of them once, got {names}")
+        counts = Counter(self.node_of(name) for name in names)
+        return Group(min(counts.values()), len(counts), self.intra_node, self.inter_node)
+
+    def seconds(
+        self, collective: Collective, nbytes: float, devices: Sequence[Device | str], concurrent: int = 1
+    ) -> float:
+        """Seconds of a collective among `devices`: measured where a group of that shape was, else estimated.
+
+        The arguments and errors are those of `group` and `collective_seconds`; `concurrent` divides shared networks and
+        is not applied to what was measured.
+        """
+        group = self.group(devices)
+        for measured in self.measured_collectives:
+            if (measured.nodes, measured.per_node) == (group.nodes, group.per_node) and collective in measured.times:
+                return measured.seconds(collective, nbytes)
+        return collective_seconds(collective, nbytes, group, concurrent)
+
+    @property
+    def title(self) -> str:
+        """The devices in short: "16 nodes of 8xH100"."""
+        return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self._node_text}"
+
+    @property
+    def _node_text(self) -> str:
+        runs = [(name, len(list(run))) for name, run in groupby(spec.name for spec in self.node)]
+        return "+".join(f"{count}x{name}" for name, count in runs)
+
+    def to_toml(self) -> str:
+        """The text of a file that `from_toml` reads back as an equal cluster, without measurements and devices at hand.
+
+        Raises:
+            DeviceError: networks of one name differ, or a device's name holds "+".
+        """
+        networks = {n.name: n for n in (self.inter_node, self.intra_node)}
+        if networks[self.inter_node.name] != self.inter_node:
+            raise DeviceError(f"two networks are both called {self.inter_node.name!r}; name them differently")
+        if plus := [name for name in self.specs if "+" in name]:
+            raise DeviceError(f"a device that a file can name has no '+' in its name, got {plus[0]!r}")
+        lines = [f"node = {_toml(self._node_text)}", f"nodes = {self.nodes}"]
+        lines += [f"{key} = {_toml(getattr(self, key).name)}" for key in ("intra_node", "inter_node")]
+        values: list[tuple[str, DeviceSpec | Network]] = [("devices", spec) for spec in self.specs.values()]
+        values += [("networks", n) for n in networks.values()]
+        for kind, value in values:
+            lines += ["", f"[{kind}.{_toml(value.name)}]"]
+            lines += [f"{key} = {_toml(item)}" for key, item in table(value).items()]
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        rows = [("device", "a node", "memory", "bandwidth", "peak TFLOP/s (reached)")]
+        for name, spec in self.specs.items():
+            peaks = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in spec.peak_flops.items())
+            count = sum(s.name == name for s in self.node)
+            memory, rate = f"{spec.memory / 1e9:.4g} GB", f"{spec.bandwidth / 1e9:.4g} GB/s"
+            rows.append((name, str(count), memory, rate, f"{peaks} ({spec.flops_efficiency:.0%})"))
+        rows += [("", "", "", "", ""), ("level", "network", "latency", "bandwidth", "")]
+        levels = [("in a node", self.intra_node)] + ([("between nodes", self.inter_node)] if self.nodes > 1 else [])
+        for level, net in levels:
+            of = "shared by a node" if net.shared else "each device"
+            rows.append((level, net.name, f"{net.latency * 1e6:.3g} us", f"{net.bandwidth / 1e9:.4g} GB/s", of))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"{self.title}: {len(self.devices)} devices", *lines])
+
+
+class _Links(Mapping[tuple[str, str], Link]):
+    """A view of a cluster: a thousand devices have a million pairs."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def __getitem__(self, pair: tuple[str, str]) -> Link:
+        try:
+            return self._cluster.link(*pair)
+        except DeviceError as error:
+            raise KeyError(pair) from error
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return permutations((device.name for device in self._cluster.devices), 2)
+
+    def __len__(self) -> int:
+        n = len(self._cluster.devices)
+        return n * (n - 1)
+
+
+def _parse_node(text: str, own: Mapping[str, DeviceSpec]) -> tuple[DeviceSpec, ...]:
+    """The devices of a node written as "8xH100" or "4xA100-80+4xT4"."""
+    specs: list[DeviceSpec] = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(.*?)\s*", part, re.DOTALL)
+        assert match is not None  # the pattern takes any text
+        count, name = match.groups()
+        specs += [device_spec(name, own)] * int(count or 1)
+    if not specs:
+        raise DeviceError(f"{text!r} has no devices; give a count of 1 or more")
+    return tuple(specs)
+
+
+def _network(
+    specs: Sequence[DeviceSpec],
+    level: Literal["intra_node", "inter_node"],
+    given: str | Network | None,
+    own: Mapping[str, Network] | None = None,
+) -> Network:
+    """The network that was given, as a value or by name, or else the slowest that the devices usually come with."""
+    if isinstance(given, Network):
+        return given
+    if given is not None:
+        return network(given, own)
+    return min((network(getattr(spec, level), own) for spec in specs), key=lambda n: n.bandwidth)
+
+
+def _toml(value: Any) -> str:
+    """A value as toml: a string, a number, a truth value or a flat table."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml(str(key))} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -1,0 +1,133 @@
+"""Devices as workers: what a job runs on, from the strings a user writes."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cost_models.errors import DeviceError
+from cost_models.memory.devices import available_memory
+
+DEFAULT_CPU_WORKERS = 2  # without a GPU: enough to overlap two stages, and operators still get threads of their own
+
+
+@dataclass(frozen=True)
+class Device:
+    """One worker of a job and the hardware it computes on.
+
+    Several workers may share hardware: the cores of the machine, or one GPU. Each has its own name and its own share of
+    the memory; `torch_device` is where its tensors live, and is the only thing to hand to `Tensor.to`.
+    """
+
+    name: str  # unique in a job: "cpu:0", "cpu:1", "cuda:0", and "cuda:0#1" for the second worker on the same GPU
+    torch_device: torch.device
+    kind: str  # devices of one kind cost the same and share measurements: "AMD EPYC, 1 thread", "NVIDIA H200"
+    memory: int  # bytes free for this worker
+    threads: int  # CPU threads for operators within this worker
+
+    @property
+    def shares_process_memory(self) -> bool:
+        """Whether tensors live in the process's own memory, where every CPU worker can read them."""
+        return self.torch_device.type == "cpu"
+
+
+def parse_devices(devices: Sequence[str | torch.device] | str | torch.device | None = None) -> tuple[Device, ...]:
+    """The workers that `devices` asks for, in order.
+
+        None                    every visible GPU, else one CPU worker a core, at most 2
+        "cpu"                   one CPU worker with all cores
+        ["cpu", "cpu"]          two CPU workers, "cpu:0" and "cpu:1", that share cores and memory equally
+        "cuda:0,cuda:1"         a string is split at commas
+        ["cuda:0", "cuda:0"]    two workers on one GPU, "cuda:0" and "cuda:0#1", that share its memory equally
+
+    CPU workers are numbered in order of appearance, whatever index they are written with; "cuda" is the current GPU.
+
+    Raises:
+        DeviceError: no devices, an unknown or unsupported one, or a GPU that is not there.
+    """
+    places = _default_places() if devices is None else [_torch_device(entry) for entry in _entries(devices)]
+    workers = Counter(places)
+    memory = {place: available_memory(place) // count for place, count in workers.items()}
+    seen: Counter[torch.device] = Counter()
+    parsed = []
+    for place in places:
+        parsed.append(_device(place, index=seen[place], workers=workers[place], memory=memory[place]))
+        seen[place] += 1
+    return tuple(parsed)
+
+
+def _device(place: torch.device, index: int, workers: int, memory: int) -> Device:
+    """Worker `index` of the `workers` that share `place`, with its share of the memory in bytes."""
+    if place.type == "cpu":
+        threads = max(1, usable_cores() // workers)
+        kind = f"{_cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
+        return Device(f"cpu:{index}", place, kind, memory, threads)
+    name = str(place) if index == 0 else f"{place}#{index}"
+    return Device(name, place, torch.cuda.get_device_name(place), memory, threads=1)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _default_places() -> list[torch.device]:
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu")] * min(usable_cores(), DEFAULT_CPU_WORKERS)
+
+
+def _entries(devices: Sequence[str | torch.device] | str | torch.device) -> Sequence[str | torch.device]:
+    if isinstance(devices, str):
+        devices = [entry.strip() for entry in devices.split(",")]
+    elif isinstance(devices, torch.device):
+        devices = [devices]
+    if not isinstance(devices, Sequence):
+        raise DeviceError(f'devices is {devices!r}; give a list such as ["cuda:0", "cuda:1"] or ["cpu", "cpu"]')
+    if not devices:
+        raise DeviceError(
+            'the list of devices is empty; name at least one, such as ["cpu"], or give None for the default'
+        )
+    return devices
+
+
+def _torch_device(entry: str | torch.device) -> torch.device:
+    """Where the tensors of a worker written as `entry` live: "cpu" without an index, or "cuda" with one."""
+    if not isinstance(entry, str | torch.device):
+        raise DeviceError(
+            f'device {entry!r} is of type {type(entry).__name__}; give a string such as "cuda:0" or a torch.device'
+        )
+    try:
+        place = torch.device(entry)
+    except RuntimeError as error:
+        raise DeviceError(f'unknown device {entry!r}; give "cpu", "cuda" or "cuda:<index>"') from error
+    if place.type == "cpu":
+        return torch.device("cpu")
+    if place.type != "cuda":
+        raise DeviceError(
+            f'device {str(entry)!r} is of the unsupported type {place.type!r}; give "cpu" or "cuda:<index>"'
+        )
+    if not torch.cuda.is_available():
+        raise DeviceError(f'device {str(entry)!r} is not there: PyTorch sees no CUDA device; give "cpu"')
+    index = torch.cuda.current_device() if place.index is None else place.index
+    if index >= torch.cuda.device_count():
+        visible = ", ".join(f'"cuda:{i}"' for i in range(torch.cuda.device_count()))
+        raise DeviceError(f"device {str(entry)!r} is not there; PyTorch sees {visible}")
+    return torch.device("cuda", index)
+
+
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, or its architecture where the system tells no more."""
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

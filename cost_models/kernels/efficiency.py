@@ -1,0 +1,190 @@
+"""How much of a device's peak a kernel reaches, as a smooth function of its size.
+
+```
+    achieved                    A kernel with products takes   flops / (best peak) + exposed bytes / bandwidth + ramp,
+      best |        ______      any other                      bytes / (best bandwidth) (1 + far x) + ramp,
+           |     _--                                           x = bytes / (bytes + cache) from 0 to 1.
+           |   _/
+           |__/_________ size   So small kernels fall short of `best` by their ramp, products of little arithmetic
+                                intensity by their bytes, and large tensors by what no cache holds.
+```
+
+Both are linear in their parameters but for `cache`, hence a least-squares fit of measured seconds is exact and quick.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS, ComputeKind, MemoryKind
+
+BEST_MATMUL = {"A100": 271 / 312, "H100": 795 / 989, "H200": 788 / 989}
+"""Best measured bf16 product over the dense peak of the specification."""
+
+BEST_COPY = 4300 / 4800
+"""Measured bytes/s of a copy, read and written, over the specification, on an H200."""
+
+_CACHES = 20  # sizes tried for `MemoryCurve.cache`
+
+_ROUNDS = 5  # of reweighting; the second changes the third digit
+
+
+TILES = ((256, 128), (128, 256))
+"""Rows and columns of a result that a unit computes at a time: the largest and most efficient of cuBLAS (NVIDIA, Matrix
+Multiplication Background User's Guide, 2023, section 2.3)."""
+
+
+def filled(sizes: Sequence[int], units: int) -> float:
+    """Fraction of what `units` multiprocessors compute that is of use in a matrix product whose result has `sizes`.
+
+        |#######|#######|##     |    the tiles of the result are computed in waves of `units`: the last wave, and tiles
+        | wave 1| wave 2| wave 3|    at the edges, are full or not (section 3 of the guide)
+
+    Of TILES the better. 1 for results that are no more than a wave, for which libraries have smaller tiles, and where
+    the number of units is not known (0).
+    """
+    *batch, rows, columns = sizes if len(sizes) > 1 else (1, 1)
+    count, best = math.prod(batch), 0.0
+    for height, width in TILES:
+        tiles = count * -(-rows // height) * -(-columns // width)
+        if not units or tiles <= units:
+            return 1.0
+        waves = -(-tiles // units)
+        best = max(best, count * rows * columns / (waves * units * height * width))
+    return best
+
+
+@dataclass(frozen=True)
+class ComputeCurve:
+    """The speed of kernels that compute products."""
+
+    best: float  # fraction of the peak FLOP/s that the largest reach
+    ramp: float = 0.0  # s: filling and draining the device's units
+    exposed: float = 0.0  # fraction of the time for moving its bytes that computing does not hide
+
+    def seconds(self, flops: float, nbytes: float, peak: float, bandwidth: float) -> float:
+        """Seconds for `flops` on a device of `peak` FLOP/s and `bandwidth` bytes/s, without its launch."""
+        return flops / (self.best * peak) + self.exposed * nbytes / bandwidth + self.ramp
+
+    def achieved(self, flops: float, intensity: float, peak: float, bandwidth: float) -> float:
+        """Fraction of `peak` that a product of so many FLOPs and FLOPs per byte reaches."""
+        return flops / (peak * self.seconds(flops, flops / intensity, peak, bandwidth))
+
+    @classmethod
+    def fit(cls, samples: Sequence[tuple[float, float, float]], peak: float, bandwidth: float) -> Self:
+        """The curve that is nearest to measured (flops, bytes, seconds), in relative errors."""
+        flops, nbytes, seconds = np.array(samples, dtype=float).T
+        slowness, exposed, ramp = _least_squares([flops / peak, nbytes / bandwidth, np.ones_like(flops)], seconds)[0]
+        return cls(1 / slowness, ramp, exposed)
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """The speed of kernels that read and write."""
+
+    best: float  # fraction of the bandwidth; more than 1 where a cache is faster than the memory behind it
+    ramp: float = 0.0  # s
+    far: float = 0.0  # how much longer a byte takes where nothing stays in the cache
+    cache: float = 1.0  # bytes of a kernel for which half of `far` counts
+
+    def seconds(self, nbytes: float, bandwidth: float) -> float:
+        """Seconds for moving `nbytes` on a device of `bandwidth` bytes/s, without the launch."""
+        return nbytes / (self.best * bandwidth) * (1 + self.far * nbytes / (nbytes + self.cache)) + self.ramp
+
+    def achieved(self, nbytes: float, bandwidth: float) -> float:
+        """Fraction of `bandwidth` that a kernel of so many bytes reaches."""
+        return nbytes / (bandwidth * self.seconds(nbytes, bandwidth))
+
+    @classmethod
+    def fit(cls, samples: Sequence[tuple[float, float]], bandwidth: float) -> Self:
+        """The curve that is nearest to measured (bytes, seconds), in relative errors."""
+        nbytes, seconds = np.array(samples, dtype=float).T
+        near, fixed = nbytes / bandwidth, np.ones_like(nbytes)
+        found = []
+        # A cache beyond what was measured would be told by the noise.
+        for cache in np.geomspace(nbytes.min(), nbytes.max(), _CACHES):
+            (slowness, ramp, far), error = _least_squares([near, fixed, near * nbytes / (nbytes + cache)], seconds)
+            found.append((error, cls(1 / slowness, ramp, far / slowness, float(cache))))
+        return min(found, key=lambda pair: pair[0])[1]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Curves by sort of kernel."""
+
+    compute: Mapping[ComputeKind, ComputeCurve]
+    memory: Mapping[MemoryKind, MemoryCurve]
+
+    @classmethod
+    def default(
+        cls,
+        best_matmul: float = float(np.mean(list(BEST_MATMUL.values()))),
+        best_copy: float = BEST_COPY,
+        best_attention: float = 0.73,
+    ) -> Self:
+        """What may be expected of a data-centre GPU before one is measured.
+
+        best: of products and convolutions (implicit products) `best_matmul`; of attention `best_attention` forward and
+        63/73 of it backward (Dao, FlashAttention-2, 2023, section 4.1: 0.73 and 0.63 on an A100); of copies
+        `best_copy`, and the other kernels that move bytes are taken for as good. The ramp of a product, 5 us, has no
+        source but the order of magnitude of its waves of tiles.
+        """
+        ramp = 5e-6
+        product = ComputeCurve(best_matmul, ramp)
+        compute: dict[ComputeKind, ComputeCurve] = dict.fromkeys(COMPUTE_KINDS, product)
+        backward = ComputeCurve(best_attention * 63 / 73, ramp)
+        compute |= {"attention": ComputeCurve(best_attention, ramp), "attention_backward": backward}
+        return cls(compute, {kind: MemoryCurve(best_copy) for kind in MEMORY_KINDS})
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        return {
+            "compute": {kind: asdict(curve) for kind, curve in self.compute.items()},
+            "memory": {kind: asdict(curve) for kind, curve in self.memory.items()},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        return cls(
+            {kind: ComputeCurve(**curve) for kind, curve in value["compute"].items()},
+            {kind: MemoryCurve(**curve) for kind, curve in value["memory"].items()},
+        )
+
+
+def _least_squares(columns: Sequence[np.ndarray], seconds: np.ndarray) -> tuple[tuple[float, ...], float]:
+    """Coefficients >= 0 (the first > 0) for which the columns' sum is nearest to `seconds`, and its squared error.
+
+    An error is the logarithm of a ratio, so that half and double count the same: to a small one, (model - seconds) /
+    sqrt(model seconds) is equal, which reweighting reaches in a few rounds.
+    """
+    matrix = np.stack(columns, axis=1)
+    model = seconds
+    for _ in range(_ROUNDS):
+        weights = 1 / np.sqrt(model * seconds)
+        coefficients = _non_negative(matrix * weights[:, None], seconds * weights)
+        model = matrix @ coefficients
+    return tuple(float(c) for c in coefficients), float((np.log(model / seconds) ** 2).sum())
+
+
+def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The x >= 0, first entry > 0, that minimizes |matrix x - target|, all entries of `matrix` being >= 0.
+
+    At the optimum some entries are at their bound and the others as if there were no bounds: the best of all subsets
+    of the columns, 2^(n - 1) small problems for n columns. The first column alone always gives a positive entry.
+    """
+    found: list[tuple[float, tuple[float, ...]]] = []
+    n = matrix.shape[1]
+    for others in itertools.chain.from_iterable(itertools.combinations(range(1, n), k) for k in range(n)):
+        chosen = [0, *others]
+        part, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
+        if part[0] > 0 and (part >= 0).all():
+            whole = np.zeros(n)
+            whole[chosen] = part
+            found.append((float(((matrix @ whole - target) ** 2).sum()), tuple(whole)))
+    return np.array(min(found)[1])

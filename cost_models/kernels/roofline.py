@@ -1,0 +1,120 @@
+"""Seconds of the operators of a graph on a device that need not be there.
+
+A kernel takes as long as the slower of its two roofs, and its launch (Williams, Waterman, Patterson: Roofline, 2009):
+
+    FLOP/s |        ________ achievable peak      seconds = max(FLOPs / achievable, bytes / bandwidth) + launch
+           |      /
+           |    /  bytes/s x intensity            The roofs are curves of the kernel's size: see `efficiency`.
+           |__/______________ FLOPs per byte
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from cost_models.hardware.specs import DeviceSpec
+from cost_models.kernels.efficiency import Efficiency, filled
+from cost_models.kernels.kernel import ComputeKind, Kernel, MemoryKind
+from cost_models.kernels.work import OperatorWork, count
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device can do at best."""
+
+    peak_flops: Mapping[torch.dtype, float]  # FLOP/s of dense products by the dtype of the factors
+    bandwidth: float  # bytes/s of its memory
+    launch: float  # s: starting a kernel
+    units: int = 0  # multiprocessors, among which the tiles of a product are divided; 0: not known
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s at `dtype`.
+
+        Raises:
+            ValueError: the device's FLOP/s at `dtype` are not known.
+        """
+        if dtype not in self.peak_flops:
+            known = ", ".join(str(d) for d in self.peak_flops)
+            raise ValueError(f"the device's FLOP/s are not known for {dtype}; known are {known}")
+        return self.peak_flops[dtype]
+
+
+def rates_of(spec: DeviceSpec) -> Rates:
+    """What a data sheet states; float32 products on tensor cores where torch allows it just now.
+
+    Curves that were measured know the device's units already.
+    """
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return Rates(spec.by_dtype(tf32), spec.bandwidth, spec.launch, 0 if spec.curves else spec.units)
+
+
+def efficiency_of(spec: DeviceSpec) -> Efficiency:
+    """How much of that its kernels reach: the curves that were measured of it, or else the usual ones, which end at
+    the fractions that its large kernels reach."""
+    if spec.curves:
+        return Efficiency.from_json(spec.curves)
+    return Efficiency.default(spec.flops_efficiency, spec.bandwidth_efficiency, spec.attention_efficiency)
+
+
+@dataclass(frozen=True)
+class OperatorEstimate:
+    """What one node of a graph does and how long it takes."""
+
+    forward_flops: int
+    backward_flops: int
+    forward_bytes: int  # read and written
+    backward_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+def estimate(
+    module: fx.GraphModule,
+    rows: int,
+    rates: Rates,
+    efficiency: Efficiency,
+    *,
+    training: bool = True,
+    inputs: Sequence[Any] | None = None,
+) -> dict[str, OperatorEstimate]:
+    """Costs of every node of a flat graph that computes, at `rows` samples; nothing is run.
+
+    `module`, `rows`, `training` and `inputs` are as for `work.count`, which raises what it raises.
+
+    Raises:
+        ValueError: FLOP/s for the dtype of a product are not known.
+    """
+    counted = count(module, rows, training=training, inputs=inputs)
+    return {name: price(work, rates, efficiency) for name, work in counted.items()}
+
+
+def price(work: OperatorWork, rates: Rates, efficiency: Efficiency) -> OperatorEstimate:
+    """What work that was counted costs on a device.
+
+    Raises:
+        ValueError: FLOP/s for the dtype of a product are not known.
+    """
+    return OperatorEstimate(
+        sum(k.flops for k in work.forward),
+        sum(k.flops for k in work.backward),
+        sum(k.nbytes for k in work.forward),
+        sum(k.nbytes for k in work.backward),
+        sum(kernel_seconds(k, rates, efficiency) for k in work.forward),
+        sum(kernel_seconds(k, rates, efficiency) for k in work.backward),
+    )
+
+
+def kernel_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
+    """Seconds of one kernel, launch included."""
+    if not kernel.flops:
+        moving = efficiency.memory[cast(MemoryKind, kernel.kind)].seconds(kernel.nbytes, rates.bandwidth)
+        return moving + rates.launch
+    moving = efficiency.memory["pointwise"].seconds(kernel.nbytes, rates.bandwidth)
+    curve = efficiency.compute[cast(ComputeKind, kernel.kind)]
+    flops = kernel.flops * (1 - kernel.skipped) / filled(kernel.sizes, rates.units)
+    return max(curve.seconds(flops, kernel.nbytes, rates.peak(kernel.dtype), rates.bandwidth), moving) + rates.launch

@@ -1,0 +1,78 @@
+"""A device at hand as a `DeviceSpec`: its best product, copy and launch, timed in about a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from cost_models.hardware.devices import Device
+from cost_models.hardware.specs import DeviceSpec
+
+ROUNDS = 5  # the best of them counts: what the device can do, not how busy it is just now
+LAUNCHES = 200
+
+_PRODUCT = {"cpu": 768, "cuda": 8192}  # rows of square factors: large enough to be limited by arithmetic
+_COPY = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes: larger than caches
+
+
+def measure_spec(device: Device) -> DeviceSpec:
+    """What `device` reaches, with its own number of threads; its efficiencies are 1, as the figures are reached ones.
+
+    Dtypes in which a product is slower than in float32 are left out: there float32 is what to compare with.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(device.threads)
+    try:
+        single = _product_rate(device.torch_device, torch.float32)
+        peaks = {"float32": single}
+        for dtype in (torch.float16, torch.bfloat16):
+            rate = _product_rate(device.torch_device, dtype)
+            if rate > single:
+                peaks[str(dtype).removeprefix("torch.")] = rate
+        bandwidth = _copy_rate(device.torch_device)
+        launch = _launch_seconds(device.torch_device)
+    finally:
+        torch.set_num_threads(before)
+    source = f"measured, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
+    sources = dict.fromkeys(("peak_flops", "memory", "bandwidth", "launch"), source)
+    return DeviceSpec(device.kind, peaks, device.memory, bandwidth, 1.0, 1.0, launch, sources=sources)
+
+
+def _product_rate(place: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square product."""
+    n = _PRODUCT[place.type]
+    a, b = (torch.ones(n, n, dtype=dtype, device=place) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * n**3 / _best(lambda: torch.mm(a, b, out=out), place)
+
+
+def _copy_rate(place: torch.device) -> float:
+    """Bytes/s, read and written, of copying within the device's memory."""
+    source = torch.ones(_COPY[place.type], dtype=torch.uint8, device=place)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _best(lambda: target.copy_(source), place)
+
+
+def _launch_seconds(place: torch.device) -> float:
+    """Seconds an operator on one element takes when many are queued."""
+    tensor = torch.zeros(1, device=place)
+
+    def launches() -> None:
+        for _ in range(LAUNCHES):
+            tensor.add_(1.0)
+
+    return _best(launches, place) / LAUNCHES
+
+
+def _best(action: Callable[[], object], place: torch.device) -> float:
+    """The shortest of some runs, in seconds, after one that does not count."""
+    seconds = []
+    for _ in range(1 + ROUNDS):
+        start = time.perf_counter()
+        action()
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

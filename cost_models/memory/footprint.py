@@ -1,0 +1,66 @@
+"""Bytes of one pass over a torch.fx graph, counted by storages: of real tensors, or of tensors on the meta device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_models.graphs import device_of, private_copy, run_nodes, storage_key, tensors_in
+from cost_models.kernels.device_kernels import DeviceKernels
+
+
+@dataclass(frozen=True)
+class GraphBytes:
+    """Bytes of one pass at one micro-batch size."""
+
+    rows: int
+    output: dict[str, int]  # node -> bytes of its output tensors
+    fresh: dict[str, int]  # node -> bytes of storages that it allocated for them
+    saved: dict[str, list[tuple[int, int]]]  # node -> (storage id, bytes) kept for backward, parameters left out
+
+
+def measure_bytes(
+    module: fx.GraphModule, inputs: list[Any], rows: int, training: bool, device_type: str = "cpu"
+) -> GraphBytes:
+    """One pass that counts bytes by storages: what each node returns, allocates, and keeps for backward.
+
+    It runs where `inputs` are. On the meta device nothing is allocated, and the bytes are those of a pass on a device
+    of `device_type`, whose kernels may keep other tensors than those of another.
+    """
+    device = device_of(inputs)
+    own = private_copy(module, device)
+    resident = {storage_key(t) for t in [*own.parameters(), *own.buffers()]}
+    output: dict[str, int] = {}
+    fresh: dict[str, int] = {}
+    saved: dict[str, list[tuple[int, int]]] = {}
+    known: set[int] = {storage_key(t) for t in inputs if isinstance(t, torch.Tensor)} | resident
+    pending: dict[int, int] = {}
+    alive: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> None:
+        """Nothing is kept, as no backward follows: an operator that kept its own result would never be freed."""
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        alive.append(storage)  # while it lives its key is its identity
+        if key not in resident and storage.nbytes():
+            pending[key] = storage.nbytes()
+
+    def on_node(node: fx.Node, value: Any, _: float) -> None:
+        tensors = tensors_in(value)
+        output[node.name] = sum(t.numel() * t.element_size() for t in tensors)
+        storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+        fresh[node.name] = sum(n for key, n in storages.items() if key not in known)
+        known.update(storages)
+        alive.append(value)
+        saved[node.name] = sorted(pending.items())
+        pending.clear()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing)
+    kernels = DeviceKernels(device_type) if device.type == "meta" else nullcontext()
+    with torch.set_grad_enabled(training), hooks, kernels:
+        run_nodes(own, inputs, on_node)
+    alive.clear()  # autograd's nodes hold `pack`, which holds this, and so the nodes: Python could not free them
+    return GraphBytes(rows, output, fresh, saved)

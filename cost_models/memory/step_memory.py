@@ -1,0 +1,279 @@
+"""What a training step has in memory, moment by moment, without running it.
+
+The step is gone through on the meta device, where tensors have sizes and no memory: the forward operator by operator,
+the backward by autograd itself, the step by the optimizer itself. What lives when is noted (`Allocations`), and told
+apart by what it is for:
+
+```
+    parameters   |############################|
+    optimizer    |############################|   in the first step of all, only from its end on
+    gradients    |          ..################|   each from when it appears
+    activations  |..##############..          |   kept for the backward, or by the caller
+    transient    |.   .  .   . ..  .  . .   . |   on their way
+                  forward   | backward  | step
+```
+
+Not counted: what libraries allocate for their kernels (workspaces of cuBLAS, cuDNN and oneDNN).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from cost_models.graphs import on_meta, private_copy, run_nodes, tensors_in
+from cost_models.kernels.device_kernels import DeviceKernels
+from cost_models.memory.allocations import Allocations
+from cost_models.memory.devices import optimizer_state_elements
+from cost_models.memory.recomputation import recomputing
+from cost_models.memory.training_memory import FRAGMENTATION, Precision, TrainingMemory
+
+BLOCK = {"cpu": 1, "cuda": 512}
+"""By device type, what sizes are multiples of (kMinBlockSize in c10/cuda/CUDACachingAllocator.h)."""
+
+Loss = Callable[[tuple[Any, ...]], torch.Tensor]
+
+_MOMENTS = ("forward", "backward", "step")
+
+# Columns of tables, in the order of the fields of TrainingMemory.
+_ROLES = 6
+_PARAMETERS, _GRADIENTS, _OPTIMIZER, _BUFFERS, _ACTIVATIONS, _TRANSIENT = range(_ROLES)
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on one device when the most are in use, in each moment of a step."""
+
+    forward: TrainingMemory  # the loss included
+    backward: TrainingMemory
+    step: TrainingMemory  # of the optimizer
+
+    @property
+    def moment(self) -> str:
+        """When the most are in use: "forward", "backward" or "step"."""
+        return max(_MOMENTS, key=lambda moment: getattr(self, moment).total)
+
+    @property
+    def peak(self) -> TrainingMemory:
+        found: TrainingMemory = getattr(self, self.moment)
+        return found
+
+    def __str__(self) -> str:
+        names = [*(field.name for field in fields(TrainingMemory)), "total"]
+        columns = [(*astuple(m), m.total) for m in (self.forward, self.backward, self.step)]
+        lines = ["MB".ljust(12) + "".join(name.rjust(12) for name in _MOMENTS)]
+        for name, *values in zip(names, *columns, strict=True):
+            lines.append(name.ljust(12) + "".join(f"{value / 1e6:12.1f}" for value in values))
+        return "\n".join(lines)
+
+
+def step_memory(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    loss: Loss | None = None,
+    optimizer: str = "adamw",
+    precision: Precision | None = None,
+    zero: int = 0,
+    replicas: int = 1,
+    recompute: Iterable[Collection[str]] = (),
+    first: bool = False,
+    accumulate: bool = False,
+    device_type: str = "cpu",
+) -> StepMemory:
+    """Bytes in use in a training step of a flat graph, on each of `replicas` devices.
+
+    `inputs`: the flat inputs, of whose tensors sizes, strides and dtypes matter; they count as activations. The step:
+
+        outputs = module(*inputs); loss(outputs).backward(); optimizer.step()
+
+    with no gradients before, and `outputs` held to its end. `loss` is called with meta tensors; without it, the
+    backward starts from all outputs that are scalars, or else from all.
+    `optimizer`: "none" or one of torch.optim with its defaults, which go through the parameters one by one on a CPU and
+    treat all at once on CUDA: "sgd", "momentum", "adam", "adamw", "adafactor".
+    `precision`: of parameters, gradients and states; None: as in the graph. Activations are in the graph's dtypes.
+    `zero`: the stage of ZeRO, see `training_memory`. The parameters of an operator that runs (stage 3) and a gradient
+    that is not yet summed over the replicas (stages 2 and 3) are there whole.
+    `recompute`: groups of operators (names of nodes, see `nodes_inside`) that keep their inputs alone and run again
+    for their backward, each group at once.
+    `first`: the first step of all, in which the optimizer's states appear. `accumulate`: gradients are there before.
+
+    O(operators), about a millisecond each.
+
+    Raises:
+        ValueError: an unknown optimizer, stage or device type, no replicas, groups to recompute that are unknown or
+            cannot run at once, or nothing to train.
+    """
+    if zero not in range(4) or replicas < 1:
+        raise ValueError(f"ZeRO has stages 0 to 3 over one or more replicas, not stage {zero} over {replicas}")
+    if device_type not in BLOCK:
+        raise ValueError(f"unknown device type {device_type!r}; known are {', '.join(BLOCK)}")
+    optimizer_state_elements(optimizer, ())  # raises for one that is unknown
+    rehearsal = _Rehearsal(module, inputs, recompute, accumulate, device_type)
+    rehearsal.forward_and_backward(loss)
+    rehearsal.step(optimizer)
+    course = rehearsal.course(precision)
+    in_use = course.in_use(first)
+    moments = []
+    for index, (start, end) in enumerate(zip(course.ends, course.ends[1:], strict=False)):
+        shares = np.ones(_ROLES)
+        for stage, role in ((1, _OPTIMIZER), (2, _GRADIENTS), (3, _PARAMETERS)):
+            shares[role] = 1 / replicas if zero >= stage else 1
+        whole = 0.0
+        if _MOMENTS[index] == "step":
+            shares[_TRANSIENT] = 1 / replicas if zero else 1  # each updates its part
+        else:
+            gradient = course.largest_gradient if _MOMENTS[index] == "backward" and zero >= 2 else 0
+            whole = (gradient + (course.largest_read if zero == 3 else 0)) * (1 - 1 / replicas)
+        parts = in_use[start - 1 : end] * shares
+        parts[:, _TRANSIENT] += whole
+        most = [math.ceil(nbytes) for nbytes in parts[parts.sum(axis=1).argmax()]]
+        most.append(math.ceil(sum(most) * FRAGMENTATION[device_type]))
+        moments.append(TrainingMemory(*most))
+    return StepMemory(*moments)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What a step did, storage by storage. An event is the place of a storage that appears, ~place of one that goes."""
+
+    sizes: np.ndarray  # [storages] bytes
+    roles: np.ndarray  # [storages]
+    events: np.ndarray  # [events]
+    ends: Sequence[int]  # events before the forward, and up to its end, that of the backward and that of the step
+    masters: int  # bytes of copies that the optimizer updates
+    largest_gradient: float  # bytes
+    largest_read: float  # bytes of parameters that one operator reads
+
+    def in_use(self, first: bool) -> np.ndarray:
+        """[events, roles] bytes after every event; states are there from the start but in the `first` step."""
+        places = np.where(self.events < 0, ~self.events, self.events)
+        changes = np.zeros((len(places), _ROLES))
+        changes[np.arange(len(places)), self.roles[places]] = self.sizes[places] * np.where(self.events < 0, -1, 1)
+        found = changes.cumsum(axis=0)
+        if not first:
+            found[:, _OPTIMIZER] = self.sizes[self.roles == _OPTIMIZER].sum()
+        found[:, _OPTIMIZER] += self.masters
+        return found
+
+
+class _Rehearsal:
+    """A step on the meta device."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        recompute: Iterable[Collection[str]],
+        accumulate: bool,
+        device_type: str,
+    ) -> None:
+        own = private_copy(module, torch.device("meta"))
+        if not accumulate:
+            own.zero_grad(set_to_none=True)
+        self.device_type = device_type
+        self.own, self.graph = own, recomputing(own, recompute, self._contexts)
+        self.inputs = [on_meta(x) for x in inputs]
+        self.parameters = list(own.parameters())
+        self.buffers = list(own.buffers())
+        self.states: list[torch.Tensor] = []
+        self.kept: list[int] = []  # storages alive after the forward
+        self.notes = Allocations(BLOCK[device_type])
+        for tensors in (self.parameters, self.buffers, tensors_in(self.inputs), self.gradients):
+            self.notes.note(tensors)
+        self.ends = [len(self.notes.events)]
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around operators that run, and run again: torch has no function modes within a backward."""
+        return nullcontext(), DeviceKernels(self.device_type)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters if p.grad is not None]
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def forward_and_backward(self, loss: Loss | None) -> None:
+        with torch.enable_grad(), DeviceKernels(self.device_type), self.notes:
+            self.outputs = run_nodes(self.graph, self.inputs, lambda *_: None)  # the caller holds them
+            roots = _roots(self.outputs) if loss is None else [loss(self.outputs)]
+            self.kept = self.notes.living()
+            self.ends.append(len(self.notes.events))
+            self.notes.in_backward = True
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            self.notes.in_backward = False
+        self.ends.append(len(self.notes.events))
+
+    def step(self, optimizer: str) -> None:
+        if optimizer != "none":
+            foreach = self.device_type == "cuda" and optimizer != "adafactor"  # which is for those short of memory
+            with self.notes:
+                steps = _OPTIMIZERS[optimizer](self.trained, lr=1e-3, foreach=foreach)
+                steps.step()
+            found = tensors_in([list(state.values()) for state in steps.state.values()])
+            self.states = [state for state in found if state.is_meta]  # counters of steps are on the CPU
+        self.ends.append(len(self.notes.events))
+
+    def course(self, precision: Precision | None) -> _Course:
+        notes = self.notes
+        sizes = np.array(notes.nbytes, dtype=float)
+        roles = np.full(len(sizes), _TRANSIENT)
+        roles[[*self.kept, *notes.remade]] = _ACTIVATIONS
+        roles[notes.note(tensors_in(self.inputs))] = _ACTIVATIONS
+        roles[notes.note(self.buffers)] = _BUFFERS
+        masters, each = 0, {}
+        if precision is not None:
+            each = {_PARAMETERS: precision.parameter, _GRADIENTS: precision.gradient, _OPTIMIZER: precision.state}
+            masters = precision.master * sum(p.numel() for p in self.trained)
+            updated = (precision.master or precision.parameter) / max(p.element_size() for p in self.parameters)
+            sizes[[place for place in notes.events[self.ends[2] : self.ends[3]] if place >= 0]] *= updated
+        for role, tensors in ((_PARAMETERS, self.parameters), (_GRADIENTS, self.gradients), (_OPTIMIZER, self.states)):
+            for place, tensor in zip(notes.note(tensors), tensors, strict=True):
+                roles[place] = role
+                if role in each:
+                    sizes[place] = notes.nbytes[place] // tensor.element_size() * each[role]
+        return _Course(
+            sizes,
+            roles,
+            np.array(notes.events[: self.ends[-1]]),
+            self.ends,
+            masters,
+            largest_gradient=max(sizes[roles == _GRADIENTS], default=0),
+            largest_read=max((sizes[places].sum() for places in self._read()), default=0),
+        )
+
+    def _read(self) -> list[list[int]]:
+        """For every operator the places of the parameters that it reads."""
+        own = dict(self.own.named_parameters(remove_duplicate=False))
+        found = []
+        for node in self.own.graph.nodes:
+            names = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr"]
+            if node.op == "call_module":
+                names += [name for name in own if name.startswith(f"{node.target}.")]
+            found.append(sorted(set(self.notes.note(own[name] for name in names if name in own))))
+        return found
+
+
+def _roots(outputs: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Where a backward without a loss of its own starts: at the scalars (losses) if there are any, or at all."""
+    found = [t for t in tensors_in(outputs) if t.requires_grad]
+    if not found:
+        raise ValueError("no output of the graph wants a gradient: there is nothing to train")
+    return [t for t in found if t.dim() == 0] or found

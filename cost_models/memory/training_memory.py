@@ -1,0 +1,158 @@
+"""Bytes that a device needs to train: what lies there always, and what comes and goes within a step.
+
+```
+    bytes |        /\\  ____        activations grow in the forward and go in the backward, while gradients
+          |       /  \\/    \\       appear; then the optimizer's step needs some room of its own
+          |______/          \\___
+          | parameters, optimizer state, buffers
+          +---------------------- time: forward, backward, step
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_models.memory.devices import optimizer_state_elements
+
+FRAGMENTATION = {"cpu": 0.0, "cuda": 0.05}
+"""By device type, the fraction of everything else set aside for gaps between blocks. On a CPU a gap in the address
+space is no memory. On CUDA this is a choice: PyTorch's allocator cuts blocks from segments of 2 MiB and more."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element of a trained parameter."""
+
+    parameter: int = 4
+    gradient: int = 4
+    master: int = 0  # a copy in higher precision that the optimizer updates
+    state: int = 4  # of a number that the optimizer keeps
+
+
+FULL = Precision()
+"""float32; with torch.autocast as well, whose casts of parameters come and go."""
+
+MIXED = Precision(parameter=2, gradient=2, master=4)
+"""16-bit parameters and gradients, float32 copy and states: 2 + 2 + K bytes an element, K = 12 for Adam (Rajbhandari et
+al., ZeRO, 2020, section 3.1)."""
+
+MIXED_FULL_GRADIENTS = Precision(parameter=2, gradient=4, master=4)
+"""The same with gradients summed in float32, as Megatron-LM and FSDP2 do by default."""
+
+HALF = Precision(parameter=2, gradient=2, state=2)
+"""All in 16 bits: what torch.optim makes of a model in bfloat16."""
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on one device when the most are in use."""
+
+    parameters: int
+    gradients: int
+    optimizer: int  # states and master copies
+    buffers: int
+    activations: int  # kept for the backward, beyond the room that gradients take over from them
+    transient: int  # results of operators and gradients of activations on their way
+    reserve: int  # for fragmentation
+
+    @property
+    def total(self) -> int:
+        states = self.parameters + self.gradients + self.optimizer + self.buffers
+        return states + self.activations + self.transient + self.reserve
+
+
+def training_memory(
+    shapes: Iterable[Sequence[int]],
+    *,
+    optimizer: str = "adam",
+    precision: Precision = FULL,
+    zero: int = 0,
+    replicas: int = 1,
+    activations: int = 0,
+    buffers: int = 0,
+    transient: int = 0,
+    device_type: str = "cpu",
+) -> TrainingMemory:
+    """Bytes on each of `replicas` devices that train parameters of `shapes`, the same in all.
+
+    `zero` is the stage of ZeRO (Rajbhandari et al., 2020, section 5; FSDP is stage 3), for P elements and r replicas:
+
+        stage   parameters   gradients   optimizer
+        0           p P         g P         k P        p, g: bytes an element; k: master copy and states
+        1           p P         g P         k P / r
+        2           p P         g P / r     k P / r
+        3           p P / r     g P / r     k P / r    (what is gathered to be used is `transient`)
+
+    `activations`: see `activation_bytes`, `recomputed_bytes` and, with gradients that appear in the backward,
+    `backward_peak`. `transient`: the most that operators need beside what they keep; at least `step_bytes`, if a step
+    finds no activations left.
+
+    Raises:
+        ValueError: an unknown optimizer, stage or device type, or no replicas.
+    """
+    if zero not in range(4) or replicas < 1:
+        raise ValueError(f"ZeRO has stages 0 to 3 over one or more replicas, not stage {zero} over {replicas}")
+    if device_type not in FRAGMENTATION:
+        raise ValueError(f"unknown device type {device_type!r}; known are {', '.join(FRAGMENTATION)}")
+    sizes = [tuple(shape) for shape in shapes]
+    elements = sum(math.prod(shape) for shape in sizes)
+    states = sum(optimizer_state_elements(optimizer, shape) for shape in sizes)
+    whole = (
+        (3, elements * precision.parameter),
+        (2, elements * precision.gradient),
+        (1, elements * precision.master + states * precision.state),
+    )
+    parameters, gradients, state = (-(-nbytes // replicas) if zero >= stage else nbytes for stage, nbytes in whole)
+    used = parameters + gradients + state + buffers + activations + transient
+    reserve = math.ceil(used * FRAGMENTATION[device_type])
+    return TrainingMemory(parameters, gradients, state, buffers, activations, transient, reserve)
+
+
+def activation_bytes(saved: Iterable[Mapping[Hashable, int]], in_flight: int = 1) -> int:
+    """Bytes kept for the backward of `in_flight` micro-batches.
+
+    `saved`: for every operator the storages that it keeps for its backward, each with its bytes; what several operators
+    keep is there once.
+    """
+    storages: dict[Hashable, int] = {}
+    for kept in saved:
+        storages |= kept
+    return in_flight * sum(storages.values())
+
+
+def recomputed_bytes(inputs: Sequence[int], saved: Sequence[int], in_flight: int = 1) -> int:
+    """The same where every segment of the model keeps its input alone and runs again for its backward.
+
+    One segment at a time has its `saved` activations, the others only their `inputs` (Chen et al., Training Deep Nets
+    with Sublinear Memory Cost, 2016, section 4.1).
+    """
+    return in_flight * sum(inputs) + max(saved, default=0)
+
+
+def backward_peak(saved: Sequence[int], gradients: Sequence[int]) -> int:
+    """The most bytes of activations and parameters' gradients together in a backward that starts without gradients.
+
+    By operator in forward order: the backward of operator i finds the activations of operators up to i, and leaves
+    gradients of those from i on. O(operators).
+
+        max over i of  saved[0] + .. + saved[i] + gradients[i] + .. + gradients[-1]
+
+    For `training_memory`, which counts all gradients, activations are this less the sum of `gradients`. Where
+    gradients are there from the start (an earlier micro-batch left them), the peak is just the sum of both.
+    """
+    before = itertools.accumulate(saved)
+    after = list(itertools.accumulate(reversed(gradients)))[::-1]
+    return max((kept + made for kept, made in zip(before, after, strict=True)), default=0)
+
+
+def step_bytes(parameters: Sequence[int], foreach: bool) -> int:
+    """Bytes that an optimizer's step needs for a while, given those of every parameter.
+
+    torch.optim goes through the parameters one by one on a CPU; with `foreach`, the default on CUDA, it treats all at
+    once, which "uses ~ sizeof(params) more peak memory" (documentation of torch.optim.Adam).
+    """
+    return sum(parameters) if foreach else max(parameters, default=0)

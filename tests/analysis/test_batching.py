@@ -1,0 +1,376 @@
+"""Splitting the batch never changes what a model returns: it is split where that is safe, and said where it is not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_gradients, assert_same_outputs, gradients, sum_of_squares
+from torch import nn
+from torch.nn import functional as F
+
+import autopar
+from autopar import AutoparWarning, PipelinedModule, Plan
+from autopar.analysis.batching import Batching, study
+from autopar.capture.program import capture
+
+BATCH = 5
+
+
+class Floats(nn.Module):
+    """`tail(model, hidden, x)` of hidden = a(x)."""
+
+    def __init__(self, tail: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.tail = nn.Linear(8, 8), nn.Linear(8, 1), tail
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.a(x)
+        return self.tail(self, hidden, x)
+
+
+class Tokens(nn.Module):
+    """`tail(model, hidden, tokens)` of the mean embedding of each row of tokens."""
+
+    def __init__(self, tail: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.tail = nn.Embedding(10, 8), nn.Linear(8, 1), tail
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        hidden = self.a(tokens).mean(1)
+        return self.tail(self, hidden, tokens)
+
+
+def studied(model: nn.Module, *args: torch.Tensor) -> Batching:
+    program = capture(model, args, {})
+    bound = program.bind(args, {})
+    assert bound is not None
+    return study(program, bound[0])
+
+
+def compare(model: nn.Module, example: torch.Tensor, *others: torch.Tensor, n_microbatches: int = 3) -> PipelinedModule:
+    """Assert that the pipelined model equals the original on the example and then on other calls."""
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=Plan.from_split({"a": 0}, n_microbatches=n_microbatches,
+                                                                       devices=[("cpu:0", "cpu:1")]))  # fmt: skip
+    for x in (example, *others):
+        expected = model(x)
+        sum_of_squares(expected).backward()
+        wanted = gradients(model)
+        found = pm(x)
+        assert_same_outputs(found, expected)
+        sum_of_squares(found).backward()
+        assert_same_gradients(gradients(pm), wanted)
+    return pm
+
+
+SAFE = {
+    "rows": lambda m, h, x: m.b(h),
+    "batch in the last dimension": lambda m, h, x: m.b(h).t(),
+    "two entries a sample": lambda m, h, x: h.repeat_interleave(2, 0),
+    "batch folded into the rows": lambda m, h, x: h.reshape(-1, 4),
+    "mean loss": lambda m, h, x: F.mse_loss(m.b(h), x[:, :1]),
+    "sum loss": lambda m, h, x: F.mse_loss(m.b(h), x[:, :1], reduction="sum"),
+    "sum divided by the batch": lambda m, h, x: m.b(h).sum() / x.shape[0],
+    "shared result": lambda m, h, x: (m.b(h), m.b.weight * 2, torch.arange(4)),
+    "count of samples": lambda m, h, x: (m.b(h), (x == x).all(1).sum()),
+}
+MIXING = {
+    "centred": (lambda m, h, x: m.b(h - h.mean(0)), "sub"),
+    "centred in place": (lambda m, h, x: m.b(h.sub_(h.mean(0))), "(sub_|linear)"),  # the two share one memory
+    "softmax over the batch": (lambda m, h, x: m.b(h.softmax(0)), "softmax"),
+    "similarities": (lambda m, h, x: h @ h.t(), "matmul"),
+    "similarities summed away": (lambda m, h, x: (h @ h.t()).sum(1), "matmul"),
+    "root of a mean": (lambda m, h, x: F.mse_loss(m.b(h), x[:, :1]).sqrt(), "sqrt"),
+    "running sum": (lambda m, h, x: m.b(h).cumsum(0), "cumsum"),
+    "reversed": (lambda m, h, x: m.b(h).flip(0), "flip"),
+    "sorted": (lambda m, h, x: m.b(h).sort(0).values, "sort"),
+    "relative to the first": (lambda m, h, x: m.b(h - h[:1]), "slice"),
+    "first sample only": (lambda m, h, x: m.b(h)[0], "select"),
+    "scaled by the batch": (lambda m, h, x: m.b(h) * x.shape[0], "mul"),
+    "numbered": (lambda m, h, x: m.b(h) + torch.arange(x.shape[0])[:, None], "add"),
+    "doubled along the batch": (lambda m, h, x: torch.cat([h, x], 0), "cat"),
+    "largest": (lambda m, h, x: (m.b(h), h.max()), "max"),
+    "slightly mixed": (lambda m, h, x: m.b(h + 1e-3 * h.mean(0)), "add"),
+    "mixed beside masked": (
+        lambda m, h, x: torch.where(torch.arange(8) == 0, torch.finfo(torch.float32).min, h - h.mean(0)),
+        "sub",
+    ),
+}
+
+
+@pytest.mark.parametrize("tail", SAFE.values(), ids=list(SAFE))
+def test_a_batch_whose_samples_do_not_meet_is_split(tail: Callable[..., Any]) -> None:
+    model = Floats(tail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AutoparWarning)
+        pm = compare(model, torch.randn(BATCH, 8), torch.randn(7, 8))
+    assert pm.plan is not None
+    assert pm.plan.n_microbatches == 3
+
+
+@pytest.mark.parametrize(("tail", "operator"), MIXING.values(), ids=list(MIXING))
+@pytest.mark.parametrize("example", ["random", "zeros"])
+def test_a_batch_whose_samples_meet_stays_whole_and_the_operator_is_named(
+    tail: Callable[..., Any], operator: str, example: str
+) -> None:
+    model = Floats(tail)
+    x = torch.randn(BATCH, 8) if example == "random" else torch.zeros(BATCH, 8)
+    with pytest.warns(
+        AutoparWarning, match=rf"not split into micro-batches: (aten\.)?{operator}\b.*test_batching\.py:\d+"
+    ):
+        compare(model, x, torch.randn(BATCH, 8), torch.randn(7, 8))
+
+
+@pytest.mark.parametrize("tail", [tail for tail, _ in MIXING.values()], ids=list(MIXING))
+def test_no_example_hides_by_chance_that_samples_meet(tail: Callable[..., Any]) -> None:
+    model = Floats(tail)
+    program = capture(model, (torch.randn(BATCH, 8),), {})
+    for rows in (2, 3, BATCH, BATCH, BATCH, BATCH, BATCH, 8, 8, 8):
+        for _ in range(4):
+            assert study(program, [torch.randn(rows, 8)]).obstacle
+
+
+INTEGER_TAILS = {
+    "centred": lambda m, h, t: m.b(h - h.mean(0)),
+    "count": lambda m, h, t: (m.b(h), (t != 0).sum()),
+    "any": lambda m, h, t: (m.b(h), (t != 0).any()),
+    "largest": lambda m, h, t: (m.b(h), t.max()),
+}
+
+
+@pytest.mark.parametrize("tail", INTEGER_TAILS.values(), ids=list(INTEGER_TAILS))
+@pytest.mark.parametrize("example", ["zeros", "various"])
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_integer_inputs_hide_nothing_even_if_the_example_is_all_zeros(tail: Callable[..., Any], example: str) -> None:
+    various = torch.arange(20).view(BATCH, 4) % 10
+    late = torch.zeros(BATCH, 4, dtype=torch.long)
+    late[-1] = 9  # what only the last micro-batch sees
+    compare(Tokens(tail), torch.zeros_like(various) if example == "zeros" else various, late, various.flip(0))
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_a_mean_over_the_samples_that_count_stays_one_even_if_all_count_in_the_example() -> None:
+    def tail(model: Tokens, h: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        counts = (t != 0).any(1)
+        return (model.b(h)[:, 0] * counts).sum() / counts.sum().clamp(1)
+
+    padded = torch.arange(20).view(BATCH, 4) % 10
+    padded[2:] = 0
+    compare(Tokens(tail), torch.ones(BATCH, 4, dtype=torch.long), padded)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 5])
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_squeeze_sees_the_batch_not_a_micro_batch_of_one(batch: int) -> None:
+    compare(Floats(lambda m, h, x: m.b(h).squeeze()), torch.randn(BATCH, 8), torch.randn(batch, 8))
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_sizes_among_the_outputs_are_those_of_the_whole_batch() -> None:
+    compare(Floats(lambda m, h, x: (m.b(h), x.shape[0], 2 * x.shape[0] + 1, x.shape[1])), torch.randn(BATCH, 8))
+
+
+def test_how_outputs_combine_is_read_off_the_samples() -> None:
+    def tail(model: Floats, h: torch.Tensor, x: torch.Tensor) -> Any:
+        return h, h.t(), h.mean(), h.sum(), model.b.weight * 2, "text", None
+
+    kinds = [(o.combine, o.batch_dim) for o in studied(Floats(tail), torch.randn(BATCH, 8)).outputs]
+    assert kinds == [
+        ("cat", 0),
+        ("cat", 1),
+        ("mean", None),
+        ("sum", None),
+        ("first", None),
+        ("constant", None),
+        ("constant", None),
+    ]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.second = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.b(self.norm(self.a(x)).relu()))
+
+
+def normed(**options: Any) -> tuple[nn.Module, PipelinedModule, nn.Module]:
+    """(the original, the same pipelined, the pipelined's model)."""
+    model = Normed()
+    twin = copy.deepcopy(model)
+    plan = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+    return model, autopar.parallelize(twin, ["cpu", "cpu"], plan=plan, **options), twin
+
+
+def test_exact_batch_norm_equals_the_original_in_training() -> None:
+    model, pm, _ = normed(batch_norm="exact")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AutoparWarning)
+        for _ in range(3):
+            x = torch.randn(6, 8)
+            expected, found = model(x), pm(x)
+            assert_same_outputs(found, expected)
+            expected.square().mean().backward()
+            found.square().mean().backward()
+            assert_same_gradients(gradients(pm), gradients(model))
+    torch.testing.assert_close(dict(pm.state_dict()), dict(model.state_dict()))
+    assert_same_outputs(pm.eval()(x), model.eval()(x))
+
+
+def test_batch_norm_of_micro_batches_warns_once_naming_the_first_layer_and_follows_its_definition() -> None:
+    model, pm, twin = normed()
+    x = torch.randn(6, 8)
+    with pytest.warns(AutoparWarning, match="'norm'.*batch_norm='exact'"):
+        found = pm(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AutoparWarning)
+        pm.train_step(x, target=torch.zeros(6), loss_fn=lambda output, _: output.square().mean())
+    parts = torch.cat([model(x[:3]), model(x[3:])])  # the definition: the model on every micro-batch in turn
+    torch.testing.assert_close(found, parts)
+    model(x[:3]), model(x[3:])
+    torch.testing.assert_close(dict(twin.state_dict()), dict(model.state_dict()))
+
+
+def test_buffers_live_in_the_model_and_move() -> None:
+    model, pm, twin = normed(batch_norm="exact")
+    before = {name: buffer.clone() for name, buffer in pm.named_buffers()}
+    pm(torch.randn(6, 8))
+    assert {name for name, _ in pm.named_buffers()} == {name for name, _ in model.named_buffers()}
+    for name, buffer in twin.named_buffers():
+        assert pm.state_dict()[name].data_ptr() == buffer.data_ptr()
+        assert not torch.equal(buffer, before[name]), f"{name} did not move"
+
+
+def test_replicas_of_a_stage_with_batch_norm_train_and_move_its_statistics() -> None:
+    model = Normed()
+    plan = Plan.from_split({"a": 0}, n_microbatches=2, devices=[("cpu:0", "cpu:1")])
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
+    with pytest.warns(AutoparWarning):
+        pm(torch.randn(6, 8)).square().mean().backward()
+    assert int(model.state_dict()["norm.num_batches_tracked"]) == 1, "the first replica's statistics are the model's"
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("batch_norm", ["per-microbatch", "exact"])
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_planning_leaves_running_statistics_alone(batch_norm: str) -> None:
+    model, x = Normed(), torch.randn(6, 8)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    autopar.parallelize(model, ["cpu", "cpu"], example_args=(x,), batch_norm=batch_norm)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Keeping(nn.Module):
+    """Writes a buffer other than batch norm's in every call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(8, 8), nn.Linear(8, 2), kind
+        self.count: torch.Tensor
+        self.mean: torch.Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        if self.kind == "count, read":
+            self.count += 1
+            return self.b(y) * self.count
+        if self.kind == "mean, in place":
+            self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return self.b(y)
+
+
+@pytest.mark.parametrize("kind", ["count, read", "mean, in place", "mean, assigned"])
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_buffers_that_a_model_writes_are_written_as_the_original_does(kind: str) -> None:
+    model = Keeping(kind)
+    twin = copy.deepcopy(model)
+    pm = autopar.parallelize(twin, ["cpu", "cpu"], plan=Plan.from_split({"a": 0, "b": 1}, n_microbatches=2))
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        assert_same_outputs(pm(x), model(x))
+    torch.testing.assert_close(dict(pm.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_outputs_of_sizes_that_depend_on_values_are_the_originals() -> None:
+    model = Floats(lambda m, h, x: m.b(h[(x[:, 0] > 0).nonzero().squeeze(1)]))
+    several = torch.randn(4, BATCH, 8)
+    several[1, :, 0] = 1.0  # all rows
+    several[2, :, 0] = -1.0  # none
+    several[3, :3, 0] = -1.0  # none in the first micro-batches
+    compare(model, *several)
+
+
+class Routed(nn.Module):
+    """Every sample goes through one of three linear layers, which it chooses; the samples of each go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.experts = nn.Linear(8, 8), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        order = h[:, :3].argmax(1).argsort(stable=True)
+        chosen = h[:, :3].argmax(1)[order]
+        sorted_ = torch.einsum("bi,bij->bj", h[order], self.experts[chosen])
+        return sorted_[order.argsort()]
+
+
+def test_what_the_graph_proves_is_not_compared_if_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Floats(lambda m, h, x: (m.b(h), m.b(h).mean(), m.b(h).sum())), torch.randn(BATCH, 8)
+    program = capture(model, (x,), {})
+    wanted = study(program, [x])
+
+    def refuse(*_: torch.Tensor) -> bool:
+        raise AssertionError("compared")
+
+    monkeypatch.setattr("autopar.analysis.batching.close", refuse)
+    found = study(program, [x], verify=False)
+    assert found.splittable
+    assert found.unproven == ""
+    assert found.outputs == wanted.outputs
+    assert not study(program, [x]).splittable
+
+
+def test_a_comparison_that_contradicts_the_proof_keeps_the_batch_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Floats(lambda m, h, x: m.b(h)), torch.randn(BATCH, 8)
+    monkeypatch.setattr("autopar.analysis.batching.close", lambda *_: False)
+    assert "mixes samples" in study(capture(model, (x,), {}), [x]).obstacle
+
+
+def test_routing_by_value_is_compared_and_the_plan_says_so() -> None:
+    x = torch.randn(24, 8)
+    batching = studied(Routed(), x)
+    assert batching.splittable
+    assert "test_batching.py" in batching.unproven
+    pm = compare(Routed(), x, torch.randn(7, 8))
+    assert pm.plan is not None
+    assert pm.plan.n_microbatches == 3
+    plan = autopar.plan(Routed(), ["cpu", "cpu"], example_args=(x,), n_microbatches=2, schedule="gpipe", cache=False)
+    assert any("not by proof" in note and "test_batching.py" in note for note in plan.notes)
+
+
+def test_random_operators_are_no_obstacle_to_what_is_proven() -> None:
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.leaky = nn.Linear(8, 8), nn.RReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.leaky(self.a(x))
+
+    assert studied(Leaky(), torch.randn(BATCH, 8)).splittable

@@ -1,0 +1,345 @@
+"""The benchmarks run, and their arithmetic is right; how fast anything is, is not looked at."""
+
+import importlib.util
+import itertools
+import json
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autopar.schedule.builders import make_schedule
+from autopar.schedule.clock import Action, Phase
+from benchmarks import overhead, peer_models, peers, zoo
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.bound import lower_bound
+from benchmarks.machine import machine_header
+from benchmarks.models import Workload
+from benchmarks.output import Report, Table, to_markdown
+from benchmarks.peer_systems import Rank, Ranks, best_cut, block_seconds
+from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
+from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, choose_cuts
+from benchmarks.timing import interleave, ratio, slope, threads
+from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Effort, run_training
+
+COUNTS = (1, 2, 3)
+CUTS = 2
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)])
+    batch = torch.randn(6, 32), torch.randn(6, 32)
+    return Workload("a tiny net", model, {"input": batch[0]}, batch[1], nn.functional.mse_loss)
+
+
+@pytest.fixture(scope="module")
+def report(workload: Workload) -> Report:
+    return run_training(workload, Effort(2, 1, Grid(CUTS, COUNTS, steps=1, finalists=1, rounds=1)))
+
+
+# -- timing -----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_run_in_turn_after_a_round_that_does_not_count() -> None:
+    calls: list[str] = []
+    steps = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    seconds = interleave(steps, 2, before=lambda: calls.append("-"))
+    assert "".join(calls) == "-a-b" * 3
+    assert {name: len(taken) for name, taken in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_ratio_pairs_the_times_of_a_round() -> None:
+    # The second round met a machine half as fast: pairs do not see it, medians of each would.
+    assert ratio([3.0, 6.0, 3.0], [1.0, 2.0, 1.5]) == 3.0
+
+
+@given(st.floats(-10, 10), st.floats(-10, 10))
+def test_slope_is_that_of_the_line_the_points_lie_on(steepness: float, offset: float) -> None:
+    xs = [2, 4, 8, 16, 32]
+    assert slope(xs, [steepness * x + offset for x in xs]) == pytest.approx(steepness, abs=1e-9)
+
+
+def test_thread_setting_holds_inside_and_is_restored_after() -> None:
+    before = torch.get_num_threads()
+    with threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+# -- the sweep's cuts -------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_lies_at_the_outermost_module_boundary_near_its_share() -> None:
+    # Piece by piece, the middle is within `a`; the end of `a` is near enough, that of `b` too far.
+    paths = ["net.a.x"] * 6 + ["net.a.y"] + ["net.b"] * 4 + ["net.c"]
+    assert choose_cuts(np.ones(12), list(itertools.pairwise(paths)), 1) == [7]
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=2, max_size=30), st.integers(1, 7))
+def test_cuts_leave_both_stages_work_and_are_the_nearest_where_modules_do_not_matter(
+    seconds: list[float], n: int
+) -> None:
+    times = np.array(seconds)
+    cuts = choose_cuts(times, [("", "")] * (len(times) - 1), n)
+    shares = np.cumsum(times)[:-1] / times.sum()
+    targets = np.linspace(*SHARES, n) if n > 1 else np.array([0.5])
+    nearest = {float(np.min(np.abs(shares - t))).__round__(9) for t in targets}
+    assert cuts == sorted(set(cuts))
+    assert 1 <= cuts[0] <= cuts[-1] < len(times)
+    assert {float(np.min([abs(shares[c - 1] - t) for c in cuts])).__round__(9) for t in targets} == nearest
+
+
+# -- what a run reports -----------------------------------------------------------------------------------------------
+
+
+def test_training_compares_every_way_to_run_the_step(report: Report) -> None:
+    rows = {row["name"]: row for row in report.data["rows"]}
+    assert list(rows) == [PLAIN, FREE, PURE, PURE_CALL, PLAIN_THREADS]
+    for name in (FREE, PURE, PURE_CALL):
+        assert rows[name]["predicted"] > 0
+    assert rows[PLAIN]["speedup"] == 1
+    assert all(len(row["steps"]) == (1 if name == PLAIN_THREADS else 2) for name, row in rows.items())
+
+
+def test_sweep_measures_every_cut_and_replicas_at_every_number_of_microbatches(report: Report) -> None:
+    points = report.data["sweep"]["points"]
+    found = sorted((p["shape"], p["n_microbatches"], p["share"]) for p in points if p["shape"] == PIPELINE)
+    shares = sorted({share for _, _, share in found})
+    assert len(shares) == CUTS
+    several = [(PIPELINE, m, share) for m in COUNTS[1:] for share in shares]
+    assert [entry for entry in found if entry[1] > 1] == several
+    assert [m for _, m, _ in found].count(1) == 1  # stages do not overlap: one cut tells all
+    assert sorted(p["n_microbatches"] for p in points if p["shape"] == REPLICAS) == [2, 3]
+    assert all(p["predicted"] > 0 for p in points)
+
+
+def test_training_leaves_parameters_as_they_were(workload: Workload, report: Report) -> None:
+    torch.manual_seed(0)
+    again = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)])
+    assert report.tables
+    for ours, fresh in zip(workload.model.parameters(), again.parameters(), strict=True):
+        assert ours.grad is None
+        assert torch.equal(ours, fresh)
+
+
+def test_overhead_has_a_time_for_every_number_of_microbatches() -> None:
+    result = overhead.measure(overhead.Effort((2, 4), 1))
+    for times in (result.pipeline, result.accumulation):
+        assert set(times) == set(overhead.LAYERS)
+        assert all(set(t) == {2, 4} and min(t.values()) > 0 for t in times.values())
+
+
+def test_zoo_compares_a_model_with_its_copy() -> None:
+    subject = zoo.bert(quick=True)
+    row = zoo.measure(subject, rounds=1)
+    assert row.parameters == sum(p.numel() for p in subject.model.parameters())
+    assert 1 <= len(row.operators) <= 8  # stages, as the noise of so short a profile has it
+    assert min(row.operators) > 0
+    assert len(row.steps) == len(row.plain_steps) == 1
+    assert max(row.output_error, row.gradient_error) < 1e-5
+
+
+def test_gradient_error_is_relative_to_the_largest_gradient_and_finds_a_missing_one() -> None:
+    model, oracle = nn.Linear(2, 1), nn.Linear(2, 1)
+    oracle.weight.grad, oracle.bias.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([2.0])
+    model.weight.grad = torch.tensor([[3.0, 4.5]])
+    assert zoo.largest_gradient_error(model, oracle) == pytest.approx(2 / 5)
+    model.bias.grad = torch.tensor([2.0])
+    assert zoo.largest_gradient_error(model, oracle) == pytest.approx(0.5 / 5)
+    model.bias.grad = torch.tensor([torch.nan])
+    assert np.isnan(zoo.largest_gradient_error(model, oracle))
+
+
+def test_header_names_machine_date_versions_and_threads() -> None:
+    header = machine_header()
+    assert header["torch"] == torch.__version__ or torch.__version__.startswith(header["torch"])
+    assert {"date", "processor", "python", "transformers", "OMP_NUM_THREADS"} <= set(header)
+    assert all(header.values())
+
+
+def test_markdown_has_a_line_a_row_and_bars_do_not_break_it() -> None:
+    table = Table("T", ("", "s"), (("cpu:0 | cpu:1", "1"), ("b", "2")), "read it so")
+    lines = to_markdown(Report("R", (table,), {}), {"date": "today"}).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 4
+    assert rows[2] == "| cpu:0 \\| cpu:1 | 1 |"
+    assert "- date: today" in lines
+    assert lines[-1] == "read it so"
+
+
+# -- other pipelines --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_gpipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchgpipe is not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == GPIPE else find(name, *rest))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [peer_models.tiny, *(partial(build, True) for build in (peer_models.resnet, peer_models.gpt, peer_models.bert))],
+)
+def test_blocks_in_a_row_are_the_model(build: peer_models.Builder) -> None:
+    subject = build()
+    workload = subject.workload
+    model_loss = workload.loss(workload.model(**workload.inputs), workload.target)
+    blocks_loss = subject.loss(subject.blocks(subject.input), workload.target)
+    assert torch.equal(model_loss, blocks_loss)
+    parameters = [p for p in workload.model.parameters() if p.requires_grad]
+    expected, found = (torch.autograd.grad(loss, parameters) for loss in (model_loss, blocks_loss))
+    assert all(map(torch.equal, found, expected))
+
+
+@given(st.lists(st.floats(0, 10), min_size=2, max_size=12))
+def test_best_cut_leaves_the_longer_stage_as_short_as_any_cut(seconds: list[float]) -> None:
+    def longer(cut: int) -> float:
+        return max(sum(seconds[:cut]), sum(seconds[cut:]))
+
+    assert longer(best_cut(seconds)) == pytest.approx(min(map(longer, range(1, len(seconds)))))
+
+
+def test_every_block_is_timed_and_leaves_no_gradient() -> None:
+    subject = peer_models.gpt(quick=True)
+    seconds = block_seconds(subject, n_microbatches=4, rounds=1)
+    assert len(seconds) == len(subject.blocks)
+    assert min(seconds) > 0
+    assert all(p.grad is None for p in subject.workload.model.parameters())
+
+
+@given(st.integers(1, 6), st.floats(0.1, 2), st.floats(0.1, 2))
+def test_bound_of_two_stages_is_the_sum_and_the_slower_ones_other_turns(m: int, first: float, second: float) -> None:
+    schedule = make_schedule("gpipe", m, [1, 1])
+    times = (first, second)
+    # A backward takes as long as its forward. Of three steps one was disturbed: the median does not see it.
+    steps = [{a: times[a.stage] * k for table in schedule.actions for a in table} for k in (1, 1, 9)]
+    assert lower_bound(schedule, steps) == pytest.approx(2 * (sum(times) + (m - 1) * max(times)))
+
+
+def test_bound_counts_both_parts_of_a_split_backward() -> None:
+    schedule = make_schedule("zb-h1", 1, [1, 1])
+    seconds = {Phase.FORWARD: 1.0, Phase.INPUT: 2.0, Phase.WEIGHT: 4.0}
+    step = {action: seconds[action.phase] for table in schedule.actions for action in table}
+    assert Action(Phase.WEIGHT, 0, 0) in step
+    assert lower_bound(schedule, [step]) == pytest.approx(1 + 1 + 2 + 2 + 4)
+
+
+def test_errors_are_relative_to_the_reference_and_a_missing_gradient_counts() -> None:
+    reference = Outcome(2.0, {"a": np.array([3.0, 4.0]), "b": np.array([2.0])})
+    assert Outcome(2.5, {"a": np.array([3.0, 4.0])}).errors(reference) == pytest.approx((0.25, 2 / 5))
+    assert np.isnan(Outcome(2.0, {"a": np.array([np.nan, 4.0]), "b": np.array([2.0])}).errors(reference)[1])
+
+
+def test_what_is_not_installed_has_no_row_and_is_told(without_gpipe: None) -> None:
+    title, rows = peers.compare(peer_models.tiny, (2, 4), 1, peers.QUICK, None)
+    assert [(row.system, row.n_microbatches, row.over_autopar) for row in rows] == [
+        (AUTOPAR, 2, 1.0),
+        (AUTOPAR, 4, 1.0),
+    ]
+    assert all(row.alone is not None and row.alone > 0 for row in rows)
+    assert all(row.over_bound is not None and row.over_bound >= 1 - 1e-9 for row in rows)
+    for table in (peers._tiny_table(title, rows), peers._model_table(title, rows)):
+        told = [line[0] for line in table.rows if "not installed" in line]
+        assert set(told) == set(peers.SYSTEMS) - {AUTOPAR}
+
+
+def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_plain_model_does() -> None:
+    pytest.importorskip("torchgpipe")
+    with threads(1):
+        _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None)
+    assert [row.system for row in rows] == [AUTOPAR, GPIPE, GPIPE_WORKERS]
+    assert max(error for row in rows for error in (row.loss_error, row.gradient_error)) < 1e-5
+
+
+def test_a_system_that_computes_something_else_is_found(without_gpipe: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = peers._train_step
+    monkeypatch.setattr(peers, "_train_step", lambda *args: lambda: honest(*args)() * 1.1)
+    with pytest.raises(RuntimeError, match=r"autopar, .*: the loss is off by 1\.0e-01"):
+        peers.compare(peer_models.tiny, (2,), 1, peers.QUICK, None)
+
+
+@pytest.mark.slow
+def test_processes_compute_what_the_plain_model_does_and_tell_what_went_wrong(without_gpipe: None) -> None:
+    with threads(1), Ranks() as ranks:
+        build = partial(peer_models.gpt, True)  # tied: a gradient from both processes
+        subject = build()
+        ranks.call(Rank.load, build)
+        names = [name for name, _ in subject.workload.model.named_parameters()]
+        systems = peers._gloo(subject, 4, 1, ranks, names)
+        assert set(systems) == set(GLOO)
+        reference = Outcome(peers._accumulated(subject, 4), peers.gradients_of(subject.workload.model, names))
+        for system in systems.values():
+            ranks.call(Rank.clear)
+            loss = system.step()
+            assert max(Outcome(loss, system.gradients()).errors(reference)) < 1e-5
+        with pytest.raises(RuntimeError, match="KeyError: 'nonsense'"):
+            ranks.call(Rank.gradients, ["nonsense"])
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], []])
+def test_without_a_known_name_it_exits_2_with_the_list(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert all(name in printed.err for name in BENCHMARKS)
+
+
+def test_results_are_written_as_json_markdown_and_figure(
+    report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: report))
+    chosen = tmp_path / "elsewhere" / "data.json"
+    assert main(["gpt", "--results", str(tmp_path / "results"), "--json", str(chosen)]) == 0
+    data = json.loads(chosen.read_text())
+    assert data["machine"]["torch"]
+    assert len(data["rows"]) == len(report.data["rows"])
+    page = (tmp_path / "results" / "gpt.md").read_text()
+    assert "(gpt.png)" in page
+    assert all(f"## {table.title}" in page for table in report.tables)
+    assert (tmp_path / "results" / "gpt.png").read_bytes().startswith(b"\x89PNG")
+    assert "n_microbatches" in capsys.readouterr().out
+
+
+def test_quick_results_do_not_replace_full_ones(report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: Report("R", report.tables, report.data)))
+    assert main(["gpt", "--quick", "--results", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt-quick.json", "gpt-quick.md"]
+
+
+def test_without_matplotlib_the_figure_is_skipped_with_a_message(
+    report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib.figure"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: report))
+    assert main(["gpt", "--results", str(tmp_path)]) == 0
+    assert "no figure" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt.json", "gpt.md"]
+
+
+def test_without_transformers_it_exits_1_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["tutorial", "--quick"]) == 1
+    assert "transformers" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""The private corners of torch that autopar uses are where they were and do what they did."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from models import bert, gpt2, t5, tokens
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar import CaptureError
+from autopar.analysis.operators import compute_nodes
+from autopar.capture import torch_private
+from autopar.capture.program import capture, module_path
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_this_file_tests_every_function_of_the_private_module() -> None:
+    here = inspect.getsource(sys.modules[__name__])
+    public = [
+        name for name in vars(torch_private) if callable(getattr(torch_private, name)) and not name.startswith("_")
+    ]
+    own = [
+        n
+        for n in public
+        if n.startswith("tree_") or getattr(getattr(torch_private, n), "__module__", "") == torch_private.__name__
+    ]
+    assert own
+    assert [name for name in own if f"torch_private.{name}" not in here] == []
+
+
+def test_trees_come_apart_and_together_again() -> None:
+    tree = {"x": [1, (2, None)], "y": Pair("text", {"z": torch.ones(2)}), "e": ()}
+    leaves, spec = torch_private.tree_flatten(tree)
+    assert leaves[:4] == [1, 2, None, "text"]
+    assert torch_private.tree_leaves(tree)[:4] == leaves[:4]
+    back = torch_private.tree_unflatten(leaves, spec)
+    assert back == tree
+    assert isinstance(back["y"], Pair)
+    assert isinstance(spec, torch_private.TreeSpec)
+    assert spec.num_leaves == len(leaves) == 5
+    assert torch_private.tree_map(str, {"a": (1, [2])}) == {"a": ("1", ["2"])}
+
+
+def test_tree_specs_compare_by_structure() -> None:
+    def spec(tree: Any) -> torch_private.TreeSpec:
+        return torch_private.tree_flatten(tree)[1]
+
+    assert spec(((1,), {"a": 2})) == spec(((3,), {"a": "b"}))
+    assert spec(((1,), {"a": 2})) != spec(((1, 2), {}))
+    assert spec([1]) != spec((1,))
+    assert spec({"a": 1}) != spec({"b": 1})
+
+
+def test_tree_paths_are_readable_and_in_the_order_of_leaves() -> None:
+    tree = ((torch.ones(1), {"mask": 1}), {"labels": [2, 3]})
+    paths = torch_private.tree_paths(tree)
+    assert paths == ["[0][0]", "[0][1]['mask']", "[1]['labels'][0]", "[1]['labels'][1]"]
+    assert len(paths) == len(torch_private.tree_leaves(tree))
+
+
+def test_fake_tensors_are_told_from_real_and_meta_ones() -> None:
+    with FakeTensorMode():
+        fake = nn.Linear(2, 2).weight
+    assert torch_private.is_fake(fake)
+    assert not torch_private.is_fake(torch.ones(2))
+    assert not torch_private.is_fake(torch.empty(2, device="meta"))
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_running_backward_tells_whether_it_keeps_the_graph(retain: bool) -> None:
+    seen = []
+
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_private.backward_keeps_graph())
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    Asking.apply(x).sum().backward(retain_graph=retain)
+    torch.autograd.grad(Asking.apply(x).sum(), x, retain_graph=retain)
+    assert seen == [retain, retain]
+
+
+def test_a_users_autograd_function_is_refused_only_while_tracing() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * gradient
+
+    before = torch.autograd.Function.apply
+    with torch_private.no_custom_functions(), pytest.raises(CaptureError, match="Double"):
+        Double.apply(torch.ones(2))
+    assert torch.autograd.Function.apply == before
+    assert torch.equal(Double.apply(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@dataclasses.dataclass
+class Unregistered:
+    value: torch.Tensor
+    more: torch.Tensor
+
+
+class Opaque:
+    pass
+
+
+class Returning(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(3, 3), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return Unregistered(y, y + 1) if self.kind is Unregistered else Opaque()
+
+
+def export_error(model: nn.Module, kwargs: dict[str, Any]) -> Exception:
+    with pytest.raises((RuntimeError, TypeError)) as caught:  # TypeError: torch 2.11
+        torch.export.export(model, (), kwargs, strict=False)
+    return caught.value
+
+
+def test_a_dataclass_that_export_does_not_know_is_registered_and_then_exported() -> None:
+    model, inputs = Returning(Unregistered), {"x": torch.randn(2, 3)}
+    assert torch_private.register_output_type(export_error(model, inputs), model)
+    output = torch.export.export(model, (), inputs, strict=False).module()(**inputs)
+    assert isinstance(output, Unregistered)
+    torch.testing.assert_close(output.more, model(**inputs).more)
+
+
+def test_a_compiled_function_is_called_while_another_thread_compiles() -> None:
+    seen: list[torch.Tensor | BaseException] = []
+
+    def work(seed: int) -> None:
+        layer = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8 + seed)))
+        try:
+            compiled = torch_private.compile_for_threads(layer.forward, "aot_eager")
+            for rows in (2, 3, 4):
+                x = torch.ones(rows, 4)
+                seen.append(compiled(x) - layer(x))
+        except BaseException as error:
+            seen.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 12
+    assert all(isinstance(one, torch.Tensor) and not one.any() for one in seen), seen
+
+
+def test_other_classes_and_other_errors_are_not_registered() -> None:
+    model, inputs = Returning(Opaque), {"x": torch.randn(2, 3)}
+    assert not torch_private.register_output_type(export_error(model, inputs), model)
+    assert not torch_private.register_output_type(RuntimeError("something else"), model)
+    assert not torch_private.register_output_type(RuntimeError("<class 'no.such.Thing'> in output"), model)
+
+
+@pytest.mark.parametrize("build", [gpt2, t5])
+def test_caches_of_transformers_can_be_exported(build: Any) -> None:
+    model, inputs = build().eval(), {"input_ids": tokens(2)}
+    if build is t5:
+        inputs["decoder_input_ids"] = tokens(2, 5)
+    original = model(**inputs)
+    assert isinstance(original.past_key_values, transformers.Cache)
+    for _ in range(3):  # one class a time
+        try:
+            exported = torch.export.export(model, (), inputs, strict=False)
+            break
+        except RuntimeError as error:
+            assert torch_private.register_output_type(error, model)  # noqa: PT017
+    output = exported.module()(**inputs)
+    assert type(output.past_key_values) is type(original.past_key_values)
+    found, expected = torch_private.tree_leaves(output), torch_private.tree_leaves(original)
+    assert len(found) == len(expected) > 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_model_outputs_without_a_cache_need_no_registration() -> None:
+    model = bert().eval()
+    inputs = {"input_ids": tokens(2)}
+    output = torch.export.export(model, (), inputs, strict=False).module()(**inputs)
+    assert type(output) is type(model(**inputs))
+
+
+def test_operators_that_exports_passes_add_belong_to_no_module_of_that_name() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(4, 4, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x)[0]
+
+    program = capture(Model(), (torch.randn(3, 2, 4),), {})
+    paths = {module_path(node) for node in compute_nodes(program.graph)}
+    assert paths <= {"", "rnn"}
+    assert torch_private.NO_MODULE not in paths
+
+
+def test_a_backward_by_the_engine_is_torchs_backward() -> None:
+    x = torch.randn(3, requires_grad=True)
+    for keep in (True, False):
+        y, z = x.square(), 3 * x
+        roots, gradients = [y, z], [torch.randn(3), torch.randn(3)]
+        torch.autograd.backward(roots, gradients, retain_graph=True)
+        wanted, x.grad = x.grad, None
+        torch_private.run_backward(roots, gradients, keep)
+        found, x.grad = x.grad, None
+        assert wanted is not None
+        assert found is not None
+        assert torch.equal(found, wanted)
+        if not keep:
+            with pytest.raises(RuntimeError, match="second time"):
+                torch_private.run_backward(roots, gradients, keep)
+
+
+def test_a_backward_of_what_needs_no_gradient_is_refused_as_torch_does() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch_private.run_backward([torch.ones(1)], [torch.ones(1)], False)
+
+
+def test_a_profiler_is_seen_from_every_thread() -> None:
+    seen = []
+    assert not torch_private.profiler_is_on()
+    with torch.profiler.profile():
+        thread = threading.Thread(target=lambda: seen.append(torch_private.profiler_is_on()))
+        thread.start()
+        thread.join()
+    assert seen == [True]
+    assert not torch_private.profiler_is_on()
+
+
+def test_hooks_of_saved_tensors_are_told_innermost_first() -> None:
+    assert torch_private.saved_tensors_hooks() is None
+    outer, inner = (lambda t: t, lambda t: t), (lambda t: t + 0, lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(*outer):
+        assert torch_private.saved_tensors_hooks() == outer
+        with torch.autograd.graph.saved_tensors_hooks(*inner):
+            assert torch_private.saved_tensors_hooks() == inner
+    assert torch_private.saved_tensors_hooks() is None
+
+
+def test_hooks_of_all_modules_are_put_aside_and_back_in_their_order() -> None:
+    called: list[str] = []
+    handles = [
+        nn.modules.module.register_module_forward_hook(lambda *_, name=name: called.append(name)) for name in "ab"
+    ]
+    handles.append(nn.modules.module.register_module_full_backward_hook(lambda *_: called.append("backward")))
+    model, x = nn.Linear(2, 2), torch.randn(1, 2, requires_grad=True)
+    try:
+        with torch_private.no_global_hooks():
+            model(x).sum().backward()
+        assert called == []
+        model(x).sum().backward()
+        assert called == ["a", "b", "backward"]
+    finally:
+        for handle in handles:
+            handle.remove()

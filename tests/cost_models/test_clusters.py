@@ -1,0 +1,282 @@
+"""Clusters: known devices and networks, files, devices at hand, and what connects any two devices."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import Cluster, Device, DeviceError, DeviceSpec, Link, Network, known_devices, known_networks
+from cost_models.hardware import clusters as cluster_module
+from cost_models.kernels.efficiency import Efficiency
+from cost_models.kernels.roofline import Rates, efficiency_of, rates_of
+from cost_models.measuring.calibration import Calibration
+
+GIB = 1 << 30
+
+positive = st.floats(1e-3, 1e18)
+fractions = st.floats(0.01, 1)
+seconds = st.floats(0, 1)
+names = st.text(st.characters(exclude_characters="+", exclude_categories=("C", "Z")), min_size=1).map("a {}".format)
+device_specs = st.builds(
+    DeviceSpec,
+    name=names,
+    peak_flops=st.fixed_dictionaries({"float32": positive}, optional={"bfloat16": positive, "tf32": positive}),
+    memory=positive,
+    bandwidth=positive,
+    flops_efficiency=fractions,
+    bandwidth_efficiency=fractions,
+    launch=seconds,
+    sources=st.dictionaries(st.text(), st.text(), max_size=2),
+)
+networks = st.builds(
+    Network,
+    name=names,
+    latency=seconds,
+    line_rate=positive | st.just(math.inf),
+    efficiency=fractions,
+    ramp=seconds,
+    in_switch=st.floats(1, 2),
+    shared=st.booleans(),
+)
+
+
+def unlike(value: DeviceSpec | Network) -> str:
+    return value.name
+
+
+@given(
+    st.lists(device_specs, min_size=1, max_size=3, unique_by=unlike),
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.lists(networks, min_size=2, max_size=2, unique_by=unlike),
+)
+def test_a_file_gives_back_the_cluster_it_was_written_from(
+    specs: list[DeviceSpec], order: list[int], nodes: int, levels: list[Network]
+) -> None:
+    inside, across = levels
+    cluster = Cluster(tuple(specs[i % len(specs)] for i in order), nodes, inside, across)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "cluster.toml"
+        path.write_text(cluster.to_toml(), encoding="utf-8")
+        assert Cluster.from_toml(path) == cluster
+
+
+def test_a_file_may_use_known_devices_and_networks(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('node = "8xH100"\nnodes = 2\ninter_node = "EFA"\n')
+    assert Cluster.from_toml(path) == Cluster.preset("8xH100", nodes=2, inter_node="EFA")
+
+
+def test_everything_wrong_with_a_file_is_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        """
+        node = 8
+        nodes = 0
+        color = "red"
+        [devices.mine]
+        peak_flops = { bfloat16 = 1e12 }
+        memory = -1
+        bandwidth = 1e12
+        flops_efficiency = 1.5
+        bandwidth_efficiency = 0.5
+        speed = 3
+        [networks.ours]
+        latency = "fast"
+        line_rate = 0
+        shared = 1
+        """
+    )
+    with pytest.raises(DeviceError) as raised:
+        Cluster.from_toml(path)
+    message = str(raised.value)
+    for part in (
+        *(
+            "node must be",
+            "nodes must be",
+            "color is no field",
+            "devices.mine: peak_flops must be",
+            "float32 among them",
+        ),
+        *("devices.mine: memory must be", "flops_efficiency must be", "launch is missing", "speed is no field"),
+        *("networks.ours: latency must be", "line_rate must be", "shared must be", str(path)),
+    ):
+        assert part in message
+    assert "bandwidth must be" not in message  # it is right
+
+
+@pytest.mark.parametrize(
+    "text", ["node = ", "node = 'A'\nnode = 'B'", "devices = 3\nnode = 'L4'", "networks.a = 1\nnode = 'L4'"]
+)
+def test_a_file_that_is_no_cluster_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(DeviceError, match=str(path)):
+        Cluster.from_toml(path)
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_every_figure_of_a_known_device_has_a_source_with_a_year(name: str) -> None:
+    spec = known_devices()[name]
+    figures = {"peak_flops", "memory", "bandwidth", "flops_efficiency", "bandwidth_efficiency", "launch"}
+    assert set(spec.sources) == figures
+    assert all(any(str(year) in source for year in range(2000, 2100)) for source in spec.sources.values())
+
+
+@pytest.mark.parametrize("name", known_networks())
+def test_every_figure_of_a_known_network_has_a_source_with_a_year(name: str) -> None:
+    sources = known_networks()[name].sources
+    assert set(sources) == {"latency", "line_rate", "efficiency", "ramp", "in_switch"}
+    assert all(any(str(year) in source for year in range(2000, 2100)) for source in sources.values())
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_a_node_of_any_known_device_is_faster_inside_than_across(name: str) -> None:
+    cluster = Cluster.preset(f"2x{name}", nodes=2)
+    assert cluster.intra_node.bandwidth > cluster.inter_node.bandwidth / (2 if cluster.inter_node.shared else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("8xH100", ["H100"] * 8),
+        ("RTX4090", ["RTX4090"]),
+        ("rtx 4090", ["RTX4090"]),
+        ("2 x a100_80 + T4", ["A100-80", "A100-80", "T4"]),
+    ],
+)
+def test_a_preset_is_any_count_of_any_known_devices(text: str, kinds: list[str]) -> None:
+    cluster = Cluster.preset(text)
+    assert [device.kind for device in cluster.devices] == kinds
+    assert [cluster.specs[d.kind].memory for d in cluster.devices] == [d.memory for d in cluster.devices]
+
+
+def test_an_unknown_device_or_network_is_named_among_the_known_ones() -> None:
+    with pytest.raises(DeviceError, match=r"unknown device 'A100'; known are .*A100-40, A100-80, H100"):
+        Cluster.preset("8xA100")
+    with pytest.raises(DeviceError, match=r"unknown network 'wire'; known are .*NVLink4.*EFA"):
+        Cluster.preset("8xH100", inter_node="wire")
+
+
+@pytest.mark.parametrize(("node", "nodes"), [("0xH100", 1), ("8xH100", 0)])
+def test_a_cluster_has_at_least_one_device(node: str, nodes: int) -> None:
+    with pytest.raises(DeviceError, match="devices"):
+        Cluster.preset(node, nodes)
+
+
+def test_devices_are_named_after_their_place_and_need_no_hardware() -> None:
+    cluster = Cluster.preset("2xH100+T4", nodes=2)
+    assert [device.name for device in cluster.devices] == [
+        *("0.0:H100", "0.1:H100", "0.2:T4"),
+        *("1.0:H100", "1.1:H100", "1.2:T4"),
+    ]
+    assert all(device.torch_device == torch.device("meta") for device in cluster.devices)
+
+
+def test_links_are_those_of_the_level_between_two_devices() -> None:
+    cluster = Cluster.preset("8xH100", nodes=2)
+    first, second, far = cluster.devices[0], cluster.devices[1], cluster.devices[8]
+    assert cluster.link(first, second) == Link(cluster.intra_node.latency, cluster.intra_node.bandwidth)
+    assert cluster.link(first.name, far) == Link(cluster.inter_node.latency, cluster.inter_node.bandwidth)
+    assert cluster.link(first, first).seconds(GIB) == 0
+    assert [cluster.level(group) for group in ([first], [first, second], [first, second, far])] == [
+        *("device", "intra_node", "inter_node"),
+    ]
+    with pytest.raises(DeviceError, match=r"'2\.0:H100' is no device"):
+        cluster.link(first, "2.0:H100")
+
+
+def test_the_shape_of_a_group_is_its_nodes_and_the_fewest_devices_in_one() -> None:
+    cluster = Cluster.preset("4xL4", nodes=3)
+    group = cluster.group([cluster.devices[i] for i in (0, 1, 2, 4, 5)])
+    assert (group.nodes, group.per_node) == (2, 2)
+    for wrong in ([], [cluster.devices[0]] * 2):
+        with pytest.raises(DeviceError, match="a group needs"):
+            cluster.group(wrong)
+
+
+def test_missing_precisions_are_computed_in_single() -> None:
+    peaks = known_devices()["V100"].by_dtype()
+    assert peaks[torch.bfloat16] == peaks[torch.float32] < peaks[torch.float16]
+    assert peaks[torch.float64] == peaks[torch.float32] / 2
+    a100 = known_devices()["A100-80"]
+    assert a100.by_dtype(tf32=True)[torch.float32] == a100.peak_flops["tf32"]
+
+
+def test_kinds_of_one_name_must_agree() -> None:
+    spec = known_devices()["L4"]
+    other = DeviceSpec(spec.name, spec.peak_flops, 1e9, 1e9, 1.0, 1.0, 0.0)
+    network = known_networks()["PCIe4"]
+    with pytest.raises(DeviceError, match="both called 'L4'"):
+        Cluster((spec, other), 1, network, network)
+
+
+def test_devices_at_hand_are_measured() -> None:
+    cluster = Cluster.from_devices(["cpu", "cpu"])
+    first, second = cluster.devices
+    assert (first.name, first.torch_device) == ("cpu:0", torch.device("cpu"))
+    assert cluster.link(first, second) == cluster.measured_links["cpu:0", "cpu:1"]
+    spec = cluster.specs[first.kind]
+    assert spec.peak_flops["float32"] > 1e8
+    assert spec.bandwidth > 1e8
+    assert 0 < spec.launch < 1e-2
+    assert cluster.seconds("all_reduce", GIB, cluster.devices) >= 0
+
+
+def test_calibrated_curves_are_used_and_kept_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    curves = Efficiency.default(0.25)
+    found = Calibration(Rates({torch.float32: 5e10}, 2e10, 3e-6), curves)
+    monkeypatch.setattr(cluster_module, "calibrate", lambda device, cache: found)
+    cluster = Cluster.from_devices(["cpu", "cpu"], calibrated=True)
+    assert (cluster.node[0].peak_flops["float32"], cluster.node[0].launch) == (5e10, 3e-6)
+    assert efficiency_of(cluster.node[0]) == curves
+    (tmp_path / "here.toml").write_text(cluster.to_toml())
+    read = Cluster.from_toml(tmp_path / "here.toml")
+    assert read.node == cluster.node
+    assert efficiency_of(read.node[0]) == curves
+    assert read.devices[0].torch_device.type == "meta"
+    (tmp_path / "here.toml").write_text(cluster.to_toml().replace("best", "bets"))
+    with pytest.raises(DeviceError, match=r"curves must be a table of curves"):
+        Cluster.from_toml(tmp_path / "here.toml")
+
+
+def test_a_data_sheet_gives_the_rates_that_torch_may_use() -> None:
+    spec = known_devices()["A100-80"]
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert rates_of(spec).peak(torch.float32) == 19.5e12
+        torch.set_float32_matmul_precision("high")
+        assert rates_of(spec).peak(torch.float32) == 156e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert efficiency_of(spec).compute["matmul"].best == spec.flops_efficiency
+    assert {curve.best for curve in efficiency_of(spec).memory.values()} == {spec.bandwidth_efficiency}
+
+
+def test_measured_links_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [Device(f"cuda:{i}", torch.device("cuda", i), "a GPU", GIB, threads=1) for i in range(3)]
+    links = {
+        (a.name, b.name): Link(1e-6, float(10 + i + 3 * j)) for i, a in enumerate(here) for j, b in enumerate(here)
+    }
+    spec = DeviceSpec("a GPU", {"float32": 1e12}, GIB, 1e12, 1.0, 1.0, 1e-6)
+    monkeypatch.setattr(
+        cluster_module, "measure_links", lambda devices: {k: v for k, v in links.items() if k[0] != k[1]}
+    )
+    monkeypatch.setattr(cluster_module, "measure_spec", lambda device: spec)
+    cluster = Cluster.from_devices(here)
+    assert cluster.devices == tuple(here)
+    for a in here:
+        for b in here:
+            assert a == b or cluster.link(a, b) == links[a.name, b.name]
+    assert cluster.intra_node.bandwidth == min(link.bandwidth for ends, link in links.items() if ends[0] != ends[1])
+
+
+def test_a_cluster_prints_its_devices_and_networks() -> None:
+    text = str(Cluster.preset("8xH100+2xT4", nodes=16))
+    for part in ("16 nodes of 8xH100+2xT4: 160 devices", "80 GB", "3350 GB/s", "bfloat16 989", "PCIe3", "shared"):
+        assert part in text

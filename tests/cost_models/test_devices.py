@@ -1,0 +1,148 @@
+"""Devices: the workers that a user's words ask for, and the words that ask for none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cost_models import DeviceError, parse_devices
+from cost_models.hardware import devices
+
+GPU_MEMORY = 80 << 30
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs, of which the second is current."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: "Some GPU")
+    monkeypatch.setattr(devices, "available_memory", lambda place: GPU_MEMORY)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def names(devices: object) -> list[str]:
+    return [worker.name for worker in parse_devices(devices)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 8])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_cpu_workers_share_cores_and_memory_equally(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int) -> None:
+    monkeypatch.setattr(devices, "usable_cores", lambda: cores)
+    monkeypatch.setattr(devices, "available_memory", lambda place: 1000)
+    parsed = parse_devices(["cpu"] * workers)
+    assert [worker.name for worker in parsed] == [f"cpu:{i}" for i in range(workers)]
+    assert {worker.memory for worker in parsed} == {1000 // workers}
+    assert {worker.threads for worker in parsed} == {max(1, cores // workers)}
+    assert len({worker.kind for worker in parsed}) == 1
+
+
+def test_every_cpu_worker_keeps_its_tensors_on_the_one_cpu_device() -> None:
+    for worker in parse_devices(["cpu", "cpu:3", torch.device("cpu", 1)]):
+        assert worker.torch_device == torch.device("cpu")
+        assert worker.shares_process_memory
+
+
+def test_workers_with_other_thread_counts_are_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "usable_cores", lambda: 4)
+    assert parse_devices("cpu")[0].kind != parse_devices("cpu,cpu")[0].kind
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("cpu", ["cpu:0"]),
+        ("cpu, cpu", ["cpu:0", "cpu:1"]),
+        (torch.device("cpu"), ["cpu:0"]),
+        (("cpu:7", "cpu:7"), ["cpu:0", "cpu:1"]),
+    ],
+)
+def test_cpu_workers_are_numbered_in_order_of_appearance(written: object, expected: list[str]) -> None:
+    assert names(written) == expected
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (None, ["cuda:0", "cuda:1"]),
+        ("cuda", ["cuda:1"]),
+        ("cuda:1,cuda:0", ["cuda:1", "cuda:0"]),
+        (["cuda:0", "cuda:0", "cuda:0"], ["cuda:0", "cuda:0#1", "cuda:0#2"]),
+        (["cuda:0", "cpu", torch.device("cuda", 1), "cpu"], ["cuda:0", "cpu:0", "cuda:1", "cpu:1"]),
+    ],
+)
+def test_gpus_are_named_by_their_index(written: object, expected: list[str]) -> None:
+    assert names(written) == expected
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_workers_on_one_gpu_share_its_memory_and_others_keep_theirs() -> None:
+    first, alone, second = parse_devices(["cuda:0", "cuda:1", "cuda:0"])
+    assert first.memory == second.memory == GPU_MEMORY // 2
+    assert alone.memory == GPU_MEMORY
+    assert first.torch_device == second.torch_device == torch.device("cuda:0")
+    assert first.kind == alone.kind == "Some GPU"
+    assert first.threads == 1
+    assert not first.shares_process_memory
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 2), (64, 2)])
+def test_without_gpus_the_default_is_a_cpu_worker_a_core_up_to_two(
+    monkeypatch: pytest.MonkeyPatch, cores: int, workers: int
+) -> None:
+    monkeypatch.setattr(devices, "usable_cores", lambda: cores)
+    assert names(None) == [f"cpu:{i}" for i in range(workers)]
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ([], "empty"),
+        ("", "''"),
+        ("cpu,,cpu", "''"),
+        (["tpu"], "'tpu'"),
+        (["cuda:x"], "'cuda:x'"),
+        (["cuda:-1"], "'cuda:-1'"),
+        (["cuda"], "'cuda'"),
+        (["cpu", "cuda:0"], "'cuda:0'"),
+        (["mps"], "'mps'"),
+        ([torch.device("meta")], "'meta'"),
+        (["xpu:0"], "'xpu:0'"),
+        ([0], "0 is of type int"),
+        ([None], "None is of type NoneType"),
+        (2, "devices is 2"),
+    ],
+)
+def test_what_cannot_be_used_is_named_with_what_can(written: object, named: str) -> None:
+    with pytest.raises(DeviceError, match=named) as raised:
+        names(written)
+    assert '"cpu"' in str(raised.value) or '"cuda' in str(raised.value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_out_of_range_is_answered_with_those_in_range() -> None:
+    with pytest.raises(DeviceError, match=r"'cuda:2' is not there.*\"cuda:0\", \"cuda:1\""):
+        parse_devices(["cuda:0", "cuda:2"])
+
+
+def test_the_cpu_model_is_read_where_the_system_tells_it(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Acme 9000: fast\nmodel name\t: other\n")
+    assert devices._cpu_model(cpuinfo) == "Acme 9000: fast"
+    assert devices._cpu_model(tmp_path / "missing")
+
+
+@pytest.mark.gpu
+def test_the_default_is_every_visible_gpu() -> None:
+    parsed = parse_devices()
+    assert [worker.torch_device.index for worker in parsed] == list(range(torch.cuda.device_count()))
+    assert all(worker.memory > 0 for worker in parsed)

@@ -1,0 +1,386 @@
+"""Work of operators against torch's own counter and closed forms, and the roofline over it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  (registers its operators)
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CASES, Case
+from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.analysis.operators import compute_nodes
+from autopar.capture.program import Program, capture
+from cost_models import MeasurementCache, parse_devices
+from cost_models.kernels import work as work_module
+from cost_models.kernels.efficiency import ComputeCurve, Efficiency, MemoryCurve
+from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS, Kernel, formulas
+from cost_models.kernels.roofline import Rates, estimate, kernel_seconds
+from cost_models.kernels.work import OperatorWork, count, count_call
+from cost_models.measuring import calibration
+from cost_models.measuring.calibration import Calibration, calibrate
+
+aten = torch.ops.aten
+ROWS = 3
+# torch counts nothing for nn.LSTM's fused kernel on a CPU.
+COUNTED = [case for case in CASES if case.name != "lstm"]
+
+
+def attention_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Two products: q k' and scores v."""
+    batch, heads, length, depth = query
+    return 2 * batch * heads * length * key[2] * (depth + value[3])
+
+
+def attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Five: q k' once more, and the two gradients of each product."""
+    batch, heads, length, depth = query
+    return 2 * batch * heads * length * key[2] * (3 * depth + 2 * value[3])
+
+
+def grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Every row meets the matrix of its group."""
+    return 2 * a[0] * a[1] * b[2]
+
+
+# The kernels of a CPU, and those of transformers for experts, which torch's counter leaves out.
+MORE = {
+    torch.ops.transformers.grouped_mm_fallback: grouped_flops,
+    torch.ops.transformers.grouped_mm_fallback_backward: lambda *args, **kwargs: 2 * grouped_flops(*args),
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+def captured(case: Case) -> Program:
+    return capture(case.model(), (), case.inputs(4))
+
+
+def really_counted(program: Program, inputs: list[Any]) -> tuple[int, int]:
+    """FLOPs of forward and backward of the captured graph, run by torch."""
+    with FlopCounterMode(display=False, custom_mapping=MORE) as forward:
+        outputs = program.graph_module(*inputs)
+    roots = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
+    with FlopCounterMode(display=False, custom_mapping=MORE) as backward:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def flops(work: dict[str, OperatorWork]) -> tuple[int, int]:
+    forward = sum(kernel.flops for one in work.values() for kernel in one.forward)
+    return forward, sum(kernel.flops for one in work.values() for kernel in one.backward)
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
+def test_flops_of_a_model_are_those_that_torch_counts_when_it_runs(case: Case) -> None:
+    program = captured(case)
+    bound = program.bind((), case.inputs(ROWS))
+    assert bound is not None
+    inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in bound[0]]
+    assert flops(count(program.graph_module, ROWS)) == really_counted(program, inputs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_operator_is_handled(case: Case) -> None:
+    """None falls back on the bytes of its inputs and outputs, and only what moves nothing is free."""
+    program = captured(case)
+    counted = count(program.graph_module, ROWS)
+    nodes = compute_nodes(program.graph)
+    assert list(counted) == [node.name for node in nodes]
+    maybe = {"reshape", "contiguous", "to", "dropout", "flatten", "lift_fresh_copy"}  # copies what is not so already
+    for node in nodes:
+        if counted[node.name].forward or getattr(node.target, "__module__", "") == "_operator":  # of sizes, tuples
+            continue
+        assert isinstance(node.target, torch._ops.OpOverload)
+        name = node.target.overloadpacket.__name__
+        assert (
+            node.target.is_view or name in maybe | {"empty", "empty_like", "sym_size", "detach_"} or "chunk" in name
+        ), name
+    kernels = {kernel.operator for one in counted.values() for kernel in one.forward}
+    assert [name for name in kernels - {"attention"} if not hasattr(aten, name)] in ([], ["grouped_mm_fallback"])
+
+
+def test_the_number_of_samples_may_be_any() -> None:
+    case = next(case for case in CASES if case.name == "bert")
+    program = captured(case)
+    inputs = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in bound_inputs(case, 9)]
+    assert count(program.graph_module, 9) == count(program.graph_module, 4, inputs=inputs)
+    many = count(program.graph_module, 1_000_000)  # of which no tensor is made
+    assert flops(many)[0] == 1_000_000 * flops(count(program.graph_module, 1))[0]
+
+
+def bound_inputs(case: Case, rows: int) -> list[Any]:
+    bound = captured(case).bind((), case.inputs(rows))
+    assert bound is not None
+    return bound[0]
+
+
+def test_without_training_there_is_no_backward() -> None:
+    program = captured(CASES[0])
+    counted = count(program.graph_module, ROWS, training=False)
+    assert not any(one.backward for one in counted.values())
+    assert flops(counted)[0] == flops(count(program.graph_module, ROWS))[0]
+
+
+def meta(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def bytes_of(function: Any, *args: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(read, written) of the kernels forward, and backward."""
+    _, one = count_call(function, args)
+    return [(k.read, k.written) for k in one.forward], [(k.read, k.written) for k in one.backward]
+
+
+TOKENS = torch.empty(6, dtype=torch.long, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "forward", "backward"),
+    [
+        (aten.add.Tensor, (meta(5, 8), meta(5, 8)), [(320, 160)], []),
+        (aten.relu.default, (meta(5, 8),), [(160, 160)], [(320, 160)]),
+        (aten.relu_.default, (meta(5, 8),), [(160, 160)], [(320, 160)]),
+        (aten.mul.Tensor, (meta(5, 8), meta(5, 8)), [(320, 160)], [(320, 160), (320, 160)]),
+        (aten.mul.Tensor, (meta(5, 8), meta(5, 8, grad=False)), [(320, 160)], [(320, 160)]),
+        (aten.add.Tensor, (meta(5, 8), meta(8).expand(5, 8).detach()), [(192, 160)], []),  # read once, then cached
+        (aten.view.default, (meta(5, 8), [40]), [], []),
+        (aten.transpose.int, (meta(5, 8), 0, 1), [], []),
+        (aten.zeros_like.default, (meta(5, 8, grad=False),), [(0, 160)], []),
+        (aten.fill_.Scalar, (meta(5, 8, grad=False), 1.0), [(0, 160)], []),
+        # Six rows of a table of a hundred are read; the gradient is as large as the table.
+        (aten.embedding.default, (meta(100, 8), TOKENS), [(6 * 32 + 48, 192)], [(192 + 48, 3200)]),
+        (aten.mm.default, (meta(2, 3), meta(3, 5)), [(24 + 60, 40)], [(40 + 24, 60), (40 + 60, 24)]),
+    ],
+)
+def test_bytes_are_those_that_the_kernels_touch(
+    function: Any, args: Any, forward: list[tuple[int, int]], backward: list[tuple[int, int]]
+) -> None:
+    found = bytes_of(function, *args)
+    assert found[0] == forward
+    assert sorted(found[1]) == sorted(backward)
+
+
+@pytest.mark.parametrize(("wanted", "products"), [((True, True), 2), ((True, False), 1), ((False, False), 0)])
+def test_of_a_product_only_the_wanted_gradients_cost(wanted: tuple[bool, bool], products: int) -> None:
+    _, one = count_call(aten.linear.default, (meta(4, 6, grad=wanted[0]), meta(5, 6, grad=wanted[1])))
+    assert [k.flops for k in one.forward] == [2 * 4 * 5 * 6]
+    assert sum(k.flops for k in one.backward) == products * 2 * 4 * 5 * 6
+
+
+def test_attention_moves_no_scores() -> None:
+    """Inputs and outputs only, however long the sequence; and a causal mask hides (1 - 1/s) / 2 of the scores."""
+    query, key, value = (meta(2, 4, 128, 16) for _ in range(3))
+    _, one = count_call(aten.scaled_dot_product_attention.default, (query, key, value, None, 0.0, True))
+    tensor, sums = 2 * 4 * 128 * 16 * 4, 2 * 4 * 128 * 4
+    (forward,), (backward,) = one.forward, one.backward
+    assert (forward.read, forward.written) == (3 * tensor, tensor + sums)
+    assert (backward.read, backward.written) == (5 * tensor + sums, 3 * tensor)
+    mask = torch.ones(128, 128).tril()
+    assert 1 - forward.skipped == pytest.approx(mask.mean().item())
+    assert backward.skipped == forward.skipped
+
+
+def test_attention_whose_mask_wants_a_gradient_is_products_and_a_softmax() -> None:
+    query = meta(2, 4, 12, 16)
+    _, one = count_call(aten.scaled_dot_product_attention.default, (query, query, query, meta(2, 4, 12, 12)))
+    assert sum(k.flops for k in one.forward) == 2 * 2 * 2 * 4 * 12 * 12 * 16
+    assert sum(k.flops for k in one.backward) == 4 * 2 * 2 * 4 * 12 * 12 * 16
+
+
+def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    module = fx.symbolic_trace(function)
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["val"] = value
+    return module
+
+
+def test_gradients_that_meet_are_added() -> None:
+    """x is read twice, and the first of its gradients is not added to anything."""
+    module = graph_of(lambda x: (torch.relu(x) * torch.exp(x),), torch.randn(5, 8))
+    counted = count(module, 1, inputs=[meta(5, 8)])
+    sums = [k.operator for one in counted.values() for k in one.backward if k.operator == "add_"]
+    assert len(sums) == 1
+
+
+def test_a_parameters_gradient_is_added_to_that_of_earlier_micro_batches() -> None:
+    module = torch.export.export(nn.Linear(8, 5, bias=False), (torch.randn(4, 8),)).module()
+    counted = count(module, 4)
+    (add,) = [k for one in counted.values() for k in one.backward if k.operator == "add_"]
+    assert add.nbytes == 3 * 8 * 5 * 4
+
+
+def test_parts_that_nobody_reads_have_no_gradient() -> None:
+    class First(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.max(1)[0] * 2
+
+    module = torch.export.export(First(), (torch.randn(4, 8, requires_grad=True),)).module()
+    counted = count(module, 4, inputs=[meta(4, 8)])
+    assert flops(counted) == (0, 0)
+    assert any(one.backward for one in counted.values())
+
+
+def test_an_operator_whose_result_depends_on_data_costs_its_bytes() -> None:
+    class Chosen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nonzero(x)
+
+    exported = torch.export.export(Chosen(), (torch.randn(4, 2),), dynamic_shapes={"x": {0: torch.export.Dim.AUTO}})
+    counted = count(exported.module(), 10)
+    (nonzero,) = counted["nonzero"].forward
+    assert (nonzero.read, nonzero.written) == (80, 10 * 2 * 8)  # as many as there are samples, for want of better
+
+
+def test_a_graph_that_tells_no_shapes_needs_inputs() -> None:
+    module = fx.symbolic_trace(lambda x: (torch.relu(x),))
+    with pytest.raises(ValueError, match=r"'x'.*inputs"):
+        count(module, 2)
+    assert count(module, 2, inputs=[torch.randn(5, 8)])["relu"].forward[0].nbytes == 320
+
+
+def test_torch_has_the_formulas_where_they_are_looked_for() -> None:
+    """The expression of a symbolic size is not public."""
+    assert {aten.mm, aten.convolution, aten._scaled_dot_product_flash_attention_backward} <= set(formulas())
+    program = captured(CASES[0])
+    size = program.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+    assert isinstance(size, torch.SymInt)
+    assert work_module._number(size * 2 + 1, 5) == 11
+
+
+def test_a_grouped_product_costs_every_row_one_matrix() -> None:
+    rows, inner, outer, groups = 24, 8, 16, 3
+    ends = torch.empty(groups, dtype=torch.int32, device="meta")
+    args = (meta(rows, inner, dtype=torch.bfloat16), meta(groups, inner, outer, dtype=torch.bfloat16), ends)
+    _, one = count_call(aten._grouped_mm.default, args)
+    assert sum(k.flops for k in one.forward) == 2 * rows * inner * outer
+    assert sum(k.flops for k in one.backward) == 2 * 2 * rows * inner * outer
+
+
+IDEAL = Efficiency(
+    dict.fromkeys(COMPUTE_KINDS, ComputeCurve(1.0)),
+    dict.fromkeys(MEMORY_KINDS, MemoryCurve(1.0)),
+)
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**9), st.floats(1e9, 1e15), st.floats(1e8, 1e13))
+def test_a_kernel_takes_as_long_as_the_slower_roof_and_its_launch(
+    flops: int, nbytes: int, peak: float, bandwidth: float
+) -> None:
+    kernel = Kernel("mm", "matmul" if flops else "pointwise", torch.float32, flops, nbytes, 0)
+    expected = max(flops / peak, nbytes / bandwidth) + 1e-6
+    assert kernel_seconds(kernel, Rates({torch.float32: peak}, bandwidth, 1e-6), IDEAL) == pytest.approx(expected)
+
+
+def test_an_estimate_sums_the_kernels_of_every_node() -> None:
+    program = captured(next(case for case in CASES if case.name == "gpt2"))
+    rates = Rates({torch.float32: 1e11}, 1e10, 1e-6)
+    found = estimate(program.graph_module, ROWS, rates, Efficiency.default())
+    counted = count(program.graph_module, ROWS)
+    for name, one in counted.items():
+        assert found[name].forward_flops == sum(k.flops for k in one.forward)
+        assert found[name].backward_bytes == sum(k.nbytes for k in one.backward)
+        assert found[name].forward_seconds >= len(one.forward) * rates.launch
+    total = sum(o.forward_seconds + o.backward_seconds for o in found.values())
+    faster = estimate(program.graph_module, ROWS, Rates({torch.float32: 2e11}, 2e10, 0.0), Efficiency.default())
+    assert sum(o.forward_seconds + o.backward_seconds for o in faster.values()) < total
+
+
+def test_products_of_a_dtype_without_a_peak_are_refused() -> None:
+    program = captured(CASES[0])
+    with pytest.raises(ValueError, match=r"float32.*bfloat16"):
+        estimate(program.graph_module, 2, Rates({torch.bfloat16: 1e12}, 1e10, 0.0), Efficiency.default())
+
+
+fractions, seconds = st.floats(0.05, 1.5), st.floats(0.0, 1e-4)
+
+
+@given(fractions, seconds, st.floats(0.0, 5.0))
+def test_more_work_reaches_more_of_the_peak_and_never_more_than_the_best(
+    best: float, ramp: float, exposed: float
+) -> None:
+    curve = ComputeCurve(best, ramp, exposed)
+    for intensity in (1.0, 100.0):
+        reached = [curve.achieved(size, intensity, 1e12, 1e11) for size in (1e3, 1e6, 1e9, 1e12)]
+        assert reached == pytest.approx(sorted(reached))
+        assert reached[-1] <= best * (1 + 1e-9)
+    sharp = [curve.achieved(1e9, intensity, 1e12, 1e11) for intensity in (1.0, 10.0, 1e3)]
+    assert sharp == pytest.approx(sorted(sharp))
+
+
+@given(fractions, seconds, st.floats(0.0, 5.0))
+def test_a_fit_finds_the_curve_that_products_were_drawn_from(best: float, ramp: float, exposed: float) -> None:
+    truth = ComputeCurve(best, ramp, exposed)
+    works = [(1e4, 1e3), (1e6, 1e5), (1e8, 1e5), (1e9, 1e8), (1e10, 1e6), (1e8, 1e7)]
+    samples = [(f, b, truth.seconds(f, b, 1e11, 1e10)) for f, b in works]
+    fitted = ComputeCurve.fit(samples, 1e11, 1e10)
+    for f, b, s in samples:
+        assert fitted.seconds(f, b, 1e11, 1e10) == pytest.approx(s, rel=1e-3)
+
+
+@given(fractions, seconds, st.floats(0.0, 20.0), st.integers(0, 19))
+def test_a_fit_finds_the_curve_that_copies_were_drawn_from(best: float, ramp: float, far: float, place: int) -> None:
+    sizes = [1e3, 1e5, 1e6, 1e7, 1e8, 1e9]
+    truth = MemoryCurve(best, ramp, far, cache=float(np.geomspace(sizes[0], sizes[-1], 20)[place]))
+    fitted = MemoryCurve.fit([(n, truth.seconds(n, 1e10)) for n in sizes], 1e10)
+    for n in sizes:
+        assert fitted.seconds(n, 1e10) == pytest.approx(truth.seconds(n, 1e10), rel=1e-3)
+
+
+def test_a_fit_of_noise_stays_possible() -> None:
+    random = np.random.default_rng(1)
+    samples = [(10.0**e, 10.0**e / 10, random.uniform(1e-6, 1e-3)) for e in range(3, 10)]
+    curve = ComputeCurve.fit(samples, 1e11, 1e10)
+    assert curve.best > 0
+    assert min(curve.ramp, curve.exposed) >= 0
+
+
+def test_defaults_reach_what_was_measured_on_large_products() -> None:
+    for best in (271 / 312, 795 / 989):
+        curve = Efficiency.default(best).compute["matmul"]
+        assert curve.achieved(2 * 16384.0**3, 1e9, 312e12, 2e12) == pytest.approx(best, rel=0.01)
+
+
+def calibration_of(value: float) -> Calibration:
+    return Calibration(Rates({torch.float32: 1e11, torch.bfloat16: value}, 1e10, 1e-6), Efficiency.default())
+
+
+def test_a_calibration_survives_json() -> None:
+    one = calibration_of(2e11)
+    assert Calibration.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def test_a_device_is_calibrated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([calibration_of(3e11)])
+    monkeypatch.setattr(calibration, "_calibrate", lambda place, budget: next(runs))
+    (device,) = parse_devices("cpu")
+    with MeasurementCache() as cache:
+        first = calibrate(device, cache)
+        assert calibrate(device, cache) == first
+
+
+def test_every_sort_of_kernel_is_probed_by_one_that_is_a_single_kernel() -> None:
+    for large in (False, True):
+        kinds = [calibration._kernel(probe, torch.float32).kind for probe in calibration._probes(large)]
+        assert all(kinds.count(kind) >= 3 for kind in COMPUTE_KINDS + MEMORY_KINDS)
+
+
+def test_this_machine_can_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = [probe for probe in calibration._probes(large=False) if sum(map(np.prod, probe.shapes)) < 1 << 17]
+    monkeypatch.setattr(calibration, "_probes", lambda large: probes)
+    threads = torch.get_num_threads()
+    (device,) = parse_devices("cpu")
+    found = calibrate(device, budget=0.2)
+    assert torch.get_num_threads() == threads
+    assert min(found.rates.peak(torch.float32), found.rates.bandwidth, found.rates.launch) > 0
+    for kind in COMPUTE_KINDS:
+        assert found.efficiency.compute[kind].best > 0
+    for kind in MEMORY_KINDS:
+        assert found.efficiency.memory[kind].best > 0

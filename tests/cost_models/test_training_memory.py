@@ -1,0 +1,126 @@
+"""Training memory: optimizers as torch.optim allocates, ZeRO as its paper says, peaks as a walk through a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.memory.devices import optimizer_state_elements
+from cost_models.memory.training_memory import (
+    FRAGMENTATION,
+    FULL,
+    HALF,
+    MIXED,
+    MIXED_FULL_GRADIENTS,
+    Precision,
+    activation_bytes,
+    backward_peak,
+    recomputed_bytes,
+    step_bytes,
+    training_memory,
+)
+
+MAKERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+}
+SHAPES = [(7, 5), (5,), (2, 3, 4, 5), (), (1, 6)]
+GB = 10**9
+
+
+@pytest.mark.parametrize("optimizer", sorted(MAKERS))
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, FULL), (torch.bfloat16, HALF)])
+def test_states_are_what_torch_allocates(optimizer: str, dtype: torch.dtype, precision: Precision) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+    steps = MAKERS[optimizer](parameters)
+    sum(p.square().sum() for p in parameters).backward()  # type: ignore[union-attr]
+    steps.step()
+    counted = training_memory(SHAPES, optimizer=optimizer, precision=precision)
+    assert counted.parameters == sum(p.nbytes for p in parameters)
+    assert counted.gradients == sum(p.grad.nbytes for p in parameters if p.grad is not None)
+    state = [value for kept in steps.state.values() for name, value in kept.items() if name != "step"]
+    assert counted.optimizer == sum(tensor.nbytes for tensor in state if tensor is not None)
+
+
+def test_an_unknown_optimizer_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'lion'.*none, sgd, momentum, adam, adamw, adafactor"):
+        optimizer_state_elements("lion", (2, 3))
+
+
+@pytest.mark.parametrize(("stage", "published"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_needs_what_its_paper_says(stage: int, published: float) -> None:
+    """Figure 1 of Rajbhandari et al. 2020: 7.5 billion parameters, Adam, mixed precision, 64 replicas."""
+    counted = training_memory([(7_500_000_000,)], precision=MIXED, zero=stage, replicas=64)
+    assert counted.total / GB == pytest.approx(published, abs=0.05)
+
+
+shapes = st.lists(st.lists(st.integers(1, 9), max_size=4), max_size=5)
+
+
+@given(
+    shapes, st.sampled_from([*MAKERS, "none"]), st.sampled_from([FULL, MIXED, MIXED_FULL_GRADIENTS]), st.integers(1, 9)
+)
+def test_stage_three_shares_everything_and_every_stage_is_between(
+    shapes: list[list[int]], optimizer: str, precision: Precision, replicas: int
+) -> None:
+    stages: list[Any] = [
+        training_memory(shapes, optimizer=optimizer, precision=precision, zero=stage, replicas=replicas)
+        for stage in range(4)
+    ]
+    totals = [stage.total for stage in stages]
+    assert totals == sorted(totals, reverse=True)
+    assert 0 <= totals[3] * replicas - totals[0] < 3 * replicas  # each of three parts is rounded up
+
+
+def test_the_whole_is_the_sum_of_its_parts_and_the_reserve() -> None:
+    counted = training_memory([(1000,)], activations=300, buffers=20, transient=7, device_type="cuda")
+    parts = 4000 + 4000 + 8000 + 300 + 20 + 7
+    assert parts * (1 + FRAGMENTATION["cuda"]) <= counted.total <= parts * (1 + FRAGMENTATION["cuda"]) + 1
+    assert training_memory([(1000,)], activations=300).reserve == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"zero": 4}, {"zero": -1}, {"replicas": 0}, {"device_type": "abacus"}, {"optimizer": "lion"}]
+)
+def test_what_does_not_exist_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        training_memory([(2,)], **wrong)
+
+
+def test_a_storage_that_two_operators_keep_is_kept_once() -> None:
+    assert activation_bytes([{"a": 3, "b": 5}, {"b": 5}, {}], in_flight=2) == 16
+
+
+sizes = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8)
+
+
+@given(sizes)
+def test_the_peak_of_a_backward_is_that_of_a_walk_through_it(operators: list[tuple[int, int]]) -> None:
+    alive = peak = sum(saved for saved, _ in operators)
+    for saved, gradient in reversed(operators):
+        alive += gradient  # made while the activations are still there
+        peak = max(peak, alive)
+        alive -= saved
+    assert backward_peak([s for s, _ in operators], [g for _, g in operators]) == peak
+
+
+@given(sizes, st.integers(1, 4))
+def test_recomputation_needs_what_a_walk_through_it_finds(segments: list[tuple[int, int]], in_flight: int) -> None:
+    alive = peak = in_flight * sum(kept for kept, _ in segments)
+    for _, saved in reversed(segments):
+        peak = max(peak, alive + saved)
+    assert recomputed_bytes([k for k, _ in segments], [s for _, s in segments], in_flight) == peak
+
+
+def test_a_step_over_all_parameters_at_once_needs_room_for_all() -> None:
+    assert step_bytes([3, 8, 5], foreach=True) == 16
+    assert step_bytes([3, 8, 5], foreach=False) == 8
+    assert step_bytes([], foreach=False) == 0

@@ -1,0 +1,182 @@
+"""`plan.diff(other)` says what runs elsewhere or otherwise, in the largest modules that it is true of, and no more."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import hand_plans, plans, searched_plans
+from typer.testing import CliRunner
+
+import autopar
+from autopar import Plan
+from autopar.cli import app
+from autopar.plan.diff import Move, Recomputed, Setting
+from autopar.plan.plan import Stage
+
+KEYS = tuple(f"{path}/{name}#0" for path in ("a", "a.x", "a.y.u", "a.y.v", "b.x", "b.y", "") for name in ("mm", "add"))
+
+
+def by_operator(stage_of: dict[str, int], recompute: frozenset[int] = frozenset()) -> Plan:
+    n = max(stage_of.values()) + 1
+    held = [tuple(key for key, stage in stage_of.items() if stage == s) for s in range(n)]
+    stages = tuple(Stage((f"cpu:{s}",), keys, recompute=s in recompute) for s, keys in enumerate(held))
+    return Plan(stages, 2)
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> dict[str, int]:
+    """A stage for each of KEYS; all stages are used."""
+    n = draw(st.integers(1, 3))
+    order = draw(st.permutations(KEYS))
+    return dict(zip(order, [*range(n), *(draw(st.integers(0, n - 1)) for _ in order[n:])], strict=True))
+
+
+def inside(key: str, module: str) -> bool:
+    return module in ("", key) or (key.rpartition("/")[0] + ".").startswith(module + ".")
+
+
+@given(plans)
+def test_a_plan_is_the_same_as_itself(plan: Plan) -> None:
+    found = plan.diff(plan)
+    assert found.same
+    assert str(found) == "the plans are the same"
+
+
+@given(plans, plans)
+def test_the_way_back_is_the_difference_turned_round(before: Plan, after: Plan) -> None:
+    there, back = before.diff(after), after.diff(before)
+    assert there.same == back.same
+    assert there.settings == tuple(Setting(s.name, s.after, s.before) for s in back.settings)
+    assert set(there.moves) == {Move(m.module, m.after, m.before, m.n_operators) for m in back.moves}
+    assert set(there.recomputed) == {Recomputed(r.module, not r.now, r.n_operators) for r in back.recomputed}
+    assert set(there.only_before) == set(back.only_after)
+    assert str(there)
+
+
+@given(assignments(), assignments())
+def test_moves_tell_the_new_stage_of_every_operator_in_the_largest_modules_that_move_whole(
+    before: dict[str, int], after: dict[str, int]
+) -> None:
+    moves = by_operator(before).diff(by_operator(after)).moves
+    moved = {key: (before[key], after[key]) for key in KEYS if before[key] != after[key]}
+    told: Counter[str] = Counter()
+    for move in moves:
+        mine = [key for key in KEYS if inside(key, move.module)]
+        assert {(before[key], after[key]) for key in mine} == {(move.before, move.after)}
+        assert len(mine) == move.n_operators
+        told.update(mine)
+    assert told == Counter(moved.keys())
+    # None could be larger: the module above holds an operator that stays or goes elsewhere.
+    for move in moves:
+        path, slash, _ = move.module.rpartition("/")
+        above = path if slash else move.module.rpartition(".")[0]
+        if move.module != "":
+            others = {(before[key], after[key]) for key in KEYS if inside(key, above)}
+            assert len(others) > 1
+
+
+@given(assignments(), st.frozensets(st.integers(0, 2)), st.frozensets(st.integers(0, 2)))
+def test_modules_are_told_that_only_one_of_the_plans_recomputes(
+    stage_of: dict[str, int], before: frozenset[int], after: frozenset[int]
+) -> None:
+    found = by_operator(stage_of, before).diff(by_operator(stage_of, after))
+    told: Counter[tuple[str, bool]] = Counter()
+    for item in found.recomputed:
+        told.update((key, item.now) for key in KEYS if inside(key, item.module))
+    assert told == Counter((k, s in after) for k, s in stage_of.items() if (s in before) != (s in after))
+
+
+def test_what_is_shown_reads_well() -> None:
+    keys = [f"layers.{i}.{part}/linear#0" for i in range(6) for part in ("up", "down")]
+    before = by_operator({key: int(i >= 8) for i, key in enumerate(keys)})
+    after = by_operator({key: int(i >= 4) for i, key in enumerate(keys)}, recompute=frozenset([1]))
+    before = replace(before, predicted_step_time=0.2, bubble=0.25)
+    after = replace(after, predicted_step_time=0.1, bubble=0.2, schedule="gpipe", n_microbatches=4)
+    lines = str(before.diff(after)).splitlines()
+    assert "- layers.2 .. layers.3 (4 operators): stage 0 -> 1" in lines
+    assert "- layers.2 .. layers.5 (8 operators): recomputed now" in lines
+    words = [" ".join(line.split()) for line in lines]
+    assert "micro-batches 2 4" in words
+    assert "schedule 1f1b gpipe" in words
+    assert "step, ms 200 100 0.5x" in words
+    assert "bubble 25.0% 20.0% 0.8x" in words
+    assert all(len(line) <= 120 and line.isascii() for line in lines)
+
+
+def test_the_same_stages_with_other_predictions_are_told_as_that() -> None:
+    before = by_operator(dict.fromkeys(KEYS, 0))
+    found = before.diff(replace(before, predicted_step_time=0.1))
+    assert found.same_decisions
+    assert not found.same
+    assert str(found).startswith("the plans decide the same; their predictions differ")
+
+
+def test_splits_are_compared_by_module_and_with_plans_by_operator() -> None:
+    two = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+    three = Plan.from_split({"a": 0, "a.y": 1, "b": 1, "c": 2}, n_microbatches=2)
+    found = two.diff(three)
+    assert found.moves == (Move("a.y", 0, 1, 1),)
+    assert found.only_after == ("c",)
+    stage_of = {key: int(key.startswith("b")) for key in KEYS}
+    assert [(m.module, m.before, m.after) for m in two.diff(by_operator(stage_of)).moves] == []
+    moved = by_operator({key: int(not key.startswith("b")) for key in KEYS})
+    assert {(m.module, m.before, m.after) for m in two.diff(moved).moves} == {("a", 0, 1), ("b", 1, 0)}
+
+
+def test_the_plain_model_is_compared_with_a_pipeline_of_it() -> None:
+    plain = Plan((Stage(("cpu:0",)),), 1)
+    found = plain.diff(by_operator({key: int(key.startswith("b")) for key in KEYS}))
+    assert [(m.module, m.before, m.after) for m in found.moves] == [("b", 0, 1)]
+    assert not found.only_after
+
+
+@given(searched_plans(), hand_plans())
+def test_as_json_it_is_in_seconds_and_bytes_with_ratios(before: Plan, after: Plan) -> None:
+    data = json.loads(before.diff(replace(after, predicted_step_time=1.5)).to_json())
+    assert data["same"] is False
+    step = next(q for q in data["quantities"] if q["name"] == "step")
+    assert (step["unit"], step["before"], step["after"]) == ("s", before.predicted_step_time, 1.5)
+    if before.predicted_step_time:
+        assert step["ratio"] == 1.5 / before.predicted_step_time
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Plan, Plan, str, str]:
+    plans = [by_operator({key: int(key.startswith(module)) for key in KEYS}) for module in ("b", "a")]
+    for name, plan in zip("ba", plans, strict=True):
+        plan.save(tmp_path / f"{name}.json")
+    return plans[0], plans[1], str(tmp_path / "b.json"), str(tmp_path / "a.json")
+
+
+def test_the_command_prints_the_difference_with_status_0_the_same_or_not(files: tuple[Plan, Plan, str, str]) -> None:
+    before, after, first, second = files
+    done = CliRunner().invoke(app, ["diff", first, second])
+    assert (done.exit_code, done.stdout) == (0, f"{before.diff(after)}\n")
+    done = CliRunner().invoke(app, ["diff", first, first])
+    assert (done.exit_code, done.stdout) == (0, "the plans are the same\n")
+    done = CliRunner().invoke(app, ["diff", first, second, "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == json.loads(before.diff(after).to_json())
+
+
+def test_the_command_fails_with_status_1_where_a_file_holds_no_plan(files: tuple[Plan, Plan, str, str]) -> None:
+    *_, first, _ = files
+    done = CliRunner().invoke(app, ["diff", first, "missing.json"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "error: missing.json" in done.stderr
+    assert CliRunner().invoke(app, ["diff", first]).exit_code == 2
+
+
+def test_a_difference_is_a_public_value() -> None:
+    plan = Plan((Stage(("cpu:0",)),), 1)
+    assert isinstance(plan.diff(plan), autopar.PlanDiff)
+    assert hash(plan.diff(plan)) == hash(plan.diff(plan))

@@ -1,0 +1,311 @@
+"""A plan file is read by people and edited by hand: it comes back as it was, and all that is wrong with it is said."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from models import gpt2, mlp, tokens
+from plans import hand_plans, plans, searched_plans
+
+import autopar
+from autopar import Plan, PlanError
+from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
+from autopar.capture.program import Program, capture
+from autopar.plan.plan import Link, RunnerUp, Stage
+
+Data = dict[str, Any]
+
+
+def stage_numbers(plan: Plan, program: Program) -> dict[str, int]:
+    keys = operator_keys(program)
+    return {keys[node]: stage for node, stage in plan.assign(program).items()}
+
+
+@settings(deadline=None)
+@given(plans)
+def test_a_plan_survives_json(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@settings(deadline=None, max_examples=25)
+@given(plans)
+def test_files_of_version_1_are_read(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    data["autopar_plan"] = 1
+    assert Plan.from_json(json.dumps(data)) == plan
+
+
+@settings(deadline=None, max_examples=25)
+@given(searched_plans())
+def test_what_may_be_left_out_may_also_be_null_or_empty(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    for name in ("batch_size", "predicted_step_time", "bubble", "objective", "model"):
+        data.setdefault(name, None)
+    for name in ("notes", "runners_up", "device_kinds", "transfers"):
+        data.setdefault(name, [])
+    assert Plan.from_json(json.dumps(data)) == plan
+
+
+def test_an_automatic_plan_survives_json_and_files_and_gives_the_same_stages(tmp_path: Path) -> None:
+    model, inputs = gpt2(), {"input_ids": tokens(4)}
+    made = autopar.plan(model, ["cpu", "cpu"], example_kwargs=inputs, max_replicas=1, n_microbatches=2)
+    made.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == made
+    program = capture(model, (), inputs)
+    assert stage_numbers(loaded, program) == stage_numbers(made, program)
+    assert made.batch_size == 4
+    assert set(made.used_devices) <= set(made.devices) == {"cpu:0", "cpu:1"}
+    owned = [key for stage in made.stages for key in stage.operators]
+    assert len(set(owned)) == len(owned)
+    needed = {operator_keys(program)[n] for n in compute_nodes(program.graph) if n not in replicable_nodes(program)}
+    assert set(owned) >= needed, "every operator that is not replicated has a stage"
+
+
+def test_an_operator_moved_by_hand_in_the_json_runs_in_its_new_stage() -> None:
+    model, x = mlp(), torch.randn(4, 16)
+    program = capture(model, (x,), {})
+    keys = [operator_keys(program)[n] for n in compute_nodes(program.graph)]
+    plan = Plan((Stage(("cpu:0",), tuple(keys[:2])), Stage(("cpu:1",), tuple(keys[2:]))), 2)
+    data = json.loads(plan.to_json())
+    assert data["stages"][1]["operators"][0] == "2: linear#0"
+    data["stages"][0]["operators"].append(data["stages"][1]["operators"].pop(0))
+    edited = Plan.from_json(json.dumps(data))
+    assert stage_numbers(edited, program)["2/linear#0"] == 0
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=edited)
+    torch.testing.assert_close(pm(x), model(x))
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def full() -> Data:
+    """The JSON of a plan with everything that a plan may have."""
+    stages = [
+        Stage((f"cpu:{s}",), (f"{s}/linear#0", f"{s}/relu#0"), 1.0, 2.0, 1.0, 8, 16, 32, 0.1, recompute=s == 0)
+        for s in range(3)
+    ]
+    return json.loads(
+        Plan(
+            tuple(stages),
+            n_microbatches=2,
+            batch_size=8,
+            devices=("cpu:0", "cpu:1", "cpu:2", "cpu:3"),
+            predicted_step_time=9.0,
+            single_device_time=20.0,
+            bubble=0.25,
+            transfers=(Link(0, 1, 4, 4, 0.1), Link(1, 2, 4, 4, 0.1)),
+            notes=("a reason",),
+            objective=8.0,
+            bound=8.0,
+            optimality="proven best",
+            runners_up=(RunnerUp("gpipe", 10.0),),
+            measured_step_time=9.5,
+            model="a:00000000",
+            device_kinds=("AMD EPYC, 1 thread",) * 4,
+        ).to_json()
+    )
+
+
+def put(*place: Any) -> Callable[[Data], None]:
+    """Sets data[place[0]][place[1]]... to the last argument."""
+    *steps, last, value = place
+
+    def corrupt(data: Any) -> None:
+        for step in steps:
+            data = data[step]
+        data[last] = value
+
+    return corrupt
+
+
+def drop(*place: Any) -> Callable[[Data], None]:
+    *steps, last = place
+
+    def corrupt(data: Any) -> None:
+        for step in steps:
+            data = data[step]
+        del data[last]
+
+    return corrupt
+
+
+# What is edited into a valid file, in which place, and what must be said.
+CORRUPTIONS: list[tuple[str, Callable[[Data], None], str]] = [
+    ("unknown", put("speed", 9), "speed is unknown"),
+    ("unknown", put("explainer", None), "explainer is unknown"),
+    ("unknown in a stage", put("stages", 0, "colour", 1), "stages[0].colour is unknown"),
+    ("m", drop("n_microbatches"), "n_microbatches is missing"),
+    ("m", put("n_microbatches", "two"), "n_microbatches must be a whole number, got 'two'"),
+    ("m", put("n_microbatches", 1.5), "n_microbatches must be a whole number, got 1.5"),
+    ("m", put("n_microbatches", True), "n_microbatches must be a whole number, got True"),
+    ("m", put("n_microbatches", None), "n_microbatches must be a whole number, got None"),
+    ("m", put("n_microbatches", 0), "n_microbatches must be at least 1, got 0"),
+    ("m", put("n_microbatches", 9), "n_microbatches is 9, but the batch has 8 samples"),
+    ("schedule", put("schedule", "zigzag"), "schedule must be one of gpipe, 1f1b, interleaved-1f1b, zb-h1, got 'zig"),
+    ("schedule", put("schedule", 1), "schedule must be a text, got 1"),
+    ("training", put("training", 1), "training must be true or false, got 1"),
+    ("step", put("predicted_step_time", float("nan")), "predicted_step_time must be a finite number"),
+    ("step", put("predicted_step_time", -1), "predicted_step_time must be a finite number of at least 0, got -1"),
+    ("bound", put("bound", float("inf")), "bound must be a finite number of at least 0, got inf"),
+    ("bubble", put("bubble", 1.5), "bubble is a fraction of at most 1, got 1.5"),
+    ("devices", put("devices", "cpu:0"), "devices must be a list, got 'cpu:0'"),
+    ("devices", put("devices", 3, "cpu:0"), "devices lists cpu:0 twice"),
+    ("devices", put("devices", 3, 7), "devices[3] must be a text, got 7"),
+    ("devices", put("device_kinds", ["x"]), "device_kinds must name a kind for each of the 4 devices, got 1"),
+    ("device 0", put("stages", 0, "devices", "cpu:0"), "stages[0].devices must be a list, got 'cpu:0'"),
+    ("device 0", put("stages", 0, "devices", [None]), "stages[0].devices[0] must be a text, got None"),
+    ("device 0", put("stages", 0, "devices", []), "stage 0 has no device"),
+    ("device 0", drop("stages", 0, "devices"), "stages[0].devices is missing"),
+    ("device 1", put("stages", 1, "devices", ["cpu:2"]), "devices cpu:2 serve more than one stage"),
+    ("device 1", put("stages", 1, "devices", ["cpu:1", "cpu:1"]), "stage 1 lists cpu:1 twice"),
+    ("devices", put("stages", 2, "devices", ["tpu:7", "cpu:2"]), "stage 2 is on tpu:7"),
+    ("stage time", put("stages", 0, "forward_time", -0.5), "stages[0].forward_time must be a finite number"),
+    ("stage time", put("stages", 0, "forward_time", "1"), "stages[0].forward_time must be a number, got '1'"),
+    ("stage bytes", put("stages", 2, "peak_memory", -1), "stages[2].peak_memory must be a finite number"),
+    ("stage bytes", put("stages", 2, "peak_memory", 1.5), "stages[2].peak_memory must be a whole number, got 1.5"),
+    ("recompute", put("stages", 1, "recompute", "yes"), "stages[1].recompute must be true or false, got 'yes'"),
+    ("operators 0", put("stages", 0, "operators", []), "stage 0 has no operators"),
+    (
+        "operators 0",
+        put("stages", 0, "operators", 0, "x"),
+        "stages[0].operators[0] must be like 'module.path: linear#0",
+    ),
+    ("operators 0", put("stages", 0, "operators", "0: linear#0"), "stages[0].operators must be a list"),
+    (
+        "operators 2",
+        put("stages", 2, "operators", ["1: relu#0"]),
+        "operator 1/relu#0 is listed 2 times, in stages 1, 2",
+    ),
+    ("split", put("split", {"x": "first"}), "split: 'x' must have a stage number, got 'first'"),
+    ("split", put("split", []), "split must be an object from module paths to stages, got []"),
+    ("transfers", put("transfers", 0, "target", 0), "transfers[0] goes from stage 0 to 0"),
+    ("transfers", put("transfers", 0, "target", 3), "transfers[0] goes from stage 0 to 3"),
+    ("transfers", put("transfers", 0, 5), "transfers[0] must be an object, got 5"),
+    ("link", put("transfers", 1, "seconds", float("nan")), "transfers[1].seconds must be a finite number"),
+    ("link", drop("transfers", 1, "forward_bytes"), "transfers[1].forward_bytes is missing"),
+    ("notes", put("notes", [3]), "notes[0] must be a text, got 3"),
+    ("runner-up", put("runners_up", 0, "step_time", -1.0), "runners_up[0].step_time must be a finite number"),
+    ("runner-up", put("runners_up", 0, "description", 3), "runners_up[0].description must be a text, got 3"),
+]
+
+
+def complaint(data: Data) -> str:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(json.dumps(data))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "said"),
+    [(c, said) for _, c, said in CORRUPTIONS],
+    ids=[f"{i}-{said}"[:60] for i, (_, _, said) in enumerate(CORRUPTIONS)],
+)
+def test_a_corruption_of_one_field_is_reported_alone(corrupt: Callable[[Data], None], said: str) -> None:
+    data = full()
+    corrupt(data)
+    text = complaint(data)
+    assert said in text
+    assert len(text.splitlines()) == 2, "the heading and one violation"
+
+
+def test_of_any_two_corruptions_both_are_reported() -> None:
+    for (place, first, said), (other, second, also) in itertools.combinations(CORRUPTIONS, 2):
+        if place != other:
+            data = full()
+            first(data)
+            second(data)
+            text = complaint(data)
+            assert said in text, (said, also)
+            assert also in text, (said, also)
+
+
+def test_a_file_with_stages_needs_operators_or_a_split() -> None:
+    data = full()
+    for stage in data["stages"]:
+        del stage["operators"]
+    assert "no stage has operators; list them, or give a split of the modules" in complaint(data)
+    split = {"a": 0, "b": 1, "c": 2}
+    assert dict(Plan.from_json(json.dumps(data | {"split": split})).split) == split
+    alone = {"autopar_plan": 2, "stages": data["stages"][:1], "n_microbatches": 2}
+    assert Plan.from_json(json.dumps(alone)).stages[0].operators == (), "the whole model"
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        (["a", "b", "b", "a"], "go round the devices in turn.*a | b | b | a"),
+        (["a", "b", "a"], "go round the devices in turn"),
+        (["a", "b", "c", "a", "b"], "go round the devices in turn"),
+        (["a+b", "c", "a+b", "c"], "every stage has as many devices, here 2, 1, 2, 1"),
+        (["a+b", "b+c", "a+b", "b+c"], "devices b serve more than one stage"),
+    ],
+)
+def test_interleaved_stages_that_do_not_go_round_the_devices_are_refused(places: list[str], said: str) -> None:
+    stages = tuple(Stage(tuple(names.split("+"))) for names in places)
+    with pytest.raises(PlanError, match=said):
+        Plan(stages, 4, "interleaved-1f1b")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_only_interleaved_stages_share_devices(schedule: str) -> None:
+    stages = tuple(Stage((name,)) for name in "abab")
+    assert (Plan(stages, 4, "interleaved-1f1b").ranks, Plan(stages, 4, "interleaved-1f1b").chunks) == (2, 2)
+    with pytest.raises(PlanError, match="devices a, b serve more than one stage"):
+        Plan(stages, 4, schedule)
+
+
+def test_a_name_given_twice_is_reported_wherever_it_is() -> None:
+    text = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2).to_json()
+    text = text.replace('"b": 1', '"b": 1, "b": 0').replace('"schedule"', '"schedule": "gpipe", "schedule"')
+    with pytest.raises(PlanError, match=r"(?s)'b' is given twice.*'schedule' is given twice"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a plan"),
+        ("{", "not a plan"),
+        ("[]", "not a plan"),
+        ("3", "not a plan"),
+        ("[" * 100_000, "not a plan"),
+        ("{}", "autopar_plan"),
+        ('{"autopar_plan": 99}', "version, 2.*99"),
+        ('{"autopar_plan": true}', "version, 2.*True"),
+        ('{"autopar_plan": 2}', "stages is missing"),
+        ('{"autopar_plan": 2, "stages": [], "n_microbatches": 1}', "at least one stage"),
+        ('{"autopar_plan": 2, "stages": 3, "n_microbatches": 1}', "stages must be a list, got 3"),
+        (
+            '{"autopar_plan": 2, "stages": [{"devices": ["a"]}, 5], "n_microbatches": 1}',
+            r"stages\[1\] must be an object",
+        ),
+        ('{"autopar_plan": 2, "stages": [{"devices": ["a"]}], "split": {"x": 7}, "n_microbatches": 1}', "'x'.*stage 7"),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_the_reason(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"missing\.json"):
+        Plan.load(tmp_path / "missing.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=r"bytes\.json"):
+        Plan.load(tmp_path / "bytes.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(PlanError, match=r"other\.json: not a plan"):
+        Plan.load(tmp_path / "other.json")
+
+
+@given(hand_plans())
+def test_the_split_is_an_object_from_paths_to_stages(plan: Plan) -> None:
+    assert json.loads(plan.to_json())["split"] == dict(plan.split)

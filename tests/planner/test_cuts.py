@@ -1,0 +1,124 @@
+"""Which cuts of a graph are looked at."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partition_oracle import closed_sets
+
+from autopar.planner.inter_op.cuts import AtomGraph, CyclicGraph, all_cuts, cuts_near, first_cuts, merged_graph
+from autopar.planner.inter_op.partition import solve
+from autopar.planner.inter_op.problem import Kind, Problem, Space, Value
+from autopar.planner.inter_op.refinement import Found, cuts_worth_looking_at, refine
+
+
+def graph_of(n: int, edges: set[tuple[int, int]], weight: list[float] | None = None) -> AtomGraph:
+    values = tuple(Value(a, tuple(b for x, b in sorted(edges) if x == a), 1.0 + a, 0.0) for a in range(n))
+    return AtomGraph(n, frozenset(edges), np.array(weight or [1.0] * n), values)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, most: int = 7) -> AtomGraph:
+    n = draw(st.integers(1, most))
+    pairs = list(itertools.combinations(range(n), 2))
+    edges = draw(st.lists(st.sampled_from(pairs), max_size=2 * n)) if pairs else []
+    return graph_of(n, set(edges), [float(draw(st.integers(0, 5))) for _ in range(n)])
+
+
+def as_sets(cuts: np.ndarray) -> list[frozenset[int]]:
+    return [frozenset(np.flatnonzero(row).tolist()) for row in cuts]
+
+
+def assert_cuts(graph: AtomGraph, cuts: np.ndarray) -> None:
+    found = as_sets(cuts)
+    assert len(set(found)) == len(found)
+    assert [len(s) for s in found] == sorted(len(s) for s in found)
+    assert found[0] == frozenset()
+    assert found[-1] == frozenset(range(graph.n))
+    assert all(a in s for s in found for a, b in graph.edges if b in s)
+
+
+@settings(max_examples=200, deadline=None)
+@given(graphs())
+def test_all_cuts_are_the_sets_closed_under_predecessors(graph: AtomGraph) -> None:
+    expected = closed_sets(graph.n, set(graph.edges))
+    found = all_cuts(graph, 10_000)
+    assert found is not None
+    assert set(as_sets(found)) == set(expected)
+    assert_cuts(graph, found)
+    assert all_cuts(graph, len(expected)) is not None
+    if len(expected) > 2:
+        assert all_cuts(graph, len(expected) - 1) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(graphs(12), st.integers(4, 40), st.data())
+def test_the_promising_cuts_are_cuts(graph: AtomGraph, limit: int, data: st.DataObject) -> None:
+    first = first_cuts(graph, limit)
+    assert_cuts(graph, first)
+    inner = data.draw(st.lists(st.integers(1, len(first) - 1), max_size=3, unique=True)) if len(first) > 2 else []
+    chain = [first[0]]
+    for row in sorted(inner):
+        if (first[row] >= chain[-1]).all() and not first[row].all():
+            chain.append(first[row])
+    plan = np.array([*chain, first[-1]])
+    near = cuts_near(graph, plan, limit)
+    assert_cuts(graph, near)
+    assert set(as_sets(plan)) <= set(as_sets(near))
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(9))
+def test_crossing_bytes_are_those_made_before_a_cut_and_read_after_it(graph: AtomGraph) -> None:
+    cuts = all_cuts(graph, 10_000)
+    assert cuts is not None
+    for inside, nbytes in zip(as_sets(cuts), graph.crossing(cuts), strict=True):
+        expected = sum(v.nbytes for v in graph.values if v.producer in inside and set(v.consumers) - inside)
+        assert nbytes == expected
+
+
+def test_the_narrow_place_of_a_line_is_among_the_first_cuts() -> None:
+    n = 60
+    values = tuple(Value(a, (a + 1,), 1.0 if a == 31 else 100.0, 0.0) for a in range(n - 1))
+    graph = AtomGraph(n, frozenset((a, a + 1) for a in range(n - 1)), np.ones(n), values)
+    assert frozenset(range(32)) in as_sets(first_cuts(graph, 8))
+
+
+def test_atoms_that_wait_for_each_other_are_told() -> None:
+    with pytest.raises(CyclicGraph, match=r"atoms \[1, 2\] wait for each other"):
+        graph_of(4, {(0, 1), (1, 2), (2, 1), (2, 3)})
+
+
+def test_merging_makes_one_atom_of_what_waits_for_each_other() -> None:
+    graph, atom_of = merged_graph(
+        5, [(0, 1), (1, 2), (2, 1), (2, 3), (0, 4)], np.arange(5.0), [Value(0, (1, 2, 4), 3.0, 0.0)]
+    )
+    assert atom_of.tolist() == [0, 1, 1, 2, 3]
+    assert graph.weight.tolist() == [0.0, 3.0, 3.0, 4.0]
+    assert graph.edges == {(0, 1), (1, 2), (0, 3)}
+    assert graph.values[0].consumers == (1, 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(graphs(11), st.integers(2, 3))
+def test_refining_ends_between_the_first_plan_and_the_best_of_all(graph: AtomGraph, devices: int) -> None:
+    def problem_of(cuts: np.ndarray) -> Problem:
+        space = Space(cuts, graph.values, (), (), (), np.zeros(graph.n))
+        kinds = (Kind("", devices, float("inf"), 0.1, 0.05, 0.0),)
+        times = graph.weight[None, :]
+        return Problem(space, times, np.zeros_like(times), 8, "1f1b", kinds, max_replicas=1)
+
+    cuts = first_cuts(graph, 6)
+    solution = solve(problem_of(cuts))
+    everything, complete = cuts_worth_looking_at(graph, 5000)
+    best = solve(problem_of(everything))
+    assert complete
+    assert solution is not None
+    assert best is not None
+    found = refine(graph, Found(problem_of(cuts), solution, False), problem_of, counts=[devices], limit=12, rounds=4)
+    assert best.objective - 1e-9 <= found.solution.objective <= solution.objective
+    assert sum(stage.sum() for stage in found.stages()) == graph.n

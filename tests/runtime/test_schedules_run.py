@@ -1,0 +1,338 @@
+"""Every schedule trains and infers like the original model, its backwards whole or in two parts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_gradients, assert_same_outputs, gradients, mlp
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar import PipelinedModule, Plan
+from autopar.runtime.executable import Part
+from autopar.runtime.passes import Passes
+from autopar.runtime.split_backward import input_part
+from autopar.schedule.builders import SCHEDULES
+
+
+class Residual(nn.Module):
+    """Layers that later stages read past their neighbours, with a tied weight and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(ids)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + torch.relu(layer(norm(x)))
+        x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(x * first)
+
+
+class Attention(nn.Module):
+    """Self-attention and a recurrent layer, whose weights' gradients no part can compute alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.0)
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.gru = nn.GRU(8, 8, 2, batch_first=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.last(self.gru(self.rnn(x)[0])[0]).mean(1)
+
+
+def residual_split(n_stages: int) -> dict[str, int]:
+    modules = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "conv", "head"]
+    return {name: min(i * n_stages // len(modules), n_stages - 1) for i, name in enumerate(modules)}
+
+
+def ids(rows: int) -> torch.Tensor:
+    return torch.randint(0, 32, (rows, 6), generator=torch.Generator().manual_seed(0))
+
+
+def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+PLANS = {
+    "gpipe": Plan.from_split(residual_split(2), n_microbatches=3, schedule="gpipe"),
+    "1f1b": Plan.from_split(residual_split(2), n_microbatches=3, schedule="1f1b"),
+    "zb-h1": Plan.from_split(residual_split(2), n_microbatches=3, schedule="zb-h1"),
+    "interleaved, 2 chunks": Plan.from_split(
+        residual_split(4), n_microbatches=3, schedule="interleaved-1f1b", devices=["cpu:0", "cpu:1"] * 2
+    ),
+    "interleaved, 3 chunks": Plan.from_split(
+        residual_split(6), n_microbatches=4, schedule="interleaved-1f1b", devices=["cpu:0", "cpu:1"] * 3
+    ),
+}
+
+
+def run(model: nn.Module, plan: Plan, batch: torch.Tensor, target: torch.Tensor, way: str) -> PipelinedModule:
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
+    if way == "train_step":
+        pm.train_step(batch, target=target, loss_fn=square)
+    else:
+        square(pm(batch), target).backward()
+    return pm
+
+
+@pytest.mark.parametrize("way", ["call and backward", "train_step"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_every_schedule_gives_the_models_outputs_and_gradients(plan: Plan, recompute: bool, way: str) -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    original = copy.deepcopy(model)
+    stages = tuple(dataclasses.replace(stage, recompute=recompute) for stage in plan.stages)
+    batch, target = ids(8), torch.randn(8, 6, 32)  # three micro-batches of 3, 3 and 2 samples
+    square(original(batch), target).backward()
+    pm = run(model, dataclasses.replace(plan, stages=stages), batch, target, way)
+    assert_same_gradients(gradients(model), gradients(original))
+    with torch.no_grad():
+        assert_same_outputs(pm(batch), original(batch))
+    model.eval()
+    original.eval()
+    assert_same_outputs(pm(batch[:5]), original(batch[:5]))
+
+
+def test_the_choice_of_schedule_does_not_change_a_bit_of_the_gradients() -> None:
+    torch.manual_seed(0)
+    models = [Residual() for _ in range(3)]
+    batch, target = ids(8), torch.randn(8, 6, 32)
+    for model, name in zip(models, ("gpipe", "1f1b", "zb-h1"), strict=True):
+        model.load_state_dict(models[0].state_dict())
+        run(model, PLANS[name], batch, target, "train_step")
+    first, *others = (gradients(model) for model in models)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "interleaved-1f1b"])
+def test_replicated_stages_run_every_schedule(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    original = copy.deepcopy(model)
+    devices = [["cpu:0", "cpu:1"], ["cpu:2"]]
+    plan = Plan.from_split(residual_split(2), n_microbatches=5, schedule=schedule, devices=devices)
+    batch, target = ids(9), torch.randn(9, 6, 32)
+    square(original(batch), target).backward()
+    autopar.parallelize(model, ["cpu"] * 3, plan=plan).train_step(batch, target=target, loss_fn=square)
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+def test_replicated_ranks_run_an_interleaved_schedule() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    original = copy.deepcopy(model)
+    devices = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]] * 2
+    plan = Plan.from_split(residual_split(4), n_microbatches=5, schedule="interleaved-1f1b", devices=devices)
+    batch, target = ids(9), torch.randn(9, 6, 32)
+    square(original(batch), target).backward()
+    autopar.parallelize(model, ["cpu"] * 4, plan=plan).train_step(batch, target=target, loss_fn=square)
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+class Normed(nn.Module):
+    """Norms, dropout and a function with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
+        self.second = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Dropout(0.3), nn.PReLU(8))
+        self.scale = nn.Parameter(torch.randn(8))
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x)).transpose(1, 2)
+        for _ in range(3):
+            x = scaled_sigmoid(x, self.scale) + self.bias
+        return x
+
+
+@torch.library.custom_op("autopar_tests::scaled_sigmoid", mutates_args=())
+def scaled_sigmoid(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x) * scale
+
+
+@scaled_sigmoid.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _scaled_sigmoid_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, scale = ctx.saved_tensors
+    share = torch.sigmoid(x)
+    return gradient * scale * share * (1 - share), (gradient * share).sum((0, 1))
+
+
+scaled_sigmoid.register_autograd(
+    _scaled_sigmoid_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@pytest.mark.filterwarnings("ignore:batch norm uses")
+@pytest.mark.parametrize("way", ["call and backward", "train_step"])
+def test_norms_dropout_and_own_backwards_get_the_same_bits_under_every_schedule(way: str) -> None:
+    torch.manual_seed(0)
+    models = [Normed() for _ in SCHEDULES]
+    x, y = torch.randn(8, 4, 5), torch.randn(8, 5, 8)
+    seen = []
+    for model, name in zip(models, SCHEDULES, strict=True):
+        model.load_state_dict(models[0].state_dict())
+        mine = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        run(model, Plan.from_split({"first": 0, "second": 1}, n_microbatches=3, schedule=name), mine, y, way)
+        seen.append({"input": mine.grad, **gradients(model)})
+    for name, gradient in seen[0].items():
+        assert all(torch.equal(gradient, other[name]) for other in seen[1:]), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_attention_and_recurrent_layers_survive_a_split_backward(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    original = copy.deepcopy(model)
+    plan = Plan.from_split({"inner": 0, "attention": 1, "rnn": 1, "last": 2}, n_microbatches=4, schedule=schedule)
+    x, y = torch.randn(8, 5, 8, requires_grad=True), torch.randn(8, 3)
+    mine = x.detach().clone().requires_grad_()
+    square(original(x), y).backward()
+    square(autopar.parallelize(model, ["cpu"] * 3, plan=plan)(mine), y).backward()
+    assert_same_gradients(gradients(model), gradients(original))
+    assert x.grad is not None
+    assert mine.grad is not None
+    torch.testing.assert_close(mine.grad, x.grad)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_a_graph_that_is_kept_can_be_differentiated_twice(plan: Plan) -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    original = copy.deepcopy(model)
+    batch = ids(6)
+    for one in (original, autopar.parallelize(model, ["cpu", "cpu"], plan=plan)):
+        loss = one(batch).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+@pytest.mark.parametrize("phase", ["backward (inputs)", "backward (parameters)"])
+def test_an_error_in_a_part_of_the_backward_names_stage_and_micro_batch(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp(8, 3)
+    plan = Plan.from_split({"0": 0, "3": 1}, n_microbatches=3, schedule="zb-h1")
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    pm.train_step(x, target=y, loss_fn=square)
+    name = "_backward_inputs" if "inputs" in phase else "_backward_weights"
+    real = getattr(Passes, name)
+
+    def failing(self: Passes, part: Part, microbatch: int) -> None:
+        if part.stage.index == 1 and microbatch == 1:
+            raise ValueError("out of order")
+        real(self, part, microbatch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Passes, name, failing)
+        with pytest.raises(ValueError, match="out of order") as caught:
+            pm.train_step(x, target=y, loss_fn=square)
+    assert f"in the {phase} of stage 1 (cpu:1), micro-batch 1" in "\n".join(caught.value.__notes__)
+    model.zero_grad()
+    original = copy.deepcopy(model)
+    square(original(x), y).backward()
+    pm.train_step(x, target=y, loss_fn=square)
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+def layered(depth: int, width: int = 6) -> Callable[[torch.Tensor], torch.Tensor]:
+    weights = [torch.randn(width, width, requires_grad=True) for _ in range(depth)]
+    bias = torch.randn(width, requires_grad=True)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = torch.addmm(bias, torch.tanh(x), weight.t()) + x @ weight
+        return x
+
+    compute.leaves = [*weights, bias]  # type: ignore[attr-defined]
+    return compute
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_parts_of_a_backward_give_what_the_whole_gives(depth: int) -> None:
+    torch.manual_seed(0)
+    compute = layered(depth)
+    leaves: list[torch.Tensor] = compute.leaves  # type: ignore[attr-defined]
+    x = torch.randn(4, 6, requires_grad=True)
+    seed = torch.randn(4, 6)
+    whole = torch.autograd.grad(compute(x), [x, *leaves], seed)
+    apart = leaves[0].sum() * 2.0  # an output that does not depend on the input
+    (of_apart,) = torch.autograd.grad(leaves[0].sum() * 2.0, [leaves[0]])
+    found, weights = input_part([(compute(x), seed), (apart, torch.ones(()))], [x])
+    assert found[0] is not None
+    torch.testing.assert_close(found[0], whole[0])
+    assert all(leaf.grad is None for leaf in leaves)
+    weights.run(retain_graph=False)
+    for index, (leaf, expected) in enumerate(zip(leaves, whole[1:], strict=True)):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, expected + (of_apart if index == 0 else 0.0))
+    assert x.grad is None
+
+
+def test_a_stage_without_inputs_that_need_gradients_does_all_in_the_weight_part() -> None:
+    weight = torch.randn(3, 3, requires_grad=True)
+    output = torch.ones(2, 3) @ weight
+    found, weights = input_part([(output, torch.ones(2, 3))], [])
+    assert found == []
+    weights.run(retain_graph=False)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.full((3, 3), 2.0))
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products of this thread."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_product_is_computed_in_both_parts() -> None:
+    depth = 4
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(depth)))
+    x = torch.randn(3, 6, requires_grad=True)
+    output = layers(x)
+    with Products() as early:
+        _, weights = input_part([(output, torch.ones_like(output))], [x])
+    with Products() as late:
+        weights.run(retain_graph=False)
+    assert (early.count, late.count) == (depth, depth)
+
+
+def test_a_loss_of_no_parameter_is_refused_by_a_split_backward_too() -> None:
+    pm = autopar.parallelize(
+        mlp(8, 3), ["cpu", "cpu"], plan=Plan.from_split({"0": 0, "3": 1}, n_microbatches=2, schedule="zb-h1")
+    )
+    x = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        pm.train_step(x, target=x, loss_fn=lambda output, target: target.mean())
+    pm.train_step(x, target=x, loss_fn=square)

@@ -1,0 +1,233 @@
+"""Profiled training steps: the step as always, and what every stage of it took and waited for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_gradients, gradients
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import autopar
+from autopar import PipelinedModule, Plan
+from autopar.costs.history import history_path, recall
+from autopar.plan.plan import Stage
+from autopar.report.tables import WIDTH
+from autopar.runtime import module as module_room
+from autopar.runtime import step_recorder as notes_room
+from autopar.runtime.mailbox import Address, Mail
+from autopar.runtime.step_recorder import Notes
+from autopar.schedule.clock import Action, Phase
+from cost_models import parse_devices
+
+CPUS = parse_devices(["cpu", "cpu"])
+
+
+@pytest.fixture
+def own_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that nothing is in yet."""
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "own"))
+    return history_path()
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+X, Y = torch.linspace(-1, 1, 64).view(8, 8), torch.linspace(1, 0, 64).view(8, 8)
+CALL: dict[str, Any] = {"example_args": (X,), "target": Y, "loss_fn": mse_loss}
+SPLIT = {"0": 0, "3": 1}
+
+
+def hand_plan(schedule: str = "1f1b", n_microbatches: int = 4) -> Plan:
+    return Plan.from_split(SPLIT, n_microbatches=n_microbatches, schedule=schedule)
+
+
+# -- profiled steps --------------------------------------------------------------------------------------------------
+
+
+def priced_plan(schedule: str) -> Plan:
+    """Made by hand, with predictions."""
+    found = autopar.compare(net(), ["cpu", "cpu"], {"hand": hand_plan(schedule)}, repeats=1, cache=True, **CALL)
+    return found["hand"].plan
+
+
+def recording(model: nn.Module, plan: Plan) -> PipelinedModule:
+    return autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
+
+
+PLANS: dict[str, Callable[[], Plan]] = {
+    "1f1b": lambda: hand_plan("1f1b"),
+    "zb-h1": lambda: hand_plan("zb-h1"),
+    "interleaved": lambda: Plan.from_split(
+        {"0": 0, "2": 1, "3": 2, "5": 3}, n_microbatches=4, schedule="interleaved-1f1b"
+    ),
+    "replicas": lambda: Plan.from_split({"0": 0}, n_microbatches=4, devices=[["cpu:0", "cpu:1"]]),
+    "recompute": lambda: Plan.from_split(SPLIT, n_microbatches=2, recompute=[0, 1]),
+    "plain": lambda: Plan((Stage(("cpu:0",)),), n_microbatches=1),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_profiled_step_is_the_step_as_always(name: str) -> None:
+    model = net()
+    twin = copy.deepcopy(model)
+    plain, profiled = recording(model, PLANS[name]()), recording(twin, PLANS[name]())
+    for _ in range(3):
+        state = torch.get_rng_state()
+        loss = plain.train_step(X, target=Y, loss_fn=mse_loss)
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        again = profiled.train_step(X, target=Y, loss_fn=mse_loss, profile=True)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(loss, again)
+        assert not again.requires_grad
+        assert_same_gradients(gradients(model), gradients(twin))
+    assert plain.last_profile is None
+    plain.close()
+    profiled.close()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_profile_has_every_stage_with_its_microbatches_and_no_device_busy_for_longer_than_the_step(name: str) -> None:
+    plan = PLANS[name]()
+    pm = recording(net(), plan)
+    pm.train_step(X, target=Y, loss_fn=mse_loss, profile=True)
+    found = pm.last_profile
+    pm.close()
+    assert found is not None
+    assert (found.batch_size, found.n_microbatches, found.schedule) == (8, plan.n_microbatches, plan.schedule)
+    for stage in range(len(plan.stages)):
+        mine = [one for one in found.stages if one.stage == stage]
+        assert sum(one.microbatches for one in mine) == plan.n_microbatches
+        assert all((one.loss > 0) == (stage == len(plan.stages) - 1) for one in mine)
+    for one in found.stages:
+        assert min(one.forward, one.backward) > 0
+        assert one.forward >= one.loss
+    for device in {one.device for one in found.stages}:
+        assert sum(one.busy + one.waiting for one in found.stages if one.device == device) <= found.seconds
+    assert not found.synchronized
+    assert (found.predicted, found.error) == (None, None)  # a plan made by hand
+
+
+def test_a_profile_shows_the_plans_predictions_and_is_recorded_beside_them(own_history: Path) -> None:
+    plan = priced_plan("gpipe")
+    before = len(recall())
+    pm = recording(net(), plan)
+    pm.train_step(X, target=Y, loss_fn=mse_loss, profile=True)
+    found = pm.last_profile
+    pm.close()
+    assert found is not None
+    assert found.predicted == plan.predicted_step_time
+    for one, stage in zip(found.stages, plan.stages, strict=True):
+        assert one.predicted_forward == pytest.approx(4 * (stage.forward_time or 0.0))
+        assert one.predicted_backward == pytest.approx(4 * (stage.backward_time or 0.0))
+    (recorded,) = recall()[before:]
+    assert (recorded.source, recorded.predicted, recorded.measured) == ("train_step", found.predicted, found.seconds)
+    assert recorded.error == found.error
+    text = str(found)
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= WIDTH
+    data = json.loads(found.to_json())
+    assert data["seconds"] == found.seconds
+    assert [one["waiting"] for one in data["stages"]] == [one.waiting for one in found.stages]
+
+
+def test_a_prediction_for_another_batch_is_not_compared(own_history: Path) -> None:
+    plan = priced_plan("1f1b")
+    before = len(recall())
+    pm = recording(net(), plan)
+    pm.train_step(X[:4], target=Y[:4], loss_fn=mse_loss, profile=True)
+    pm.close()
+    assert pm.last_profile is not None
+    assert pm.last_profile.predicted is None
+    assert "without a prediction" in str(pm.last_profile)
+    assert len(recall()) == before
+
+
+def test_a_first_step_that_is_profiled_is_captured_and_planned_before_its_time_starts(
+    own_history: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pm = autopar.parallelize(net(), ["cpu", "cpu"])
+    ready = []
+
+    def timed(step: Callable[[], torch.Tensor], devices: Any) -> tuple[torch.Tensor, float]:
+        ready.append((pm.plan, pm.stages))
+        return notes_room.timed(step, devices)
+
+    monkeypatch.setattr(module_room, "timed", timed)
+    pm.train_step(X, target=Y, loss_fn=mse_loss, profile=True)
+    pm.close()
+    ((plan, stages),) = ready
+    assert plan is not None
+    assert plan is pm.plan
+    assert len(stages) == len(plan.stages)
+    (recorded,) = recall()
+    assert recorded.predicted == plan.predicted_step_time
+
+
+# -- notes -----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time passes where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_waiting_for_messages_is_no_work_and_the_loss_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, notes = Clock(), Notes()
+    monkeypatch.setattr(notes_room, "time", clock)
+    monkeypatch.setattr(Mail, "receive", lambda mail, slot, address: clock.spend(5))
+    mail = notes.mail(1)
+    loss = notes.loss(lambda output, target: clock.spend(2))  # type: ignore[arg-type, return-value]
+
+    def forward(part: object, microbatch: int) -> None:
+        for _ in range(2):
+            mail.receive(0, Address(Phase.FORWARD, 0, 1, microbatch))
+        clock.spend(3)
+        loss(None, None)
+
+    def backward(part: object, microbatch: int) -> None:
+        clock.spend(4)
+
+    ways = notes.actions({Phase.FORWARD: forward, Phase.BACKWARD: backward})
+    part: Any = SimpleNamespace(stage=SimpleNamespace(index=1), worker=SimpleNamespace(device=CPUS[0]))
+    for microbatch in range(2):
+        ways[Phase.FORWARD](part, microbatch)
+        ways[Phase.BACKWARD](part, microbatch)
+    for microbatch in range(2):
+        assert notes.taken[Action(Phase.FORWARD, 1, microbatch)] == (CPUS[0], 3 + 2, 2 * 5, 2)
+        assert notes.taken[Action(Phase.BACKWARD, 1, microbatch)] == (CPUS[0], 4, 0, 0)
+    assert notes.seconds()[Action(Phase.FORWARD, 1, 0)] == 5
+
+
+def test_a_call_that_nobody_notes_reads_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    pm = recording(net(), hand_plan())
+    monkeypatch.setattr(notes_room, "time", None)
+    pm.train_step(X, target=Y, loss_fn=mse_loss)
+    pm.close()
+
+
+def test_a_call_and_its_backward_can_be_noted_too() -> None:
+    pm, notes = recording(net(), hand_plan(n_microbatches=2)), Notes()
+    with pm.noted(notes):
+        output = pm(X)
+    mse_loss(output, Y).backward()
+    pm.close()
+    phases = (Phase.FORWARD, Phase.BACKWARD)
+    assert notes.taken.keys() == {Action(phase, stage, i) for phase in phases for stage in (0, 1) for i in (0, 1)}

@@ -1,0 +1,198 @@
+"""The stage partition problem by its definition, applied to every partition there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from autopar.planner.inter_op.problem import Kind, Problem, Shared, Space, Value
+from autopar.schedule.builders import in_flight_limit
+
+
+@dataclass(frozen=True)
+class OracleStage:
+    atoms: frozenset[int]
+    kind: int
+    replicas: int
+    recompute: bool
+
+
+Stages = tuple[OracleStage, ...]
+
+
+def closed_sets(n: int, edges: set[tuple[int, int]]) -> list[frozenset[int]]:
+    """All sets of atoms that are closed under predecessors."""
+    subsets = (frozenset(s) for size in range(n + 1) for s in itertools.combinations(range(n), size))
+    return [s for s in subsets if all(a in s for a, b in edges if b in s)]
+
+
+def cut_matrix(n: int, cuts: list[frozenset[int]]) -> np.ndarray:
+    return np.array([[atom in cut for atom in range(n)] for cut in cuts])
+
+
+def space_of(problem: Problem, stage: OracleStage) -> Space:
+    """What the stage holds and sends, in its way of using the devices."""
+    return problem.kinds[stage.kind].space or problem.space
+
+
+def received(problem: Problem, stage: OracleStage) -> list[Value]:
+    atoms = stage.atoms
+    return [v for v in space_of(problem, stage).values if v.producer not in atoms and atoms & set(v.consumers)]
+
+
+def stage_time(problem: Problem, stage: OracleStage) -> float:
+    kind, share = problem.kinds[stage.kind], problem.bytes_share
+    forward = sum(problem.forward[stage.kind, a] for a in stage.atoms)
+    seconds = forward + sum(problem.backward[stage.kind, a] for a in stage.atoms)
+    seconds += forward if stage.recompute else 0.0
+    values = received(problem, stage)
+    for nbytes in (sum(v.nbytes for v in values), sum(v.grad_nbytes for v in values)):
+        if nbytes > 0:
+            seconds += kind.latency + nbytes * share * kind.seconds_per_byte
+    sent = [v for v in space_of(problem, stage).values if v.producer in stage.atoms and set(v.consumers) - stage.atoms]
+    return float(seconds + sum(v.nbytes for v in sent) * share * kind.send_seconds_per_byte)
+
+
+def shared_bytes(items: tuple[Shared, ...], atoms: frozenset[int]) -> float:
+    return sum(item.nbytes for item in items if atoms & set(item.atoms))
+
+
+def needed_bytes(problem: Problem, stages: Stages, index: int, devices: int) -> float:
+    stage, share = stages[index], problem.bytes_share
+    after = sum(later.replicas for later in stages[index + 1 :])
+    held = in_flight_limit(problem.schedule, problem.n_microbatches, stage.replicas, stage.replicas + after, devices)
+    space = space_of(problem, stage)
+    arriving = sum(v.nbytes for v in received(problem, stage))
+    saved = shared_bytes(space.saved, stage.atoms)
+    once = shared_bytes(space.resident, stage.atoms) + share * max(space.transient[a] for a in stage.atoms)
+    if stage.recompute:
+        return float(once + share * saved + held * (share * arriving))
+    return float(once + held * (share * (saved + arriving)))
+
+
+def objective(problem: Problem, stages: Stages) -> float:
+    total, slowest, m = 0.0, 0.0, problem.n_microbatches
+    for stage in stages:
+        time = stage_time(problem, stage)
+        weight = 0.0 if problem.weight is None else sum(problem.weight[stage.kind, a] for a in stage.atoms)
+        delayed = min(2 * weight, time)
+        gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
+        reduction = gradient * problem.kinds[stage.kind].reduction(stage.replicas)
+        total += (time - delayed) if problem.sum_counts else 0.0
+        slowest = max(slowest, (math.ceil(m / stage.replicas) - 1) * time + delayed + reduction)
+    return total + slowest
+
+
+def lacking(problem: Problem, stages: Stages, devices: int) -> float:
+    memory = [problem.kinds[s.kind].memory for s in stages]
+    return max(needed_bytes(problem, stages, i, devices) - memory[i] for i in range(len(stages)))
+
+
+def all_partitions(problem: Problem, counts: tuple[int, ...]) -> Iterator[Stages]:
+    """Every chain of the problem's cuts with every choice of devices that hints allow, whether or not it fits."""
+    cuts = [frozenset(np.flatnonzero(row).tolist()) for row in problem.space.cuts]
+    most = min(problem.max_replicas, problem.n_microbatches)
+    recompute = (False, True) if problem.may_recompute or problem.space.recomputed else (False,)
+    everything = cuts[-1]
+
+    def extend(done: frozenset[int], left: tuple[int, ...], place: int) -> Iterator[Stages]:
+        if done == everything:
+            yield ()
+            return
+        for cut in cuts:
+            if not done < cut:
+                continue
+            atoms = cut - done
+            pins = {p for a, p in problem.space.pinned if a in atoms}
+            must = any(a in atoms for a in problem.space.recomputed)
+            may = not any(a in atoms for a in problem.space.unrepeatable)
+            if pins - {place}:
+                continue
+            for kind, pool in enumerate(problem.pools):
+                for replicas in range(1, min(most, left[pool]) + 1):
+                    rest = (*left[:pool], left[pool] - replicas, *left[pool + 1 :])
+                    for again in recompute:
+                        if may if again else not must:
+                            stage = OracleStage(atoms, kind, replicas, again)
+                            for later in extend(cut, rest, place + 1):
+                                yield (stage, *later)
+
+    return extend(frozenset(), counts, 0)
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
+    """Small problems over all cuts of a small graph, with small whole costs, where ties, zeros and memory limits that
+    just fit are common."""
+    n = draw(st.integers(1, most))
+    counts = draw(st.sampled_from([(1,), (2,), (4,), (1, 1), (2, 1), (1, 3)]))
+    pools = draw(st.sampled_from([(0,), (0, 0)])) if len(counts) == 1 else draw(st.sampled_from([(0, 1), (0, 1, 0)]))
+    whole = st.integers(0, 9).map(float)
+    atoms = st.integers(0, n - 1)
+
+    def array(*shape: int) -> np.ndarray:
+        size = math.prod(shape)
+        return np.array(draw(st.lists(whole, min_size=size, max_size=size))).reshape(shape)
+
+    values = []
+    for producer in range(n - 1):
+        consumers = draw(st.lists(st.integers(producer + 1, n - 1), max_size=3))
+        values.append(Value(producer, tuple(consumers), draw(whole), draw(whole)))
+    edges = {(v.producer, c) for v in values for c in v.consumers}
+    if line:
+        edges |= {(a, a + 1) for a in range(n - 1)}
+    shared = st.lists(st.builds(Shared, whole, st.lists(atoms, max_size=3).map(tuple)), max_size=4).map(tuple)
+    memory = st.one_of(st.integers(0, 120).map(float), st.just(math.inf))
+    third = st.integers(0, 9).map(lambda thirds: thirds / 3)
+    m = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    pinned = draw(st.one_of(st.just(()), st.lists(st.tuples(atoms, st.integers(0, 2)), max_size=2).map(tuple)))
+    pinned = tuple({atom: (atom, place) for atom, place in pinned}.values())
+    space = Space(
+        cuts=cut_matrix(n, closed_sets(n, edges)),
+        values=tuple(values),
+        resident=draw(shared),
+        gradients=draw(shared),
+        saved=draw(shared),
+        transient=array(n),
+        pinned=_gathered(pinned),
+        recomputed=draw(st.one_of(st.just(()), st.lists(atoms, max_size=2).map(tuple))),
+        unrepeatable=draw(st.one_of(st.just(()), st.lists(atoms, max_size=1).map(tuple))),
+    )
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+    backward = array(len(pools), n)
+
+    def other() -> Space:
+        """The same cuts and hints, other bytes."""
+        held = {name: draw(shared) for name in ("resident", "gradients", "saved")}
+        sent = tuple(replace(v, nbytes=draw(whole), grad_nbytes=draw(whole)) for v in space.values)
+        return replace(space, values=sent, transient=array(n), **held)
+
+    return Problem(
+        space=space,
+        forward=array(len(pools), n),
+        backward=backward,
+        weight=np.minimum(array(len(pools), n), backward) if schedule == "zb-h1" else None,
+        n_microbatches=m,
+        schedule=schedule,
+        kinds=tuple(
+            Kind(
+                *(str(kind), counts[pool], draw(memory), draw(third), draw(third), draw(third), draw(third)),
+                pool=pool,
+                space=other() if pools.count(pool) > 1 else None,
+            )
+            for kind, pool in enumerate(pools)
+        ),
+        max_replicas=draw(st.integers(1, 4)),
+        may_recompute=draw(st.booleans()),
+        share=draw(st.sampled_from([1.0, 0.5])),  # whole bytes and halves: sums that fit exactly do so in floats, too
+    )
+
+
+def _gathered(pinned: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """At most one atom a place: what is pinned together is one atom before it comes to the search."""
+    return tuple({place: (atom, place) for atom, place in pinned}.values())

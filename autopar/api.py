@@ -38,10 +38,10 @@ from autopar.planner.hint_constraints.stages import resolve
 from autopar.planner.inter_op.atoms import Constraints
 from autopar.planner.inter_op.meshes import subject_of
 from autopar.planner.joint import plan_with_meshes
-from autopar.planner.search import Options, find_plans, make_plan
+from autopar.planner.search import SearchOptions, find_plans, make_plan
 from autopar.report.progress import progress_bar
-from autopar.runtime.bound_signature import Settings
-from autopar.runtime.compare import Call, run_comparison
+from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.compare import ComparedCall, run_comparison
 from autopar.runtime.compare import tune as run_tuning
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.module import PipelinedModule
@@ -111,7 +111,7 @@ def parallelize(
     parsed, options = checked(
         model, devices, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm
     )
-    settings = Settings(batch_dim, batch_norm, compile=compile, watch_nan=watch_nan, verify=verify)
+    settings = RunSettings(batch_dim, batch_norm, compile=compile, watch_nan=watch_nan, verify=verify)
     tuning = _Tuning(tune, dict(candidates or {}), settings)
     if plan is not None:
         plan = _with_overrides(plan, n_microbatches, schedule).on([d.name for d in parsed], [d.kind for d in parsed])
@@ -230,7 +230,7 @@ def compare(
     plans = {"auto": None} if plans is None else plans
     parsed, options = checked(model, devices, n_microbatches, schedule, max_replicas, memory_limit, "none", batch_norm)
     args, kwargs = example_call(example_args, example_kwargs)
-    settings = Settings(batch_dim, batch_norm)
+    settings = RunSettings(batch_dim, batch_norm)
     example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=settings.batch_dim)
     example, options = _as_the_model_allows(example, options, parsed, batch_norm)
     if asks_for_sharding(example):
@@ -241,7 +241,9 @@ def compare(
     with progress_bar() as progress:
         costs = measure_costs(example, parsed, n_microbatches=only, cache=cache, progress=progress)
     with progress_bar() as progress:
-        return run_comparison(Call(example, settings), plans, costs, options, repeats, record=cache, progress=progress)
+        return run_comparison(
+            ComparedCall(example, settings), plans, costs, options, repeats, record=cache, progress=progress
+        )
 
 
 def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:
@@ -263,7 +265,7 @@ class _Tuning:
 
     finalists: int
     candidates: Mapping[str, Plan]
-    settings: Settings
+    settings: RunSettings
 
     def __post_init__(self) -> None:
         if not isinstance(self.finalists, int) or isinstance(self.finalists, bool) or self.finalists < 0:
@@ -275,7 +277,9 @@ class _Tuning:
                 raise InputError(f"candidates[{name!r}] must be a Plan, got {type(plan).__name__}")
 
 
-def _decide(example: Example, devices: tuple[Device, ...], options: Options, tuning: _Tuning, cache: bool) -> Plan:
+def _decide(
+    example: Example, devices: tuple[Device, ...], options: SearchOptions, tuning: _Tuning, cache: bool
+) -> Plan:
     example, options = _as_the_model_allows(example, options, devices, tuning.settings.batch_norm)
     checked_alone(example, tune=tuning.finalists, candidates=tuning.candidates)
     if asks_for_sharding(example):
@@ -287,7 +291,7 @@ def _decide(example: Example, devices: tuple[Device, ...], options: Options, tun
         return dataclasses.replace(make_plan(costs, options), model=fingerprint(example.model))
     found = find_plans(costs, options, tuning.finalists)
     plans = {f"automatic {rank}": plan for rank, plan in enumerate(found, 1)} | dict(tuning.candidates)
-    call = Call(example, tuning.settings)
+    call = ComparedCall(example, tuning.settings)
     with progress_bar() as progress:
         name, best, table = run_tuning(call, plans, costs, options, TUNING_STEPS, record=cache, progress=progress)
     told = [
@@ -299,8 +303,8 @@ def _decide(example: Example, devices: tuple[Device, ...], options: Options, tun
 
 
 def _as_the_model_allows(
-    example: Example, options: Options, devices: Sequence[Device], batch_norm: str
-) -> tuple[Example, Options]:
+    example: Example, options: SearchOptions, devices: Sequence[Device], batch_norm: str
+) -> tuple[Example, SearchOptions]:
     """The same with all that keeps the batch whole and all hints taken into account."""
     batching = example.batching
     hints = resolve(read_hints(example.model), example.program, len(devices), batching.storages)
@@ -346,7 +350,7 @@ def _plan_ahead(
     options = checked_options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
     if max_shards is not None and (type(max_shards) is not int or max_shards < 1):
         raise InputError(f"max_shards must be a whole number of at least 1, got {max_shards!r}")
-    settings = Settings(batch_dim, batch_norm)
+    settings = RunSettings(batch_dim, batch_norm)
     example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=settings.batch_dim)
     example, options = _as_the_model_allows(example, options, cluster.devices, batch_norm)
     if asks_for_sharding(example):

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
-from autopar.planner.search import Options
+from autopar.planner.search import SearchOptions
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.passes import LossFunction
 from autopar.schedule.builders import SCHEDULES
@@ -48,7 +48,7 @@ def checked(
     memory_limit: float | None,
     optimizer: str,
     batch_norm: str,
-) -> tuple[tuple[Device, ...], Options]:
+) -> tuple[tuple[Device, ...], SearchOptions]:
     options = checked_options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
     check_values(model)
     return at_hand(devices), options
@@ -62,7 +62,7 @@ def checked_options(
     memory_limit: float | None,
     optimizer: str,
     batch_norm: str,
-) -> Options:
+) -> SearchOptions:
     check_model(model)
     for name, value in (("n_microbatches", n_microbatches), ("max_replicas", max_replicas)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -74,7 +74,7 @@ def checked_options(
     check_optimizer(optimizer)
     if batch_norm not in BATCH_NORM:
         raise InputError(f"batch_norm must be one of {', '.join(BATCH_NORM)}, got {batch_norm!r}")
-    return Options(n_microbatches, schedule, max_replicas, memory_limit, optimizer)
+    return SearchOptions(n_microbatches, schedule, max_replicas, memory_limit, optimizer)
 
 
 def check_optimizer(optimizer: str) -> None:

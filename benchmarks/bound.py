@@ -15,8 +15,8 @@ from statistics import median
 from autopar import PipelinedModule
 from autopar.capture.thread_state import CallerState
 from autopar.runtime.executable import Part
-from autopar.runtime.mailbox import Mail
-from autopar.runtime.step_recorder import Notes
+from autopar.runtime.mailbox import Mailbox
+from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase, chain
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.table import Schedule
@@ -33,7 +33,7 @@ class Noted:
 
     def step(self) -> object:
         """The step itself; noting costs some microseconds an action."""
-        notes = Notes()
+        notes = StepRecorder()
         with self._module.noted(notes):
             result = self._step()
         self.taken.append(notes.seconds())
@@ -64,7 +64,7 @@ class Alone:
         assert executable is not None
         run, _ = self._module._run(self._entry, self._leaves, self._batch, *self._loss)
         passes = run._passes
-        passes.mail = Mail(len(executable.workers))
+        passes.mail = Mailbox(len(executable.workers))
         ways = passes.actions()
         for _, action in executable.order(self._entry.n_microbatches, training=True):
             part = executable.part(action.stage, action.microbatch)

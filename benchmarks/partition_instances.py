@@ -19,8 +19,8 @@ import numpy as np
 
 from autopar.planner.inter_op.cuts import AtomGraph, merged_graph
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import Kind, Problem, Shared, Space, Value
-from autopar.planner.inter_op.refinement import Found, cuts_worth_looking_at, most_cuts, refine
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Shared, Space, Value
+from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, most_cuts, refine
 from benchmarks.output import Report, Table
 
 _CUTS = 800
@@ -37,7 +37,7 @@ class Instance:
     graph: AtomGraph
     times: np.ndarray  # [2, n] on an accelerator and on a CPU
     sizes: np.ndarray  # [n] bytes
-    kinds: tuple[Kind, ...]
+    kinds: tuple[DeviceKind, ...]
 
     def problem(self, cuts: np.ndarray) -> Problem:
         resident = tuple(Shared(float(size), (atom,)) for atom, size in enumerate(self.sizes) if size)
@@ -83,7 +83,7 @@ def run_partition_instances(folder: Path | None) -> Report | None:
     return Report(title, (Table("Largest load", columns, tuple(rows), note),), data, plain=True)
 
 
-def solve_instance(instance: dict[str, Any]) -> Found:
+def solve_instance(instance: dict[str, Any]) -> PartitionResult:
     """The best convex stages found."""
     parsed = parse_instance(instance)
     counts = [kind.count for kind in parsed.kinds]
@@ -93,7 +93,7 @@ def solve_instance(instance: dict[str, Any]) -> Found:
     solution = solve(problem)
     if solution is None:
         raise ValueError("no split fits the memory of the accelerators")
-    found = Found(problem, solution, complete)
+    found = PartitionResult(problem, solution, complete)
     return refine(parsed.graph, found, parsed.problem, counts=counts, limit=limit, rounds=_ROUNDS)
 
 
@@ -132,8 +132,8 @@ def parse_instance(instance: dict[str, Any]) -> Instance:
     for merged, each in zip([*merged_times, merged_sizes], [*times, sizes], strict=True):
         np.add.at(merged, atom_of, each)
     memory, pace = instance["maxSizePerFPGA"] * (1 + 1e-9) + 1e-6, 1 / _BYTES_PER_SECOND
-    accelerators = Kind("accelerator", instance["maxFPGAs"], memory, 0.0, pace, 0.0, pace)
-    cpus = Kind("cpu", instance["maxCPUs"], np.inf, 0.0, 0.0, 0.0) if instance["maxCPUs"] else None
+    accelerators = DeviceKind("accelerator", instance["maxFPGAs"], memory, 0.0, pace, 0.0, pace)
+    cpus = DeviceKind("cpu", instance["maxCPUs"], np.inf, 0.0, 0.0, 0.0) if instance["maxCPUs"] else None
     return Instance(graph, merged_times, merged_sizes, (accelerators, *([cpus] if cpus else [])))
 
 

@@ -23,7 +23,7 @@ import autopar
 from autopar import Plan
 from autopar.costs.cost_graph import CostGraph, Weight
 from autopar.costs.cost_table import CostTable
-from autopar.planner.search import Options, make_plan
+from autopar.planner.search import SearchOptions, make_plan
 from benchmarks.output import Report, Table
 from cost_models import Device, Link
 
@@ -103,7 +103,11 @@ def plan_case(name: str) -> None:
     made_up = {**CASES, **QUICK}.get(name)
     costs = None if made_up is None else synthetic_costs(made_up)
     start = time.perf_counter()
-    plan = _plan_ahead({**AHEAD, **QUICK_AHEAD}[name]) if costs is None else make_plan(costs, Options(loss_inside=True))
+    plan = (
+        _plan_ahead({**AHEAD, **QUICK_AHEAD}[name])
+        if costs is None
+        else make_plan(costs, SearchOptions(loss_inside=True))
+    )
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     groups: dict[int, int] = {}

@@ -23,7 +23,7 @@ from autopar.capture.program import capture
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.measured import Measured
-from autopar.planner.search import Options, make_plan
+from autopar.planner.search import SearchOptions, make_plan
 from benchmarks.figures import split_size_curve
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table
@@ -101,7 +101,7 @@ def measure(workload: Workload, effort: Effort) -> Result:
     pure, _ = _timed_plan(workload, max_replicas=1)
     costs = _cost_graph(workload)
     # The caller's loss needs the whole output, so that this way has its own best plan.
-    by_call = make_plan(costs, Options(max_replicas=1))
+    by_call = make_plan(costs, SearchOptions(max_replicas=1))
     called = autopar.parallelize(workload.model, list(DEVICES), plan=by_call)
     assert free.plan is not None
     assert pure.plan is not None

@@ -28,14 +28,14 @@ from torch import fx
 
 from autopar.analysis.rules.calls import quotient
 from autopar.analysis.rules.indexing import PLACES
-from autopar.analysis.rules.notation import Dims, Kind, Rule, Size
+from autopar.analysis.rules.notation import Dims, IndexKind, Rule, Size
 from autopar.analysis.rules.views import MOVES, RESHAPES
 
 BATCH = sympy.Symbol("B", integer=True, positive=True)  # samples in the whole batch, or in a micro-batch
 
 
 @dataclass(frozen=True)
-class Same:
+class Unbatched:
     """Does not depend on the samples, nor on how many there are."""
 
 
@@ -77,14 +77,14 @@ class Mixed:
 
 
 @dataclass(frozen=True)
-class Open:
+class Unproven:
     """Nobody can tell from the graph what `node` does to the samples."""
 
     node: fx.Node
     why: str
 
 
-State = Same | Split | Sum | Mean | Extent | Mixed | Open
+State = Unbatched | Split | Sum | Mean | Extent | Mixed | Unproven
 _DIVIDES = "divides by what depends on the values of the whole batch"
 _DIVISIONS = ("div", "divide", "true_divide")
 _PRODUCTS = ("mul", "multiply")
@@ -127,7 +127,7 @@ def follow(
         return everywhere(Mixed(node, _DIVIDES))
     for i, state in enumerate(states):
         if isinstance(state, Mixed):
-            routed = Open(node, "chooses rows by what was computed from several samples")
+            routed = Unproven(node, "chooses rows by what was computed from several samples")
             return everywhere(routed if i in places else state)
     if any(isinstance(state, Split) for state in states):
         results = _follow_samples(node, name, rule, states, places, len(shapes))
@@ -139,16 +139,16 @@ def follow(
 def _checked(node: fx.Node, rule: Rule, output: int, state: State, shape: tuple[Size, ...]) -> State:
     """`state`, if the sizes of the result are such: samples along no dimension, or exactly the one that it says."""
     along = [d for d, size in enumerate(shape) if varies(size)]
-    if isinstance(state, (Mixed, Open)):
+    if isinstance(state, (Mixed, Unproven)):
         return state
     if isinstance(state, Split):
         if shape[state.dim] != state.outer * BATCH * state.inner:
-            return Open(node, "folds the batch in a way that cannot be followed")
+            return Unproven(node, "folds the batch in a way that cannot be followed")
         return state if along == [state.dim] else Mixed(node)
     if not along:
         return state
     new = [(d, place) for d in along if (place := _fresh(rule, rule.outputs[output][d])) is not None]
-    if len(along) > 1 or not new or not isinstance(state, Same):
+    if len(along) > 1 or not new or not isinstance(state, Unbatched):
         return Mixed(node)
     return Split(along[0], new[0][1].outer, new[0][1].inner)
 
@@ -157,7 +157,11 @@ def _fresh(rule: Rule, dim: tuple[str, ...]) -> _Place | None:
     """Where an index with the batch's entries is that no operand has: all its entries are alike."""
     for place, index in enumerate(dim):
         count = multiple(rule.sizes[index])
-        if count is not None and rule.kinds[index] is Kind.KEPT and not any(index in d for t in rule.inputs for d in t):
+        if (
+            count is not None
+            and rule.kinds[index] is IndexKind.KEPT
+            and not any(index in d for t in rule.inputs for d in t)
+        ):
             outer, inner = (_product(rule, part) for part in (dim[:place], dim[place + 1 :]))
             return None if outer is None or inner is None else _Place(index, outer, inner * count)
     return None
@@ -194,39 +198,39 @@ def _follow_samples(
     if name in PLACES and isinstance(own, Split):
         owned = _own_rows(rule, states, places, own)
         if isinstance(owned, str):
-            return [Open(node, owned) if owned else Mixed(node)] * n_outputs
+            return [Unproven(node, owned) if owned else Mixed(node)] * n_outputs
         rule, states = owned
     found: dict[int, _Place] = {}
     for i, state in enumerate(states):
         if isinstance(state, Split):
             place = _locate(rule, rule.inputs[i], state)
             if place is None:
-                return [Open(node, "folds the batch in a way that cannot be followed")] * n_outputs
+                return [Unproven(node, "folds the batch in a way that cannot be followed")] * n_outputs
             found[i] = place
         elif isinstance(state, Extent):
-            return [Open(node, "depends on how many samples there are")] * n_outputs
-        elif not isinstance(state, Same):
+            return [Unproven(node, "depends on how many samples there are")] * n_outputs
+        elif not isinstance(state, Unbatched):
             return [Mixed(node)] * n_outputs
     (place, *others), numbers = found.values(), any(isinstance(s, Split) and s.numbers for s in states)
     if any(other.index != place.index for other in others) or (numbers and name not in MOVES and name not in _COPIES):
         return [Mixed(node)] * n_outputs
     if any(other != place for other in others):
-        return [Open(node, "folds the batch in two ways")] * n_outputs
+        return [Unproven(node, "folds the batch in two ways")] * n_outputs
     kind = rule.kinds[place.index]
     if name == "batch_norm" and place.index in rule.inputs[0][0]:
-        kind = Kind.KEPT  # in training, what to do about its statistics is the caller's choice
-    if kind is Kind.KEPT:
+        kind = IndexKind.KEPT  # in training, what to do about its statistics is the caller's choice
+    if kind is IndexKind.KEPT:
         return [_spread(rule, dims, place, numbers) or Mixed(node) for dims in rule.outputs]
-    if kind is Kind.AVERAGED:
+    if kind is IndexKind.AVERAGED:
         counts = name in _COUNTING and len(rule.inputs[1]) < len(rule.inputs[0])
         return [Mean(node if counts else None)] * n_outputs
-    if kind is Kind.SUMMED:
+    if kind is IndexKind.SUMMED:
         once = any(i not in found for i in rule.addends)  # a term that every micro-batch would add again
         return [Mixed(node) if once else Sum()] * n_outputs
     if name in RESHAPES:
-        return [Open(node, "folds the batch in a way that cannot be followed")] * n_outputs
+        return [Unproven(node, "folds the batch in a way that cannot be followed")] * n_outputs
     if name in _SLICES and place.outer * place.inner > 1:
-        return [Open(node, "takes a part of a folded batch")] * n_outputs
+        return [Unproven(node, "takes a part of a folded batch")] * n_outputs
     return [Mixed(node)] * n_outputs
 
 
@@ -253,15 +257,15 @@ def _own_rows(rule: Rule, states: Sequence[State], places: range, own: Split) ->
     """
     place = _locate(rule, rule.inputs[0], own)
     plain = [replace(s, numbers=False) if isinstance(s, Split) and i in places else s for i, s in enumerate(states)]
-    if place is None or rule.kinds[place.index] is not Kind.WHOLE:
+    if place is None or rule.kinds[place.index] is not IndexKind.WHOLE:
         numbered = any(isinstance(states[i], Split) and states[i].numbers for i in places)  # type: ignore[union-attr]
         return "" if numbered else (rule, plain)
-    indexed = [d for d, dim in enumerate(rule.inputs[0]) if dim and rule.kinds[dim[0]] is Kind.WHOLE]
+    indexed = [d for d, dim in enumerate(rule.inputs[0]) if dim and rule.kinds[dim[0]] is IndexKind.WHOLE]
     number = indexed.index(own.dim) if own.dim in indexed and len(indexed) == len(places) else None
     if number is None:
         return "takes rows of other samples"
     index = states[places[number]]
-    if isinstance(index, Same):
+    if isinstance(index, Unbatched):
         return ""
     if not (isinstance(index, Split) and index.numbers) or (place.outer, place.inner) != (1, 1):
         return "takes rows by their numbers"
@@ -270,7 +274,7 @@ def _own_rows(rule: Rule, states: Sequence[State], places: range, own: Split) ->
     def renamed(tensors: tuple[Dims, ...]) -> tuple[Dims, ...]:
         return tuple(tuple(tuple(batch if i == place.index else i for i in dim) for dim in dims) for dims in tensors)
 
-    kinds = {**rule.kinds, batch: Kind.KEPT}
+    kinds = {**rule.kinds, batch: IndexKind.KEPT}
     return replace(rule, inputs=renamed(rule.inputs), outputs=renamed(rule.outputs), kinds=kinds), plain
 
 
@@ -288,9 +292,9 @@ def _follow_totals(node: fx.Node, name: str, rule: Rule, states: Sequence[State]
             and rule.linear
         ):
             return _scaled(node, states[0], states[1].size, name in _DIVISIONS)  # type: ignore[union-attr]
-        return Mixed(node) if sums or means else Open(node, "depends on how many samples there are")
+        return Mixed(node) if sums or means else Unproven(node, "depends on how many samples there are")
     if not sums and not means:
-        return Same()
+        return Unbatched()
     if sums and not means and any(sums == group for group in rule.linear):
         return Sum()
     if means and not sums and any(means <= group for group in rule.linear):

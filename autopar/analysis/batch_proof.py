@@ -28,11 +28,11 @@ from autopar.analysis.batch_dims import (
     Extent,
     Mean,
     Mixed,
-    Open,
-    Same,
     Split,
     State,
     Sum,
+    Unbatched,
+    Unproven,
     cut,
     follow,
     joined,
@@ -40,7 +40,7 @@ from autopar.analysis.batch_dims import (
     varies,
 )
 from autopar.analysis.operators import written_arguments
-from autopar.analysis.rules.calls import Call, shape_of, size_of
+from autopar.analysis.rules.calls import OperatorCall, shape_of, size_of
 from autopar.analysis.rules.notation import Rule, Size
 from autopar.analysis.rules.table import bind, rule_name
 from autopar.analysis.rules.views import FILLINGS, LIKE, LIKE_OTHERS, NEW
@@ -89,16 +89,16 @@ def prove(program: Program) -> Proof:
         return Proof("open", None, "the model is made for batches of some sizes only", nothing)
     walk = _Walk(program.graph_module, frozenset(symbols))
     given: dict[fx.Node, States] = {n: Split(dim) for n, dim in batched}
-    walk.run([given.get(n, Same()) for n in placeholders])
+    walk.run([given.get(n, Unbatched()) for n in placeholders])
     outputs: list[Combination | None] = []
     refuted: Mixed | None = None
-    unknown: Open | None = None
+    unknown: Unproven | None = None
     for index, output in enumerate(flat):
-        state = walk.states[output] if isinstance(output, fx.Node) else Same()
+        state = walk.states[output] if isinstance(output, fx.Node) else Unbatched()
         found = _combined(program, index, output, state, walk)
         outputs.append(found if isinstance(found, Combination) else None)
         refuted = refuted or (found if isinstance(found, Mixed) else None)
-        unknown = unknown or (found if isinstance(found, Open) else None)
+        unknown = unknown or (found if isinstance(found, Unproven) else None)
     culprit = refuted or unknown
     if culprit is None:
         return Proof("proven", None, "no operator relates samples to each other", tuple(outputs))
@@ -106,18 +106,20 @@ def prove(program: Program) -> Proof:
     return Proof(verdict, culprit.node, f"{describe(culprit.node)} {culprit.why}", tuple(outputs))
 
 
-def _combined(program: Program, index: int, node: fx.Node, state: States, walk: _Walk) -> Combination | Mixed | Open:
+def _combined(
+    program: Program, index: int, node: fx.Node, state: States, walk: _Walk
+) -> Combination | Mixed | Unproven:
     """How the flat output `node` in this state combines; or what speaks against it."""
     match state:
-        case Mixed() | Open():
+        case Mixed() | Unproven():
             return state
-        case Same():
+        case Unbatched():
             return Combination("first")
         case Sum():
             return Combination("sum")
         case Mean(counted):
             if counted is not None and not (counted is node and index in program.weights):
-                return Open(counted, "weighs by the targets that it does not ignore")
+                return Unproven(counted, "weighs by the targets that it does not ignore")
             return Combination("mean")
         case Extent(size):
             return (
@@ -136,7 +138,7 @@ def _combined(program: Program, index: int, node: fx.Node, state: States, walk: 
             return Mixed(
                 folded, "puts the samples into an order in which micro-batches cannot be put behind each other"
             )
-    return Open(node, "is not one tensor")
+    return Unproven(node, "is not one tensor")
 
 
 class _Walk:
@@ -158,7 +160,7 @@ class _Walk:
             if node.op == "placeholder":
                 self.states[node] = next(inputs)
             elif node.op == "get_attr":
-                self.states[node] = Same()
+                self.states[node] = Unbatched()
             else:
                 self.states[node] = self._state(node)
             self._roots[node] = self._roots[node.all_input_nodes[0]] if _is_view(node) else node
@@ -179,7 +181,7 @@ class _Walk:
         for other in self.states:
             if other is not node and other is not written and self._roots[other] is self._roots[written]:
                 self.states[other] = (
-                    new if isinstance(new, (Mixed, Open)) else Open(node, "writes into a part of a tensor")
+                    new if isinstance(new, (Mixed, Unproven)) else Unproven(node, "writes into a part of a tensor")
                 )
 
     def _size(self, size: Size) -> Size:
@@ -198,18 +200,18 @@ class _Walk:
     def _state(self, node: fx.Node) -> States:
         value = self._value(node)
         reads = [self.states[n] for n in node.all_input_nodes]
-        unknown = next((s for s in _leaves(reads) if isinstance(s, Open)), None)
+        unknown = next((s for s in _leaves(reads) if isinstance(s, Unproven)), None)
         if is_getitem(node) and isinstance(reads[0], tuple):
             return reads[0][node.args[1]]  # type: ignore[index]
         if is_hook_point(node):  # hands on what it gets, and last what links the hooks of one call
-            return (*(self.states[n] for n in node.args[0]), Same())  # type: ignore[union-attr, index]
+            return (*(self.states[n] for n in node.args[0]), Unbatched())  # type: ignore[union-attr, index]
         if isinstance(value, torch.types.py_sym_types):
             size = self._size(size_of(value))
             if isinstance(size, sympy.Basic) and size.free_symbols - {BATCH}:
-                return unknown or Open(node, "depends on values")
-            return Extent(size) if varies(size) else Same()
+                return unknown or Unproven(node, "depends on values")
+            return Extent(size) if varies(size) else Unbatched()
         if isinstance(value, (int, float)):
-            return Same()  # a size that export has found to be constant
+            return Unbatched()  # a size that export has found to be constant
         if unknown is not None:
             return unknown
         if node.target in (call_with_grad_mode, call_with_autocast):
@@ -217,11 +219,13 @@ class _Walk:
         results = list(value) if isinstance(value, (tuple, list)) else [value]
         shapes = [tuple(map(self._size, shape)) for r in results if (shape := shape_of(r)) is not None]
         if len(shapes) != len(results):
-            return Open(node, "returns what has no size")
+            return Unproven(node, "returns what has no size")
         if any(isinstance(s, sympy.Basic) and s.free_symbols - {BATCH} for shape in shapes for s in shape):
-            return Open(node, "returns as many entries as values tell")
-        if all(isinstance(s, Same) for s in _leaves(reads)) and not any(varies(s) for shape in shapes for s in shape):
-            states: Sequence[State] = [Same()] * len(shapes)
+            return Unproven(node, "returns as many entries as values tell")
+        if all(isinstance(s, Unbatched) for s in _leaves(reads)) and not any(
+            varies(s) for shape in shapes for s in shape
+        ):
+            states: Sequence[State] = [Unbatched()] * len(shapes)
         else:
             states = self._followed(node, shapes)
         return tuple(states) if isinstance(value, (tuple, list)) else states[0]
@@ -231,29 +235,31 @@ class _Walk:
         name = rule_name(node)
         rule = bind(node, self._value)
         if name is None or rule is None:
-            return [Open(node, "has no rule")] * len(shapes)
-        call = Call(node, self._value)
+            return [Unproven(node, "has no rule")] * len(shapes)
+        call = OperatorCall(node, self._value)
         special = _numbered(name, call, self._size) or self._along_batch(name, call, rule, shapes)
         if special is not None:
             return special
         counts = [parameter for parameter, n in call.options if isinstance(self.states[n], Extent)]
         if any(name not in VIEWS or parameter in FILLINGS for parameter in counts):
-            return [Open(node, "depends on how many samples there are")] * len(shapes)
+            return [Unproven(node, "depends on how many samples there are")] * len(shapes)
         states = [self._operand(operand, name, place) for place, operand in enumerate(rule.operands)]
         sizes = {index: self._size(size) for index, size in rule.sizes.items()}
         rule = Rule(rule.operands, rule.inputs, rule.outputs, rule.kinds, sizes, rule.linear)
         if any(isinstance(s, tuple) for s in states):
-            return [Open(node, "has no rule")] * len(shapes)
+            return [Unproven(node, "has no rule")] * len(shapes)
         return follow(node, name, rule, states, shapes)  # type: ignore[arg-type]
 
     def _operand(self, operand: Any, name: str, place: int = 0) -> States:
-        state = self.states[operand] if isinstance(operand, fx.Node) else Same()
+        state = self.states[operand] if isinstance(operand, fx.Node) else Unbatched()
         if name in LIKE and isinstance(state, Split):
             return replace(state, numbers=False)
         shape_only = name in (*NEW, *LIKE) or (name in LIKE_OTHERS and place > 0)
-        return Same() if shape_only else state
+        return Unbatched() if shape_only else state
 
-    def _along_batch(self, name: str, call: Call, rule: Rule, shapes: list[tuple[Size, ...]]) -> Sequence[State] | None:
+    def _along_batch(
+        self, name: str, call: OperatorCall, rule: Rule, shapes: list[tuple[Size, ...]]
+    ) -> Sequence[State] | None:
         """The batch put behind another one, or taken apart again."""
         if name in ("cat", "concat", "concatenate"):
             rank = len(shapes[0])
@@ -273,16 +279,16 @@ class _Walk:
         place = 1 if node.target is call_with_grad_mode else 4
         child = self.module.get_submodule(str(node.args[place].target))  # type: ignore[union-attr]
         assert isinstance(child, fx.GraphModule)
-        given = [self.states[n] if isinstance(n, fx.Node) else Same() for n in node.args[place + 1 :]]
+        given = [self.states[n] if isinstance(n, fx.Node) else Unbatched() for n in node.args[place + 1 :]]
         walk = _Walk(child, self.symbols)
         walk.run(given)
         for placeholder, state in zip(child.graph.find_nodes(op="placeholder"), given, strict=True):
             if walk.states[placeholder] != state:
-                return Open(node, "writes into a part of a tensor")
+                return Unproven(node, "writes into a part of a tensor")
         result = child.graph.output_node().args[0]
         if isinstance(result, (tuple, list)):
-            return tuple(walk.states[n] if isinstance(n, fx.Node) else Same() for n in result)
-        return walk.states[result] if isinstance(result, fx.Node) else Same()
+            return tuple(walk.states[n] if isinstance(n, fx.Node) else Unbatched() for n in result)
+        return walk.states[result] if isinstance(result, fx.Node) else Unbatched()
 
 
 def _leaves(states: Iterable[States]) -> Iterable[State]:
@@ -305,7 +311,7 @@ def _is_view(node: fx.Node) -> bool:
     )
 
 
-def _numbered(name: str, call: Call, size: Callable[[Size], Size]) -> Sequence[State] | None:
+def _numbered(name: str, call: OperatorCall, size: Callable[[Size], Size]) -> Sequence[State] | None:
     """arange(B) numbers the samples."""
     if name != "arange" or not varies(size(call.output_shapes[0][0])):
         return None

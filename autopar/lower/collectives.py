@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
 
 Parts = Sequence[torch.Tensor]
 Move = tuple[str, int, Any]  # name of a function here, axis of the mesh, dimension(s) of the tensor
@@ -87,7 +87,7 @@ MOVES: dict[str, Callable[..., list[torch.Tensor]]] = {
 }
 
 
-def move_of(axis: int, before: Layout, after: Layout) -> Move:
+def move_of(axis: int, before: Placements, after: Placements) -> Move:
     """One move of a redistribution."""
     old, new = before[axis], after[axis]
     if old == PARTIAL:
@@ -104,14 +104,14 @@ def gradient(parts: Parts, result: Parts, *, moves: Sequence[Move] = (), mesh: S
     return list(_Gradient.apply(list(result), moves, mesh, *parts))
 
 
-def added_up(layout: Layout) -> Layout:
+def added_up(layout: Placements) -> Placements:
     """Of the gradients of what was handed out in a layout: along an axis where all have the same, they add up."""
     other = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
     return tuple(other.get(code, code) for code in layout)
 
 
 def spread(
-    x: torch.Tensor, *, layout: Layout, mesh: Sequence[int], devices: Sequence[torch.device]
+    x: torch.Tensor, *, layout: Placements, mesh: Sequence[int], devices: Sequence[torch.device]
 ) -> list[torch.Tensor]:
     """What each device has of a whole tensor on the first one; with no `devices` everything stays there.
 
@@ -122,7 +122,7 @@ def spread(
     return _scattered(x.detach(), layout, mesh, devices)
 
 
-def joined(parts: Parts, *, layout: Layout, gradient: Layout, mesh: Sequence[int]) -> torch.Tensor:
+def joined(parts: Parts, *, layout: Placements, gradient: Placements, mesh: Sequence[int]) -> torch.Tensor:
     """The whole tensor, on the first device. In the backward, the parts get its gradient in another layout."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         found: torch.Tensor = _Joined.apply(layout, gradient, mesh, *parts)
@@ -148,7 +148,7 @@ class _Gradient(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: Layout, mesh: Any, devices: Any) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, layout: Placements, mesh: Any, devices: Any) -> Any:
         parts = _scattered(x, layout, mesh, devices)
         ctx.layout, ctx.mesh, ctx.like = added_up(layout), mesh, _described(parts)
         ctx.set_materialize_grads(False)
@@ -162,7 +162,7 @@ class _Spread(torch.autograd.Function):
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: Layout, gradient: Layout, mesh: Any, *parts: torch.Tensor) -> Any:
+    def forward(ctx: Any, layout: Placements, gradient: Placements, mesh: Any, *parts: torch.Tensor) -> Any:
         ctx.layout, ctx.mesh, ctx.devices = gradient, mesh, [part.device for part in parts]
         return _whole(parts, layout, mesh).detach()
 
@@ -219,7 +219,7 @@ def _slice(x: torch.Tensor, dim: int, number: int, count: int) -> torch.Tensor:
 
 
 def _scattered(
-    x: torch.Tensor, layout: Layout, mesh: Sequence[int], devices: Sequence[torch.device]
+    x: torch.Tensor, layout: Placements, mesh: Sequence[int], devices: Sequence[torch.device]
 ) -> list[torch.Tensor]:
     """What each device has in a layout."""
 
@@ -234,7 +234,7 @@ def _scattered(
     return [part.to(device) for part, device in zip(parts, devices or [x.device] * len(parts), strict=True)]
 
 
-def _whole(parts: Parts, layout: Layout, mesh: Sequence[int]) -> torch.Tensor:
+def _whole(parts: Parts, layout: Placements, mesh: Sequence[int]) -> torch.Tensor:
     """The whole tensor, on the first device: axes are merged from the last one on, which runs fastest."""
 
     def merged(line: Parts, code: int) -> torch.Tensor:

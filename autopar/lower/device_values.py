@@ -18,19 +18,19 @@ from torch import fx
 from autopar.capture.cleanup import aten
 from autopar.lower import collectives
 from autopar.lower.strategy_choices import is_tensor
-from autopar.sharding.layouts import Layout
+from autopar.sharding.layouts import Placements
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.redistribution import Redistribution
 from cost_models import Cluster
 
 
 @dataclass
-class Made:
+class DeviceValue:
     """A value of the stage in the new graph."""
 
     nodes: tuple[fx.Node, ...]  # one a device; one alone: whole, on the first device
-    layouts: tuple[Layout, ...] = ()  # of every tensor in it; (): one alone
-    wanted: tuple[Layout, ...] = ()  # of their gradients
+    layouts: tuple[Placements, ...] = ()  # of every tensor in it; (): one alone
+    wanted: tuple[Placements, ...] = ()  # of their gradients
     floating: bool = False  # may have a gradient
     moved: dict[Any, Any] = field(default_factory=dict)  # what was made of it in other layouts
 
@@ -39,7 +39,7 @@ class Made:
         return not self.layouts
 
 
-class Parts:
+class DeviceValues:
     """Writes the graph of all devices of a mesh."""
 
     def __init__(self, mesh: tuple[int, ...], size: int) -> None:
@@ -75,7 +75,7 @@ class Parts:
             self.node("call_function", operator.getitem, (parts, i), meta=like.meta, device=i) for i in range(self.size)
         )
 
-    def whole_size(self, made: Made, dim: Any) -> fx.Node:
+    def whole_size(self, made: DeviceValue, dim: Any) -> fx.Node:
         """The size of the whole tensor, from what the first device has of it."""
         size = self.node("call_function", aten.sym_size.int, (made.nodes[0], dim))
         if made.alone:
@@ -84,14 +84,14 @@ class Parts:
         count = self.count(made.layouts[0], dim % rank)
         return size if count == 1 else self.node("call_function", operator.mul, (size, count))
 
-    def count(self, layout: Layout, dim: int) -> int:
+    def count(self, layout: Placements, dim: int) -> int:
         """In how many parts a dimension is."""
         count = 1
         for n, code in zip(self.mesh, layout, strict=True):
             count *= n if code == dim else 1
         return count
 
-    def joined(self, made: Made, place: int, node: fx.Node) -> fx.Node:
+    def joined(self, made: DeviceValue, place: int, node: fx.Node) -> fx.Node:
         if ("joined", place) not in made.moved:
             parts = list(made.nodes)
             if not is_tensor(node):
@@ -103,14 +103,16 @@ class Parts:
         found: fx.Node = made.moved["joined", place]
         return found
 
-    def read(self, made: Made, node: fx.Node, layout: Layout, gradient: Layout) -> tuple[fx.Node, ...]:
+    def read(self, made: DeviceValue, node: fx.Node, layout: Placements, gradient: Placements) -> tuple[fx.Node, ...]:
         """The parts of a tensor in a reader's layout, whose gradients it gives in another."""
         if (layout, gradient) not in made.moved:
             made.moved[layout, gradient] = self._changed(node, made, layout, gradient)
         found: tuple[fx.Node, ...] = made.moved[layout, gradient]
         return found
 
-    def _changed(self, node: fx.Node, made: Made, layout: Layout, gradient: Layout) -> tuple[fx.Node, ...]:
+    def _changed(
+        self, node: fx.Node, made: DeviceValue, layout: Placements, gradient: Placements
+    ) -> tuple[fx.Node, ...]:
         if made.alone:
             return self.read(self._spread(node, made, layout), node, layout, gradient)
         parts: Any = list(made.nodes)
@@ -129,7 +131,7 @@ class Parts:
             )
         return made.nodes if result is None else self.items(result, node)
 
-    def _spread(self, node: fx.Node, made: Made, layout: Layout) -> Made:
+    def _spread(self, node: fx.Node, made: DeviceValue, layout: Placements) -> DeviceValue:
         """What is whole on the first device, handed out."""
         if ("spread", layout) not in made.moved:
             kwargs = {"layout": layout, "mesh": self.mesh, "devices": ()}
@@ -142,13 +144,13 @@ class Parts:
                 name=f"{node.name}__spread",
                 meta=place_of(node),
             )
-            made.moved["spread", layout] = Made(
+            made.moved["spread", layout] = DeviceValue(
                 self.items(found, node), (layout,), (collectives.added_up(layout),), may_have_gradient(node.meta["val"])
             )
-        parts: Made = made.moved["spread", layout]
+        parts: DeviceValue = made.moved["spread", layout]
         return parts
 
-    def _moved(self, node: fx.Node, made: Made, layout: Layout) -> fx.Node | None:
+    def _moved(self, node: fx.Node, made: DeviceValue, layout: Placements) -> fx.Node | None:
         """The list of parts in another layout, without gradients; None where it is the same."""
         if layout not in made.moved:
             result: Any = None
@@ -165,7 +167,7 @@ class Parts:
         found: fx.Node | None = made.moved[layout]
         return found
 
-    def _path(self, node: fx.Node, before: Layout, after: Layout) -> tuple[collectives.Move, ...]:
+    def _path(self, node: fx.Node, before: Placements, after: Placements) -> tuple[collectives.Move, ...]:
         """The moves from a layout to another. Sizes that depend on the batch are taken to come apart."""
         if before == after:
             return ()
@@ -179,7 +181,7 @@ class Parts:
             self.note_cut(node, move.after)
         return tuple(collectives.move_of(m.axis, m.before, m.after) for m in way)
 
-    def note_cut(self, node: fx.Node, layout: Layout) -> None:
+    def note_cut(self, node: fx.Node, layout: Placements) -> None:
         for dim, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, int):
                 self.multiple = math.lcm(self.multiple, self.count(layout, dim))

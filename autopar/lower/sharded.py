@@ -25,11 +25,18 @@ from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import is_getitem
 from autopar.errors import PlanError
 from autopar.lower import collectives
-from autopar.lower.device_values import Made, Parts, may_have_gradient, place_of
+from autopar.lower.device_values import DeviceValue, DeviceValues, may_have_gradient, place_of
 from autopar.lower.in_place_writes import operator_name_of, without_writes
-from autopar.lower.strategy_choices import Choice, Choices, is_tensor, operands_of, ordered_kwargs, tensors_of
+from autopar.lower.strategy_choices import (
+    StrategyChoice,
+    StrategyChoices,
+    is_tensor,
+    operands_of,
+    ordered_kwargs,
+    tensors_of,
+)
 from autopar.sharding.group_operators import operators as special
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, fits, slices
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements, fits, slices
 from autopar.sharding.local import local_call, sizes_place, takes_sizes
 from autopar.sharding.stage_sharding import StageSharding, layout_text
 from autopar.sharding.strategies import Strategy
@@ -43,7 +50,7 @@ class Piece:
     attribute: str  # name in the stage's graph
     name: str  # of the whole one
     device: int  # place in the stage's group
-    layout: Layout = ()  # over the mesh; (): all of it
+    layout: Placements = ()  # over the mesh; (): all of it
     mesh: tuple[int, ...] = ()
     place: tuple[int, ...] = ()  # of the device on it
     first: bool = True  # of those who have the same
@@ -94,14 +101,14 @@ class _Builder:
         storages: Mapping[str, frozenset[int]],
     ) -> None:
         self.source, self.sharding, self.mesh, self.size = source, sharding, sharding.mesh, sharding.size
-        self.old, self.parts = graph, Parts(sharding.mesh, sharding.size)
+        self.old, self.parts = graph, DeviceValues(sharding.mesh, sharding.size)
         for node in graph.nodes:
             if node.op == "get_attr" and isinstance(t := get_attribute(source, str(node.target)), torch.Tensor):
                 node.meta = {"val": t, **node.meta}
-        self.made: dict[fx.Node, Made] = {}
+        self.made: dict[fx.Node, DeviceValue] = {}
         self.pieces: dict[str, Piece] = {}  # by attribute
         seen = without_writes(graph, storages)
-        self.choices = Choices(sharding, keys, seen)
+        self.choices = StrategyChoices(sharding, keys, seen)
         # A stage starts from clones of what it overwrites (`lower.stages`): nobody does any more.
         self.spare = {n for n in graph.nodes if n.target is aten.clone.default and n.name not in keys and n not in seen}
         self.buffers = self._written_buffers()
@@ -116,9 +123,9 @@ class _Builder:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def _written_buffers(self) -> dict[str, Layout]:
+    def _written_buffers(self) -> dict[str, Placements]:
         """Layouts of buffers that operators write: their readers', so that what is written is what is stored."""
-        readers: dict[str, list[tuple[fx.Node, Layout]]] = {}
+        readers: dict[str, list[tuple[fx.Node, Placements]]] = {}
         written = set()
         for node in self.old.nodes:
             if node.op in ("placeholder", "get_attr", "output"):
@@ -138,7 +145,7 @@ class _Builder:
             layouts[name] = kept
         return layouts
 
-    def _stored(self) -> dict[int, Layout]:
+    def _stored(self) -> dict[int, Placements]:
         """By the id of the tensor: one that has two names is stored in one way."""
         found = {}
         for name, stored in self.sharding.stored.items():
@@ -167,28 +174,32 @@ class _Builder:
         # The whole gradient is what all pieces' gradients add up to, each where the piece belongs.
         wanted = collectives.added_up(layout)
         trained = isinstance(tensor, nn.Parameter) and may_have_gradient(tensor)
-        self.made[node] = Made(tuple(nodes), (layout,), (wanted,), trained)
+        self.made[node] = DeviceValue(tuple(nodes), (layout,), (wanted,), trained)
 
-    def _is_first(self, layout: Layout, device: int) -> bool:
+    def _is_first(self, layout: Placements, device: int) -> bool:
         return all(i == 0 for i, code in zip(self.parts.places[device], layout, strict=True) if code == REPLICATE)
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def _add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self.made[node] = Made((self.parts.node("placeholder", str(node.target), name=node.name, meta=node.meta),))
+            self.made[node] = DeviceValue(
+                (self.parts.node("placeholder", str(node.target), name=node.name, meta=node.meta),)
+            )
         elif node.op == "output":
             self.parts.graph.output(fx.node.map_arg(node.args[0], self._alone))
         elif node.op == "get_attr" and isinstance(t := get_attribute(self.source, str(node.target)), torch.Tensor):
             self._add_parameter(node, t)
         elif node.op == "get_attr":
-            self.made[node] = Made((self.parts.node("get_attr", str(node.target), name=node.name, meta=node.meta),))
+            self.made[node] = DeviceValue(
+                (self.parts.node("get_attr", str(node.target), name=node.name, meta=node.meta),)
+            )
         elif is_getitem(node) and isinstance(source := node.args[0], fx.Node) and not is_tensor(source):
             self._add_item(node, self.made[source])
         elif node.target is aten.sym_size.int:
             tensor, dim = node.args
             assert isinstance(tensor, fx.Node)
-            self.made[node] = Made((self.parts.whole_size(self.made[tensor], dim),))
+            self.made[node] = DeviceValue((self.parts.whole_size(self.made[tensor], dim),))
         elif node in self.spare:
             self.made[node] = self.made[node.all_input_nodes[0]]
         elif self._is_done_once(node):
@@ -206,13 +217,13 @@ class _Builder:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._alone)
         draw = self._draw() if is_random(node, self.source) else None
         new = self.parts.node(node.op, node.target, args, kwargs, name=node.name, meta=node.meta, draw=draw)
-        self.made[node] = Made((new,))
+        self.made[node] = DeviceValue((new,))
         if node.op == "call_module":
             child = self.source.get_submodule(str(node.target))
             names = [f"{node.target}.{name}" for name, _ in [*child.named_parameters(), *child.named_buffers()]]
             self.pieces |= {name: Piece(name, name, 0) for name in names}
 
-    def _add_item(self, node: fx.Node, source: Made) -> None:
+    def _add_item(self, node: fx.Node, source: DeviceValue) -> None:
         place: Any = node.args[1]
         nodes = tuple(
             self.parts.node(
@@ -226,12 +237,12 @@ class _Builder:
             for i, whole in enumerate(source.nodes)
         )
         if source.alone:
-            self.made[node] = Made(nodes)
+            self.made[node] = DeviceValue(nodes)
             return
         assert isinstance(node.args[0], fx.Node)
         before = [v for v in node.args[0].meta["val"][:place] if isinstance(v, torch.Tensor)]
         layout, wanted = source.layouts[len(before)], source.wanted[len(before)]
-        self.made[node] = Made(nodes, (layout,), (wanted,), _is_floating(node))
+        self.made[node] = DeviceValue(nodes, (layout,), (wanted,), _is_floating(node))
 
     def _add_operator(self, node: fx.Node) -> None:
         choice = self.choices.of(node)
@@ -264,7 +275,7 @@ class _Builder:
                 for i, n in enumerate(nodes)
             )
         wanted = tuple(strategy.gradient_out(i) for i in range(len(strategy.outputs)))
-        self.made[node] = Made(nodes, strategy.outputs, wanted, _is_floating(node))
+        self.made[node] = DeviceValue(nodes, strategy.outputs, wanted, _is_floating(node))
 
     def _local(
         self, node: fx.Node, operands: Sequence[fx.Node], shape: Sequence[Any]
@@ -278,7 +289,7 @@ class _Builder:
             return local_call(node.target, args, kwargs, shape)
         return node.target, args, kwargs
 
-    def _draws(self, node: fx.Node, choice: Choice) -> list[tuple[int, int] | None]:
+    def _draws(self, node: fx.Node, choice: StrategyChoice) -> list[tuple[int, int] | None]:
         """(number of the operator, of the part): devices with different parts draw different random numbers."""
         if not is_random(node, self.source):
             return [None] * self.size
@@ -293,7 +304,7 @@ class _Builder:
 
     # -- sizes ------------------------------------------------------------------------------------------------------
 
-    def _local_shape(self, node: fx.Node, layout: Layout) -> list[Any]:
+    def _local_shape(self, node: fx.Node, layout: Placements) -> list[Any]:
         """Sizes of a device's part of the result, where its call needs them: numbers where they do not depend on the
         batch, else computed from what the call itself says."""
         if not isinstance(node.target, torch._ops.OpOverload) or not takes_sizes(node.target):

@@ -13,7 +13,7 @@ from autopar.analysis.rules.notation import Rule
 from autopar.analysis.rules.table import bind, rule_name
 from autopar.analysis.rules.views import FACTORIES
 from autopar.errors import PlanError
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, fits
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements, fits
 from autopar.sharding.local import takes_sizes
 from autopar.sharding.stage_sharding import StageSharding, strategy_text
 from autopar.sharding.strategies import Strategy, repeated, strategies
@@ -24,7 +24,7 @@ _MOST_NAMED = 12
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """How the devices do one operator."""
 
     strategy: Strategy
@@ -56,7 +56,7 @@ def ordered_kwargs(node: fx.Node) -> dict[str, Any]:
     return {name: node.kwargs[name] for name in names if name in node.kwargs}
 
 
-class Choices:
+class StrategyChoices:
     """Of the operators of one stage."""
 
     def __init__(self, sharding: StageSharding, keys: Mapping[str, str], whole: set[fx.Node]) -> None:
@@ -64,9 +64,9 @@ class Choices:
         self._sharding, self._keys, self._whole = sharding, keys, whole
         self.undivided: list[str] = []  # keys of operators whose sizes do not come apart as the plan has it
         self._known: dict[Any, list[Strategy]] = {}
-        self._found: dict[fx.Node, Choice | None] = {}
+        self._found: dict[fx.Node, StrategyChoice | None] = {}
 
-    def of(self, node: fx.Node) -> Choice:
+    def of(self, node: fx.Node) -> StrategyChoice:
         """Raises PlanError for layouts that no strategy of the operator has."""
         if node not in self._found:
             self._found[node] = self._named(node)
@@ -74,14 +74,14 @@ class Choices:
         if found is None or node in self._whole:
             count = len(operands_of(node))
             whole = repeated(count, max(1, len(tensors_of(node))), len(self._sharding.mesh))
-            return Choice(whole, tuple(range(count)), (False,) * len(self._sharding.mesh))
+            return StrategyChoice(whole, tuple(range(count)), (False,) * len(self._sharding.mesh))
         return found
 
     def leave(self, nodes: set[fx.Node]) -> None:
         """Every device does all of these."""
         self._whole |= nodes
 
-    def _named(self, node: fx.Node) -> Choice | None:
+    def _named(self, node: fx.Node) -> StrategyChoice | None:
         key = self._keys.get(node.name)
         wanted = self._sharding.strategy_of.get(key) if key is not None else None
         results = tensors_of(node)
@@ -107,9 +107,9 @@ class Choices:
             raise PlanError(f"{key} has no strategy '{text}' on a mesh of shape {self._sharding.mesh}; it has {few}")
         if not _legal(node, rule, match, results):
             return None
-        return Choice(match, places, tuple(axis in rule.kinds for axis in match.axes))
+        return StrategyChoice(match, places, tuple(axis in rule.kinds for axis in match.axes))
 
-    def _comes_apart(self, layouts: Sequence[Sequence[Layout]], tensors: Sequence[Sequence[Any]]) -> bool:
+    def _comes_apart(self, layouts: Sequence[Sequence[Placements]], tensors: Sequence[Sequence[Any]]) -> bool:
         """Whether all operands and results can be cut so, by their sizes."""
         return all(
             tensor is None or self._fits(layout, tensor)
@@ -117,7 +117,7 @@ class Choices:
             for layout, tensor in zip(side, known, strict=False)
         )
 
-    def _fits(self, layout: Layout, tensor: torch.Tensor) -> bool:
+    def _fits(self, layout: Placements, tensor: torch.Tensor) -> bool:
         return fits(
             layout, [n if isinstance(n, int) else self._sharding.size for n in tensor.shape], self._sharding.mesh
         )

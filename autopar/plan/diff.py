@@ -29,7 +29,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Move:
+class MovedModule:
     """A module that lies in one stage whole in either plan, as large as that is true of, or one operator."""
 
     module: str  # "" for the whole model
@@ -67,7 +67,7 @@ class PlanDiff:
     """`before.diff(after)`; `print(diff)` shows it."""
 
     settings: tuple[Setting, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[MovedModule, ...]
     recomputed: tuple[Recomputed, ...]
     only_before: tuple[str, ...]  # operators (or modules of a split) that only one of the plans names
     only_after: tuple[str, ...]
@@ -105,7 +105,7 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     }
     return PlanDiff(
         tuple(s for s in _settings(before, after) if s.before != s.after),
-        tuple(Move(module, old, new, n) for module, (old, new), n in _whole(both)),
+        tuple(MovedModule(module, old, new, n) for module, (old, new), n in _whole(both)),
         tuple(Recomputed(module, new, n) for module, (_, new), n in _whole(again)),
         tuple(key.rstrip("/") for key, (_, new) in stages.items() if new is None),
         tuple(key.rstrip("/") for key, (old, _) in stages.items() if old is None),

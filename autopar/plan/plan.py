@@ -52,7 +52,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Link:
+class StageTransfer:
     """What one stage sends another for every micro-batch."""
 
     source: int
@@ -83,7 +83,7 @@ class Plan:
     predicted_step_time: float | None = None  # s
     single_device_time: float | None = None  # s, predicted, the whole batch on the first device
     bubble: float | None = None  # idle fraction of the used devices' time
-    transfers: tuple[Link, ...] = ()
+    transfers: tuple[StageTransfer, ...] = ()
     split: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()  # why it is as it is
     objective: float | None = None  # s, of the search

@@ -16,7 +16,7 @@ from autopar.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from autopar.planner.inter_op.candidates import Candidate, Searching
-    from autopar.planner.search import Options
+    from autopar.planner.search import SearchOptions
 
 # A stage that is so much faster tells what the step owes to it.
 _FASTER = 1.1
@@ -86,7 +86,7 @@ def explanation(
     searching: Searching,
     chosen: Candidate,
     candidates: Sequence[Candidate],
-    make_plan: Callable[[Any, Options], Plan],
+    make_plan: Callable[[Any, SearchOptions], Plan],
 ) -> Callable[[Plan], Explanation]:
     """How to explain the plan of `chosen`: done when asked for, since it takes further searches."""
 
@@ -143,10 +143,10 @@ def _quicker(stage: Stage) -> Stage:
     return replace(stage, forward_time=forward, backward_time=backward, weight_time=weight)
 
 
-def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, Options], Plan]) -> list[Change]:
+def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
     """The step without each of the user's limits and hints."""
     options, costs = searching.options, searching.costs
-    lifted: list[tuple[str, Options]] = [
+    lifted: list[tuple[str, SearchOptions]] = [
         (f"{name}={value}", free)
         for name, value, free in (
             ("n_microbatches", options.n_microbatches, replace(options, n_microbatches=None)),
@@ -168,7 +168,7 @@ def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, Options]
     return [Change(f"without {what}", min(step, _step(make_plan(costs, free)))) for what, free in lifted]
 
 
-def _more_memory(searching: Searching, make_plan: Callable[[Any, Options], Plan]) -> list[Change]:
+def _more_memory(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
     options = replace(
         searching.options,
         memory_limit=None if searching.options.memory_limit is None else 2 * searching.options.memory_limit,

@@ -12,7 +12,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.errors import InfeasibleError
 from autopar.plan.plan import Plan, RunnerUp
 from autopar.planner.inter_op.meshes import Meshes, Subject
-from autopar.planner.search import Options, find_plans
+from autopar.planner.search import SearchOptions, find_plans
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _WORTH = 0.01
 
 def plan_with_meshes(
     costs: CostGraph,
-    options: Options,
+    options: SearchOptions,
     subject: Subject,
     *,
     max_shards: int | None = None,

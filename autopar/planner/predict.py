@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
-from autopar.plan.plan import Link as StageLink
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan, Stage, StageTransfer
 from autopar.planner.inter_op.atoms import Atoms, gather
 from autopar.planner.sharded_stages import with_sharded
 from autopar.schedule.builders import make_schedule
@@ -215,7 +214,7 @@ def as_plan(
             seconds = costs.links[ends].seconds(forward / m) + (
                 costs.links[ends].seconds(backward / m) if backward else 0
             )
-        links.append(StageLink(source, target, int(forward / m), int(backward / m), seconds))
+        links.append(StageTransfer(source, target, int(forward / m), int(backward / m), seconds))
     return Plan(
         stages=tuple(stages),
         n_microbatches=m,

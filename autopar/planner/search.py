@@ -30,7 +30,7 @@ _RUNNERS_UP = 4
 
 
 @dataclass(frozen=True)
-class Options:
+class SearchOptions:
     """What the user fixed; None is free."""
 
     n_microbatches: int | None = None
@@ -51,7 +51,7 @@ class Options:
         return Conditions(self.optimizer, self.loss_inside)
 
 
-def make_plan(costs: CostGraph, options: Options) -> Plan:
+def make_plan(costs: CostGraph, options: SearchOptions) -> Plan:
     """The fastest plan for `costs` that `options` allow.
 
     Raises InputError for options that contradict the batch and InfeasibleError if nothing fits the memory.
@@ -59,7 +59,7 @@ def make_plan(costs: CostGraph, options: Options) -> Plan:
     return find_plans(costs, replace(options, rival=math.inf), 1)[0]
 
 
-def find_plans(costs: CostGraph, options: Options, most: int) -> list[Plan]:
+def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan]:
     """The best plan, and up to `most` - 1 others that differ from it and each other, by predicted time; none if there
     is a rival and it is faster."""
     _check(costs, options)
@@ -134,7 +134,9 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(found.values())
 
 
-def _notes(costs: CostGraph, options: Options, best: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+def _notes(
+    costs: CostGraph, options: SearchOptions, best: Candidate, candidates: Sequence[Candidate]
+) -> tuple[str, ...]:
     notes = []
     if options.one_microbatch_because:
         notes.append(f"one micro-batch: {options.one_microbatch_because}")
@@ -154,7 +156,7 @@ def _notes(costs: CostGraph, options: Options, best: Candidate, candidates: Sequ
     return tuple(notes)
 
 
-def _check(costs: CostGraph, options: Options) -> None:
+def _check(costs: CostGraph, options: SearchOptions) -> None:
     m = options.n_microbatches
     if not costs.devices:
         raise InputError("no devices to plan for; give at least one")

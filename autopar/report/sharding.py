@@ -12,7 +12,7 @@ from autopar.analysis.rules import neural
 from autopar.plan.plan import Plan, Stage
 from autopar.report.layer_names import folded, operator_text
 from autopar.report.tables import bullet, megabytes, milliseconds, table
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
 from autopar.sharding.stage_sharding import Exchange, StageSharding, Stored
 
 _MOST = 24  # lines of a table
@@ -24,7 +24,7 @@ _LINEAR = {"linear": (1, 0), "addmm": (2, 1)}  # place of the weight, its dimens
 
 _SUMMED = ("nbytes", "seconds")
 
-Sides = tuple[tuple[Layout, ...], tuple[Layout, ...]]  # layouts of operands, of results
+Sides = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # layouts of operands, of results
 
 
 def sharding_parts(plan: Plan) -> list[str]:

@@ -11,7 +11,7 @@ from autopar.capture import torch_private
 from autopar.runtime.run import Run
 
 
-class Call(torch.autograd.Function):
+class PipelinedCall(torch.autograd.Function):
     """The whole pipeline as one node of the caller's autograd graph."""
 
     @staticmethod
@@ -19,7 +19,7 @@ class Call(torch.autograd.Function):
         run: Run, indices: tuple[int, ...], parameters: list[nn.Parameter], inputs: list[torch.Tensor]
     ) -> list[Any]:
         """Run all forwards; the flat results, tensors among them carrying this node."""
-        tensors = iter(Call.apply(run, indices, len(parameters), *parameters, *inputs))
+        tensors = iter(PipelinedCall.apply(run, indices, len(parameters), *parameters, *inputs))
         # The run must not hold what holds the run: nobody but the garbage collector could free that circle.
         results, run.results.values = run.results.values, []
         return [next(tensors) if isinstance(x, torch.Tensor) else x for x in results]
@@ -46,7 +46,7 @@ class Call(torch.autograd.Function):
         return _gradients(run, ctx.keys, ctx.indices)
 
 
-class Step(torch.autograd.Function):
+class PipelinedTrainStep(torch.autograd.Function):
     """A training step whose gradients are already there: backward only hands them to the caller's engine, which
     accumulates them and runs the parameters' hooks as always."""
 

@@ -24,7 +24,7 @@ from cost_models.hardware.devices import Device
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """How a model is run, whatever the plan."""
 
     batch_dim: int | dict[str, int | None] | None = None
@@ -35,7 +35,7 @@ class Settings:
 
 
 @dataclass
-class Entry:
+class BoundSignature:
     """One captured signature and how it runs."""
 
     state: tuple[Any, ...]  # of the model when it was captured, see `model_state`
@@ -45,7 +45,7 @@ class Entry:
     n_microbatches: int = 1
     lowered: Lowered | None = None
     executable: Executable | None = None  # None: the plan is the plain model on one device
-    whole: Entry | None = None  # the same without shards, for batches that do not come apart
+    whole: BoundSignature | None = None  # the same without shards, for batches that do not come apart
 
 
 def model_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
@@ -60,18 +60,18 @@ def model_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     )
 
 
-def one_microbatch(batching: Batching, settings: Settings) -> bool:
+def one_microbatch(batching: Batching, settings: RunSettings) -> bool:
     """Whether the batch stays whole."""
     return not batching.splittable or (settings.batch_norm == "exact" and bool(batching.batch_norms))
 
 
 def build(
-    entry: Entry,
+    entry: BoundSignature,
     plan: Plan,
     model: nn.Module,
     devices: Sequence[Device],
     worker: Callable[[str], Worker],
-    settings: Settings,
+    settings: RunSettings,
     *,
     check_hints: bool,
 ) -> None:
@@ -129,13 +129,15 @@ def without_shards(plan: Plan) -> Plan:
     return replace(plan, stages=stages)
 
 
-def _is_plain(plan: Plan, n_microbatches: int, settings: Settings) -> bool:
+def _is_plain(plan: Plan, n_microbatches: int, settings: RunSettings) -> bool:
     """Whether the plan is the model itself on one device."""
     changed = any(stage.recompute for stage in plan.stages) or bool(settings.compile) or settings.watch_nan
     return len(plan.used_devices) == 1 and n_microbatches == 1 and not changed
 
 
-def _check_hints(plan: Plan, entry: Entry, model: nn.Module, n_devices: int, stage_of: Mapping[fx.Node, int]) -> None:
+def _check_hints(
+    plan: Plan, entry: BoundSignature, model: nn.Module, n_devices: int, stage_of: Mapping[fx.Node, int]
+) -> None:
     hints, names = read_hints(model), {node.name: stage for node, stage in stage_of.items()}
     problems = sharding_violations(plan, names, entry.program, model)
     if hints:

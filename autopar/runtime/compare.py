@@ -22,8 +22,8 @@ from autopar.costs.history import Record, remember
 from autopar.errors import InputError
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.predict import predict
-from autopar.planner.search import Options, make_plan
-from autopar.runtime.bound_signature import Settings
+from autopar.planner.search import SearchOptions, make_plan
+from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.comparison import Comparison, Row
 from autopar.runtime.memory_watch import MemoryWatch
 from autopar.runtime.module import PipelinedModule
@@ -32,11 +32,11 @@ from cost_models import Device
 
 
 @dataclass(frozen=True)
-class Call:
+class ComparedCall:
     """What every step is called with."""
 
     example: Example
-    settings: Settings
+    settings: RunSettings
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class _Contestant:
 
 
 def run_comparison(
-    call: Call,
+    call: ComparedCall,
     plans: Mapping[str, Plan | None],
     costs: CostGraph,
-    options: Options,
+    options: SearchOptions,
     repeats: int,
     *,
     record: bool = False,
@@ -108,10 +108,10 @@ def run_comparison(
 
 
 def tune(
-    call: Call,
+    call: ComparedCall,
     plans: Mapping[str, Plan],
     costs: CostGraph,
-    options: Options,
+    options: SearchOptions,
     repeats: int,
     *,
     record: bool = False,
@@ -158,7 +158,7 @@ def _steps_in_turn(
     return [tuple(seconds[1:]) for seconds in steps]
 
 
-def _priced(plan: Plan | None, example: Example, costs: CostGraph, options: Options) -> Plan:
+def _priced(plan: Plan | None, example: Example, costs: CostGraph, options: SearchOptions) -> Plan:
     """The plan with its predictions, all from the same costs."""
     if plan is None:
         return make_plan(costs, options)
@@ -169,7 +169,7 @@ def _priced(plan: Plan | None, example: Example, costs: CostGraph, options: Opti
     return predict(costs, plan, stage_of, options.conditions)
 
 
-def _plain(name: str, plan: Plan, call: Call, device: Device) -> _Contestant:
+def _plain(name: str, plan: Plan, call: ComparedCall, device: Device) -> _Contestant:
     model = without_hooks(copy.deepcopy(call.example.model)).to(device.torch_device)
     example = call.example
     args, kwargs, target = torch_private.tree_map(
@@ -183,7 +183,7 @@ def _plain(name: str, plan: Plan, call: Call, device: Device) -> _Contestant:
     return _Contestant(name, plan, model, step, lambda watch: watch(device.name), lambda: None)
 
 
-def _pipelined(name: str, plan: Plan, call: Call, devices: Sequence[Device]) -> _Contestant:
+def _pipelined(name: str, plan: Plan, call: ComparedCall, devices: Sequence[Device]) -> _Contestant:
     example = call.example
 
     def decide(_: Example) -> Plan:

@@ -21,7 +21,7 @@ class Address(NamedTuple):
     microbatch: int
 
 
-class Mail:
+class Mailbox:
     """A mailbox a slot. A slot that waits for one message puts aside the others that arrive.
 
     Mailboxes belong to one execution, so one that failed leaves nothing behind for the next.

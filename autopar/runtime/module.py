@@ -18,16 +18,23 @@ from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError
 from autopar.plan.display import shown
 from autopar.plan.plan import Plan
-from autopar.runtime.autograd import Call, Step
-from autopar.runtime.bound_signature import Entry, Settings, build, model_state, one_microbatch, without_shards
+from autopar.runtime.autograd import PipelinedCall, PipelinedTrainStep
+from autopar.runtime.bound_signature import (
+    BoundSignature,
+    RunSettings,
+    build,
+    model_state,
+    one_microbatch,
+    without_shards,
+)
 from autopar.runtime.memory_watch import Watch
 from autopar.runtime.micro_batches import split_sizes
 from autopar.runtime.passes import LossFunction
 from autopar.runtime.plain_model import plain_call, plain_step
 from autopar.runtime.run import Run
 from autopar.runtime.step_profile import StepProfile
-from autopar.runtime.step_recorder import Notes, timed
-from autopar.runtime.user_warnings import Told
+from autopar.runtime.step_recorder import StepRecorder, timed
+from autopar.runtime.user_warnings import OneTimeWarnings
 from autopar.runtime.workers import Worker
 from cost_models.hardware.devices import Device
 
@@ -54,7 +61,7 @@ class PipelinedModule(nn.Module):
         decide: Decide,
         *,
         plan: Plan | None = None,
-        settings: Settings | None = None,
+        settings: RunSettings | None = None,
         record: bool = False,
     ) -> None:
         """`decide(example)` makes a plan where none is given. Users call `autopar.parallelize` instead.
@@ -72,12 +79,12 @@ class PipelinedModule(nn.Module):
         self._given = plan
         self._plan = plan if plan is not None and not plan.split else None
         self._plan_knows_loss = plan is not None
-        self._settings = settings or Settings()
-        self._entries: list[Entry] = []
+        self._settings = settings or RunSettings()
+        self._entries: list[BoundSignature] = []
         self._workers: dict[str, Worker] = {}
-        self._told = Told()
+        self._told = OneTimeWarnings()
         self._watch: Watch | None = None
-        self._notes: Notes | None = None
+        self._notes: StepRecorder | None = None
         self._record = record
         self.last_profile: StepProfile | None = None
 
@@ -97,7 +104,7 @@ class PipelinedModule(nn.Module):
         model = copy.deepcopy(self.unwrap(), memo)
         given, settings = self._given, self._settings
         new = PipelinedModule(model, self._devices, self._decide, plan=given, settings=settings, record=self._record)
-        new._plan, new._plan_knows_loss, new._told = self._plan, self._plan_knows_loss, Told(self._told.said)
+        new._plan, new._plan_knows_loss, new._told = self._plan, self._plan_knows_loss, OneTimeWarnings(self._told.said)
         memo[id(self)] = new
         return new
 
@@ -172,7 +179,7 @@ class PipelinedModule(nn.Module):
         parameters = [p for p in entry.executable.parameters if p.requires_grad]
         if wanted and (inputs or parameters):
             indices = tuple(i for i, _ in inputs)
-            results = Call.apply_to(run, indices, parameters, [x for _, x in inputs])
+            results = PipelinedCall.apply_to(run, indices, parameters, [x for _, x in inputs])
         else:
             results = run.forward()
         return torch_private.tree_unflatten(results[: entry.program.n_outputs], entry.program.out_spec)
@@ -209,7 +216,7 @@ class PipelinedModule(nn.Module):
             inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
             parameters = [p for p in entry.executable.parameters if p.requires_grad]
             indices = tuple(i for i, _ in inputs)
-            loss = Step.apply(run, indices, len(parameters), *parameters, *[x for _, x in inputs])
+            loss = PipelinedTrainStep.apply(run, indices, len(parameters), *parameters, *[x for _, x in inputs])
             result = loss.detach()
             loss.backward()
         return result
@@ -224,7 +231,7 @@ class PipelinedModule(nn.Module):
             self._watch = None
 
     @contextmanager
-    def noted(self, notes: Notes) -> Iterator[None]:
+    def noted(self, notes: StepRecorder) -> Iterator[None]:
         """Inside, `notes` takes down what every action of a call takes."""
         self._notes = notes
         try:
@@ -236,7 +243,7 @@ class PipelinedModule(nn.Module):
 
     def _profiled(self, step: Callable[[], torch.Tensor], batch: int) -> torch.Tensor:
         assert self._plan is not None
-        notes = Notes()
+        notes = StepRecorder()
         with self.noted(notes):
             loss, seconds = timed(step, self._devices)
         self.last_profile = notes.profile(self._plan, seconds, batch)
@@ -253,7 +260,7 @@ class PipelinedModule(nn.Module):
 
     def _run(
         self,
-        entry: Entry,
+        entry: BoundSignature,
         leaves: list[Any],
         batch: int,
         loss_fn: LossFunction | None = None,
@@ -284,7 +291,7 @@ class PipelinedModule(nn.Module):
 
     def _entry(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None, target: Any
-    ) -> tuple[Entry, list[Any], int]:
+    ) -> tuple[BoundSignature, list[Any], int]:
         """The entry for a call, captured, planned and placed as far as it is not yet; its flat inputs and batch."""
         model = self.unwrap()
         self._forget_abandoned()
@@ -299,7 +306,7 @@ class PipelinedModule(nn.Module):
                 model, args, kwargs, types, batch_dim=self._settings.batch_dim, verify=self._settings.verify
             )
             bound = program.bind(args, kwargs)
-            entry = Entry(state, program, batching)
+            entry = BoundSignature(state, program, batching)
             self._entries.append(entry)
         assert bound is not None
         if bound[1] == 0 and entry.program.batch_size:
@@ -312,17 +319,17 @@ class PipelinedModule(nn.Module):
             self._told.undivided(entry.lowered)
         return self._for_batch(entry, bound[1]), *bound
 
-    def _build(self, entry: Entry, plan: Plan, *, check_hints: bool) -> None:
+    def _build(self, entry: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         build(entry, plan, self.unwrap(), self._devices, self._worker, self._settings, check_hints=check_hints)
 
-    def _for_batch(self, entry: Entry, batch: int) -> Entry:
+    def _for_batch(self, entry: BoundSignature, batch: int) -> BoundSignature:
         """The entry itself, or for a batch that does not come apart as its shards need it, the same without shards."""
         assert entry.lowered is not None
         assert entry.plan is not None
         if batch % entry.lowered.multiple == 0:
             return entry
         if entry.whole is None:
-            whole = Entry(entry.state, entry.program, entry.batching)
+            whole = BoundSignature(entry.state, entry.program, entry.batching)
             self._build(whole, without_shards(entry.plan), check_hints=False)
             entry.whole = whole
         self._told.without_shards(batch, entry.lowered.multiple)
@@ -330,7 +337,7 @@ class PipelinedModule(nn.Module):
 
     def _plan_for(
         self,
-        entry: Entry,
+        entry: BoundSignature,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],

@@ -11,7 +11,7 @@ import torch
 from autopar.analysis.batching import Output
 
 
-class Results:
+class OutputCollector:
     """The flat outputs of a call. Workers add what micro-batches give, in any order."""
 
     def __init__(self, outputs: Sequence[Output], sizes: Sequence[int]) -> None:

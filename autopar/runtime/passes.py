@@ -22,10 +22,10 @@ from autopar.lower.random_operators import mix_seed, seeded
 from autopar.lower.stages import Constant
 from autopar.runtime.error_context import check_not_nan
 from autopar.runtime.executable import Executable, Part
-from autopar.runtime.mailbox import Address, Mail
+from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.micro_batches import split_leaf, split_tree
-from autopar.runtime.outputs import Results
-from autopar.runtime.split_backward import Root, WeightPart, input_part
+from autopar.runtime.outputs import OutputCollector
+from autopar.runtime.split_backward import GradientRoot, WeightPart, input_part
 from autopar.runtime.transfers import arrived, as_leaf, moved, push
 from autopar.schedule.clock import Phase
 
@@ -63,10 +63,10 @@ class Passes:
         self.executable = executable
         self.sizes = tuple(sizes)
         self.total = sum(sizes)
-        self.results = Results(outputs, sizes)
+        self.results = OutputCollector(outputs, sizes)
         self.statistics = Statistics()
         self.losses: list[torch.Tensor | None] = [None] * len(sizes)
-        self.mail = Mail(0)
+        self.mail = Mailbox(0)
         self.keep_graph = False
         self._grad = grad
         self._seed = seed
@@ -231,7 +231,7 @@ class Passes:
         key = (part.stage.index, microbatch)
         return self._kept[key] if self.keep_graph else self._kept.pop(key)
 
-    def _roots(self, part: Part, microbatch: int, kept: _Kept) -> list[Root]:
+    def _roots(self, part: Part, microbatch: int, kept: _Kept) -> list[GradientRoot]:
         """Where the backward of a stage starts: its outputs that need a gradient, with what arrived for them."""
         last = part.stage.index == self.executable.n_stages - 1
         if kept.loss is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.capture import torch_private
 from autopar.runtime.passes import LossFunction
-from autopar.runtime.step_recorder import Notes
+from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device
 
@@ -28,7 +28,7 @@ def plain_step(
     kwargs: dict[str, Any],
     loss_fn: LossFunction,
     target: Any,
-    notes: Notes | None = None,
+    notes: StepRecorder | None = None,
 ) -> torch.Tensor:
     """A training step: the detached loss; gradients are accumulated in `.grad`. `notes`: of its two passes."""
     with _noted(notes, Phase.FORWARD, device):
@@ -39,7 +39,7 @@ def plain_step(
     return loss.detach()
 
 
-def _noted(notes: Notes | None, phase: Phase, device: Device) -> AbstractContextManager[None]:
+def _noted(notes: StepRecorder | None, phase: Phase, device: Device) -> AbstractContextManager[None]:
     return nullcontext() if notes is None else notes.action(Action(phase, 0, 0), device)
 
 

@@ -27,10 +27,10 @@ from autopar.capture import torch_private
 from autopar.capture.thread_state import CallerState
 from autopar.runtime.error_context import WAYS, explain
 from autopar.runtime.executable import Executable
-from autopar.runtime.mailbox import Aborted, Mail
+from autopar.runtime.mailbox import Aborted, Mailbox
 from autopar.runtime.memory_watch import Watch
 from autopar.runtime.passes import LossFunction, Passes
-from autopar.runtime.step_recorder import Notes
+from autopar.runtime.step_recorder import StepRecorder
 from autopar.runtime.workers import Worker
 from autopar.schedule.clock import Action, Phase
 
@@ -56,7 +56,7 @@ class Run:
         target: Any = None,
         target_dims: Sequence[int] = (0,),
         watch: Watch | None = None,
-        notes: Notes | None = None,
+        notes: StepRecorder | None = None,
     ) -> None:
         """`leaves`: flat inputs; `sizes`: samples in each micro-batch; `outputs`: how the flat outputs combine.
 
@@ -110,7 +110,7 @@ class Run:
         """Have the schedule's actions done; `backward`: those that are no forwards alone."""
         executable, n_microbatches = self.executable, len(self._passes.sizes)
         workers = executable.workers
-        self._passes.mail = Mail(len(workers)) if self._notes is None else self._notes.mail(len(workers))
+        self._passes.mail = Mailbox(len(workers)) if self._notes is None else self._notes.mail(len(workers))
         self._seconds.clear()
         if executable.tiny and self._watch is None:
             lists = [(workers[0], executable.order(n_microbatches, training))]
@@ -135,7 +135,7 @@ class Run:
             self._fail(interrupt)
             self._wait(finished, len(lists), done)
         executable.abandoned = len(finished) < len(lists)
-        self._passes.mail = Mail(0)
+        self._passes.mail = Mailbox(0)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             self._passes.forget()

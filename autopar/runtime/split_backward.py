@@ -28,14 +28,14 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 # Nodes whose gradients cost apart: two products of equal size, or two passes over the same data.
 _SEPARABLE = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "NativeLayerNorm")
 
-Root = tuple[torch.Tensor, torch.Tensor]  # a tensor and the gradient that flows into it
+GradientRoot = tuple[torch.Tensor, torch.Tensor]  # a tensor and the gradient that flows into it
 
 
 @dataclass
 class WeightPart:
     """What is left to do after the input part."""
 
-    roots: list[Root]  # to be differentiated whole: they do not depend on the inputs
+    roots: list[GradientRoot]  # to be differentiated whole: they do not depend on the inputs
     junctions: list[_Junction]
     ready: list[tuple[GradientEdge, torch.Tensor]]  # gradients known already
 
@@ -74,7 +74,9 @@ class _Junction:
         return [(edge, gradient) for edge, gradient in zip(self.off_path, found, strict=True) if gradient is not None]
 
 
-def input_part(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], WeightPart]:
+def input_part(
+    roots: Sequence[GradientRoot], inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor | None], WeightPart]:
     """The gradients of `inputs` (leaves that require one), and what is left to do for all other leaves.
 
     The graph is kept; the weight part frees it. That runs autograd once for every junction, which looks through all the

@@ -22,7 +22,7 @@ import torch
 
 from autopar.plan.plan import Plan, Stage
 from autopar.runtime.executable import Part
-from autopar.runtime.mailbox import Address, Mail
+from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.passes import LossFunction
 from autopar.runtime.step_profile import StageStep, StepProfile
 from autopar.schedule.clock import Action, Phase
@@ -32,7 +32,7 @@ T = TypeVar("T")
 Act = Callable[[Part, int], None]  # on a part and a micro-batch
 
 
-class Taken(NamedTuple):
+class ActionTimes(NamedTuple):
     """What an action took."""
 
     device: Device
@@ -41,11 +41,11 @@ class Taken(NamedTuple):
     loss: float  # s, of `seconds`: in the loss function
 
 
-class Notes:
+class StepRecorder:
     """What the actions of one call took. Noting costs some microseconds an action."""
 
     def __init__(self) -> None:
-        self.taken: dict[Action, Taken] = {}
+        self.taken: dict[Action, ActionTimes] = {}
         self.threads: set[int] = set()  # that did them
         self._now = threading.local()  # of the action that the thread is in: device, waiting and loss so far
 
@@ -58,7 +58,7 @@ class Notes:
         yield
         _finish(device)
         seconds = time.perf_counter() - start - now.waiting
-        self.taken[action] = Taken(device, seconds, now.waiting, now.loss)
+        self.taken[action] = ActionTimes(device, seconds, now.waiting, now.loss)
         self.threads.add(threading.get_ident())
 
     def actions(self, ways: Mapping[Phase, Act]) -> dict[Phase, Act]:
@@ -86,7 +86,7 @@ class Notes:
 
         return timed
 
-    def mail(self, n_slots: int) -> Mail:
+    def mail(self, n_slots: int) -> Mailbox:
         """Mailboxes that note who waits."""
         return _NotedMail(n_slots, self._now)
 
@@ -103,7 +103,7 @@ class Notes:
             and plan.training
             and (plan.batch_size, plan.n_microbatches) == (batch_size, n_microbatches)
         )
-        parts: dict[tuple[int, str], list[tuple[Action, Taken]]] = defaultdict(list)
+        parts: dict[tuple[int, str], list[tuple[Action, ActionTimes]]] = defaultdict(list)
         for action, taken in self.taken.items():
             parts[action.stage, taken.device.name].append((action, taken))
         places = [(index, name) for index, stage in enumerate(plan.stages) for name in stage.devices]
@@ -124,7 +124,7 @@ class Notes:
         )
 
 
-class _NotedMail(Mail):
+class _NotedMail(Mailbox):
     """Adds up what threads wait in it."""
 
     def __init__(self, n_slots: int, now: threading.local) -> None:
@@ -163,7 +163,9 @@ def _finish(device: Device) -> None:
         torch.cuda.current_stream(device.torch_device).synchronize()
 
 
-def _stage_step(index: int, device: str, actions: Sequence[tuple[Action, Taken]], predicted: Stage | None) -> StageStep:
+def _stage_step(
+    index: int, device: str, actions: Sequence[tuple[Action, ActionTimes]], predicted: Stage | None
+) -> StageStep:
     """`predicted`: the stage in the plan, if it predicts this step."""
     forwards = [taken for action, taken in actions if action.phase is Phase.FORWARD]
     backwards = [taken for action, taken in actions if action.phase is not Phase.FORWARD]

@@ -23,7 +23,7 @@ import torch
 
 
 @dataclass
-class Moved:
+class PushedTensor:
     """A tensor whose copy has been queued: it is there once `event` has happened."""
 
     tensor: torch.Tensor
@@ -38,18 +38,18 @@ def push(value: Any, device: torch.device) -> Any:
     tensor, event = value.detach(), None
     if tensor.device.type == "cuda":
         if device.type == "cuda" and _peers(tensor.device, device):
-            return Moved(*_between_gpus(tensor, device), value.requires_grad)
+            return PushedTensor(*_between_gpus(tensor, device), value.requires_grad)
         tensor, event = _to_host(tensor)
     if device.type == "cuda":
         tensor, event = _from_host(tensor, event, device)
     assert event is not None, "either end is a GPU"
-    return Moved(tensor, event, value.requires_grad)
+    return PushedTensor(tensor, event, value.requires_grad)
 
 
 def arrived(value: Any, device: torch.device) -> Any:
     """What `push` gave, in the receiver's thread: to be used by what that queues from now on. Without history where it
     was copied."""
-    if not isinstance(value, Moved):
+    if not isinstance(value, PushedTensor):
         return value
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
@@ -67,7 +67,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def as_leaf(value: Any, device: torch.device, grad: bool = True) -> Any:
     """What arrived, as the start of a stage's own autograd graph; with `grad` it requires one if the original does."""
-    if not isinstance(value, (torch.Tensor, Moved)):
+    if not isinstance(value, (torch.Tensor, PushedTensor)):
         return value
     leaf: torch.Tensor = arrived(value, device).detach()
     return leaf.requires_grad_() if grad and value.requires_grad else leaf

@@ -8,7 +8,7 @@ from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
 
 
-class Told:
+class OneTimeWarnings:
     """Warnings of one module; each is given once."""
 
     def __init__(self, said: frozenset[str] = frozenset()) -> None:

@@ -16,19 +16,19 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from autopar.errors import InputError
 
-Layout = tuple[int, ...]
+Placements = tuple[int, ...]
 
 REPLICATE = -1
 PARTIAL = -2
 
 
-def placements(layout: Layout) -> tuple[Placement, ...]:
+def placements(layout: Placements) -> tuple[Placement, ...]:
     """The layout in torch's words."""
     other: dict[int, Placement] = {REPLICATE: Replicate(), PARTIAL: Partial()}
     return tuple(other[code] if code < 0 else Shard(code) for code in layout)
 
 
-def from_placements(given: Sequence[Placement]) -> Layout:
+def from_placements(given: Sequence[Placement]) -> Placements:
     """Torch's words as a layout. Raises InputError for placements that none has (a maximum, say)."""
 
     def code(one: Placement) -> int:
@@ -43,7 +43,7 @@ def from_placements(given: Sequence[Placement]) -> Layout:
     return tuple(map(code, given))
 
 
-def layouts(shape: Sequence[int], mesh: Sequence[int], *, partial: bool = True) -> list[Layout]:
+def layouts(shape: Sequence[int], mesh: Sequence[int], *, partial: bool = True) -> list[Placements]:
     """All layouts of a tensor on a mesh of this shape in which every device has an equal part; the replicated one is
     first. On an axis of one device there is nothing but REPLICATE."""
     codes = [REPLICATE, *range(len(shape)), *([PARTIAL] if partial else [])]
@@ -51,26 +51,26 @@ def layouts(shape: Sequence[int], mesh: Sequence[int], *, partial: bool = True) 
     return [layout for layout in every if fits(layout, shape, mesh)]
 
 
-def fits(layout: Layout, shape: Sequence[int], mesh: Sequence[int]) -> bool:
+def fits(layout: Placements, shape: Sequence[int], mesh: Sequence[int]) -> bool:
     """Whether every dimension comes apart evenly."""
     return all(
         size % math.prod(n for n, c in zip(mesh, layout, strict=True) if c == d) == 0 for d, size in enumerate(shape)
     )
 
 
-def parts(layout: Layout, mesh: Sequence[int]) -> int:
+def parts(layout: Placements, mesh: Sequence[int]) -> int:
     """Into how many parts the tensor is cut."""
     return math.prod(n for n, code in zip(mesh, layout, strict=True) if code >= 0)
 
 
-def local_shape(layout: Layout, shape: Sequence[int], mesh: Sequence[int]) -> tuple[int, ...]:
+def local_shape(layout: Placements, shape: Sequence[int], mesh: Sequence[int]) -> tuple[int, ...]:
     """What each device has."""
     return tuple(
         size // math.prod(n for n, code in zip(mesh, layout, strict=True) if code == d) for d, size in enumerate(shape)
     )
 
 
-def slices(layout: Layout, shape: Sequence[int], mesh: Sequence[int], place: Sequence[int]) -> tuple[slice, ...]:
+def slices(layout: Placements, shape: Sequence[int], mesh: Sequence[int], place: Sequence[int]) -> tuple[slice, ...]:
     """Which entries the device at `place` has (of a PARTIAL one: to which its sum counts)."""
     found = []
     for d, size in enumerate(shape):

@@ -21,19 +21,19 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout, layouts, parts
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements, layouts, parts
 from autopar.sharding.mesh import Mesh
 from cost_models import Cluster, Collective
 
 
 @dataclass(frozen=True)
-class Move:
+class RedistributionStep:
     """One step of a redistribution."""
 
     axis: int
     collective: Collective | None  # None: every device changes what it has by itself
-    before: Layout
-    after: Layout
+    before: Placements
+    after: Placements
     nbytes: float  # of the collective, as `collective_seconds` counts them
     seconds: float
 
@@ -50,7 +50,7 @@ class Redistribution:
         self.number = {layout: i for i, layout in enumerate(self.layouts)}
         self._nbytes = math.prod(shape) * itemsize
         self._cluster = cluster
-        self._moves: dict[tuple[int, int], Move] = {}
+        self._moves: dict[tuple[int, int], RedistributionStep] = {}
         for number, layout in enumerate(self.layouts):
             for move in self._from(layout):
                 target = self.number.get(move.after)
@@ -64,11 +64,11 @@ class Redistribution:
         """[from, to] by number of the layout; inf where there is no way."""
         return self._shortest[0]
 
-    def between(self, before: Layout, after: Layout) -> float:
+    def between(self, before: Placements, after: Placements) -> float:
         """Seconds."""
         return float(self.seconds[self.number[before], self.number[after]])
 
-    def path(self, before: Layout, after: Layout) -> tuple[Move, ...]:
+    def path(self, before: Placements, after: Placements) -> tuple[RedistributionStep, ...]:
         """The fastest way. Raises KeyError for what is no layout of the tensor, ValueError where there is no way."""
         here, there = self.number[before], self.number[after]
         if not np.isfinite(self.seconds[here, there]):
@@ -100,7 +100,7 @@ class Redistribution:
             first = np.where(better, first[:, k, None], first)
         return seconds, first
 
-    def _from(self, layout: Layout) -> Iterator[Move]:
+    def _from(self, layout: Placements) -> Iterator[RedistributionStep]:
         local = self._nbytes / parts(layout, self.mesh.shape)
         for axis, (n, code) in enumerate(zip(self.mesh.shape, layout, strict=True)):
             if n == 1:
@@ -114,7 +114,9 @@ class Redistribution:
                 seconds = 0.0
                 if collective is not None:
                     seconds = self.mesh.seconds(collective, nbytes, axis, self._cluster)
-                yield Move(axis, collective, layout, (*layout[:axis], new, *layout[axis + 1 :]), nbytes, seconds)
+                yield RedistributionStep(
+                    axis, collective, layout, (*layout[:axis], new, *layout[axis + 1 :]), nbytes, seconds
+                )
 
 
 def _step(code: int, new: int, local: float, n: int) -> tuple[Collective | None, float]:

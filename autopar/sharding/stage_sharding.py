@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.errors import PlanError
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
 from autopar.sharding.strategies import Strategy
 
 _CODE = re.compile(r"S(\d+)|R|P")
@@ -25,8 +25,8 @@ _CODE = re.compile(r"S(\d+)|R|P")
 class Stored:
     """How a parameter, or an input, lies on the mesh."""
 
-    layout: Layout
-    state: Layout  # of the optimizer's state: the same, or finer (ZeRO)
+    layout: Placements
+    state: Placements  # of the optimizer's state: the same, or finer (ZeRO)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StageSharding:
         return self.strategies, self.parameters
 
     @cached_property
-    def strategy_of(self) -> Mapping[str, tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
+    def strategy_of(self) -> Mapping[str, tuple[tuple[Placements, ...], tuple[Placements, ...]]]:
         """(layouts of the operands, of the results) by operator key."""
         return {key: parse_strategy(text, len(self.mesh)) for key, text in self.strategies}
 
@@ -87,11 +87,11 @@ class StageSharding:
         return {name: parse_stored(text, len(self.mesh)) for name, text in self.parameters}
 
 
-def layout_text(layout: Layout) -> str:
+def layout_text(layout: Placements) -> str:
     return "".join({REPLICATE: "R", PARTIAL: "P"}.get(code, f"S{code}") for code in layout)
 
 
-def parse_layout(text: str, axes: int) -> Layout:
+def parse_layout(text: str, axes: int) -> Placements:
     """Raises PlanError for what is no layout over so many axes."""
     found = [_CODE.fullmatch(part) for part in re.findall(r"S\d+|.", text.strip())]
     if len(found) != axes or None in found:
@@ -108,7 +108,7 @@ def strategy_text(strategy: Strategy) -> str:
     return " -> ".join(sides)
 
 
-def parse_strategy(text: str, axes: int) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+def parse_strategy(text: str, axes: int) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
     """(layouts of the operands, of the results). Raises PlanError."""
     sides = text.split("->")
     if len(sides) != 2:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.analysis.rules.notation import Dims, Kind, Rule
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Layout
+from autopar.analysis.rules.notation import Dims, IndexKind, Rule
+from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
 
 REPEATED = "-"
 _DUAL = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
@@ -37,19 +37,19 @@ class Strategy:
     """How one operator is split over a mesh."""
 
     axes: tuple[str, ...]  # along each: the index, the operands in which it is linear, or REPEATED
-    inputs: tuple[Layout, ...]  # of the rule's operands
-    outputs: tuple[Layout, ...]  # of the tensors it returns
+    inputs: tuple[Placements, ...]  # of the rule's operands
+    outputs: tuple[Placements, ...]  # of the tensors it returns
     share: float  # of the work that each device does
     scale: float = 1.0  # what the results are multiplied with: a mean over parts is that of their means
     special: str = ""  # how the devices do it together, where the operator on local parts is not enough (`special`)
 
-    def gradient_in(self, operand: int) -> Layout:
+    def gradient_in(self, operand: int) -> Placements:
         """Of the gradient that is computed of an operand: along an axis that cuts something the devices' gradients of
         what all of them read add up; where all do the same work they are the same."""
         pairs = zip(self.axes, self.inputs[operand], strict=True)
         return tuple(REPLICATE if axis == REPEATED else _DUAL.get(code, code) for axis, code in pairs)
 
-    def gradient_out(self, result: int) -> Layout:
+    def gradient_out(self, result: int) -> Placements:
         """Of the gradient that is needed of a result: of addends, that of their sum."""
         return tuple(REPLICATE if code == PARTIAL else code for code in self.outputs[result])
 
@@ -101,20 +101,20 @@ def _ways(rule: Rule) -> Iterator[_Way]:
     yield _Way(REPEATED, *nothing, None)
     for index, kind in rule.kinds.items():
         together = index in rule.together
-        if (kind is Kind.WHOLE and not together) or rule.sizes[index] == 1:
+        if (kind is IndexKind.WHOLE and not together) or rule.sizes[index] == 1:
             continue
         inputs = [_place(dims, index, rule) for dims in rule.inputs]
         outputs = [_place(dims, index, rule) for dims in rule.outputs]
         if None in inputs or None in outputs:
             continue
-        if kind is not Kind.KEPT and REPLICATE in outputs:
+        if kind is not IndexKind.KEPT and REPLICATE in outputs:
             outputs = [PARTIAL for _ in outputs]
-        if kind is Kind.SUMMED:
+        if kind is IndexKind.SUMMED:
             added = [i in rule.addends and code == REPLICATE for i, code in enumerate(inputs)]
             if any(a and not _is_tensor(rule, i) for i, a in enumerate(added)):
                 continue
             inputs = [PARTIAL if a else code for a, code in zip(added, inputs, strict=True)]
-        averaged = kind is Kind.AVERAGED and not together
+        averaged = kind is IndexKind.AVERAGED and not together
         yield _Way(index, _codes(inputs), _codes(outputs), index, averaged, together)
     for group in rule.linear:
         if all(_is_tensor(rule, i) for i in group):

@@ -15,7 +15,7 @@ from torch import fx
 from autopar.analysis.rules.notation import Rule
 from autopar.analysis.rules.table import bind
 from autopar.sharding.group_operators.operators import collectives
-from autopar.sharding.layouts import PARTIAL, Layout, parts
+from autopar.sharding.layouts import PARTIAL, Placements, parts
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.strategies import Strategy, repeated, strategies
 from cost_models import Cluster
@@ -25,11 +25,11 @@ from cost_models.kernels.kernel import Kernel
 from cost_models.kernels.roofline import Rates, kernel_seconds
 from cost_models.kernels.work import OperatorWork
 
-Ends = tuple[Layout, Layout]  # of a tensor where it is made or read, and of its gradient there
+Ends = tuple[Placements, Placements]  # of a tensor where it is made or read, and of its gradient there
 
 
 @dataclass(frozen=True)
-class Options:
+class StrategyCosts:
     """The strategies of one operator, shared by all operators that are alike."""
 
     strategies: tuple[Strategy, ...]
@@ -96,15 +96,15 @@ class OptionTable:
     def __init__(self, mesh: Mesh, cluster: Cluster, rates: Rates, efficiency: Efficiency, *, training: bool) -> None:
         self._devices, self._mesh, self._cluster = mesh, mesh.shape, cluster
         self._rates, self._efficiency, self._training = rates, efficiency, training
-        self._known: dict[str, Options] = {}
+        self._known: dict[str, StrategyCosts] = {}
 
-    def of(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> Options:
+    def of(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> StrategyCosts:
         """The options of an operator; `values`: tensors (on meta) of all nodes."""
         if bound.signature not in self._known:
             self._known[bound.signature] = self._options(bound, values, work)
         return self._known[bound.signature]
 
-    def _options(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> Options:
+    def _options(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> StrategyCosts:
         rule, operands, results = bound.rule, bound.operands, bound.results
         whole = repeated(len(operands), len(results), len(self._mesh))
         found = [whole] if rule is None else self._possible(strategies(rule, self._mesh), operands, values, results)
@@ -115,7 +115,7 @@ class OptionTable:
             tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
             both += [self._within(one, rule, tensors) for one in found]
         kept = np.array([self._moved(one, sizes, outcome) for one in found])
-        return Options(tuple(found), both.sum(axis=1), both[:, 0], kept, rule is not None)
+        return StrategyCosts(tuple(found), both.sum(axis=1), both[:, 0], kept, rule is not None)
 
     def _possible(
         self,
@@ -127,7 +127,7 @@ class OptionTable:
         """Those without sums of what is not added up: whole numbers, truth values."""
         tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
 
-        def adds(layouts: Sequence[Layout], of: Sequence[Any]) -> bool:
+        def adds(layouts: Sequence[Placements], of: Sequence[Any]) -> bool:
             return all(
                 PARTIAL not in layout or (isinstance(t, torch.Tensor) and t.is_floating_point())
                 for layout, t in zip(layouts, of, strict=True)

@@ -15,7 +15,7 @@ from rule_examples import EXAMPLES, RANDOM
 from rule_oracle import bound, rerun
 
 from autopar.analysis.rules.calls import quotient
-from autopar.analysis.rules.notation import Dims, Kind, Rule, read
+from autopar.analysis.rules.notation import Dims, IndexKind, Rule, read
 from autopar.analysis.rules.table import RULES
 from autopar.analysis.rules.views import factorise
 
@@ -49,17 +49,17 @@ def check_shards(target: Any, args: Any, kwargs: Any, rule: Rule, index: str, wh
         swap = {}
         for i, (tensor, dims) in enumerate(zip(rule.operands, rule.inputs, strict=True)):
             part = taken(tensor, dims, rule, index, start, stop)
-            once = kind is Kind.SUMMED and i in rule.addends and not any(index in dim for dim in dims)
+            once = kind is IndexKind.SUMMED and i in rule.addends and not any(index in dim for dim in dims)
             swap[id(tensor)] = torch.zeros_like(part) if once and start else part
         shape = local_shape(whole[0].shape, rule.outputs[0], rule, index, stop - start)
         parts.append(rerun(target, args, kwargs, swap, shape))
         shares.append((stop - start) / size)
     for i, (tensor, dims) in enumerate(zip(whole, rule.outputs, strict=True)):
         pieces = [p[i] for p in parts]
-        if kind is Kind.KEPT:
+        if kind is IndexKind.KEPT:
             for piece, (start, stop) in zip(pieces, ((0, 1), (1, size)), strict=True):
                 assert_equal(piece, taken(tensor, dims, rule, index, start, stop))
-        elif kind is Kind.SUMMED:
+        elif kind is IndexKind.SUMMED:
             assert_equal(pieces[0] + pieces[1], tensor)
         else:
             assert_equal(pieces[0] * shares[0] + pieces[1] * shares[1], tensor)
@@ -80,7 +80,7 @@ def test_shards_of_every_operator_put_together_are_the_whole(name: str, sizes: S
         rule, whole = bound(target, args, kwargs)
         assert all(t.dim() == len(dims) for t, dims in zip(whole, rule.outputs, strict=True))
         for index, kind in rule.kinds.items():
-            if kind is not Kind.WHOLE:
+            if kind is not IndexKind.WHOLE:
                 check_shards(target, args, kwargs, rule, index, whole)
 
 

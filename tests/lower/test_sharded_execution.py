@@ -33,7 +33,7 @@ from autopar import PipelinedModule, Plan, PlanError
 from autopar.analysis.operators import operator_keys
 from autopar.capture.program import capture
 from autopar.lower.collectives import added_up
-from autopar.lower.device_values import Made, Parts
+from autopar.lower.device_values import DeviceValue, DeviceValues
 from autopar.sharding.layouts import PARTIAL, REPLICATE, layouts
 from autopar.sharding.stage_sharding import StageSharding
 
@@ -69,17 +69,17 @@ def test_any_strategies_give_the_originals_outputs_and_gradients(graph: str, mes
 def test_moves_between_any_two_layouts_leave_the_whole_tensor_as_it_is(mesh: tuple[int, ...]) -> None:
     """Forward, and in the backward its gradient, which may be the same everywhere or add up."""
     shape = (12, 12) if len(mesh) < 3 else (8,)
-    parts, options = Parts(mesh, math.prod(mesh)), layouts(shape, mesh)
+    parts, options = DeviceValues(mesh, math.prod(mesh)), layouts(shape, mesh)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     given = parts.graph.placeholder("x")
-    given.meta["val"], source = x, Made((given,))
+    given.meta["val"], source = x, DeviceValue((given,))
     wholes = []
     chance = random.Random(0)
     for before, after in itertools.product(options, repeat=2):
         gradient = tuple(code if code >= 0 else chance.choice([REPLICATE, PARTIAL]) for code in after)
         cut = parts.read(source, given, before, added_up(before))
-        changed = parts.read(Made(cut, (before,), (added_up(before),), True), given, after, gradient)
-        wholes.append(parts.joined(Made(changed, (after,), (gradient,), True), 0, given))
+        changed = parts.read(DeviceValue(cut, (before,), (added_up(before),), True), given, after, gradient)
+        wholes.append(parts.joined(DeviceValue(changed, (after,), (gradient,), True), 0, given))
     parts.graph.output(tuple(wholes))
     found = fx.GraphModule({}, parts.graph)(x)
     factors = torch.randn(len(wholes), dtype=torch.float64).unbind()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar import Plan
 from autopar.cli import app
-from autopar.plan.diff import Move, Recomputed, Setting
+from autopar.plan.diff import MovedModule, Recomputed, Setting
 from autopar.plan.plan import Stage
 
 KEYS = tuple(f"{path}/{name}#0" for path in ("a", "a.x", "a.y.u", "a.y.v", "b.x", "b.y", "") for name in ("mm", "add"))
@@ -53,7 +53,7 @@ def test_the_way_back_is_the_difference_turned_round(before: Plan, after: Plan) 
     there, back = before.diff(after), after.diff(before)
     assert there.same == back.same
     assert there.settings == tuple(Setting(s.name, s.after, s.before) for s in back.settings)
-    assert set(there.moves) == {Move(m.module, m.after, m.before, m.n_operators) for m in back.moves}
+    assert set(there.moves) == {MovedModule(m.module, m.after, m.before, m.n_operators) for m in back.moves}
     assert set(there.recomputed) == {Recomputed(r.module, not r.now, r.n_operators) for r in back.recomputed}
     assert set(there.only_before) == set(back.only_after)
     assert str(there)
@@ -121,7 +121,7 @@ def test_splits_are_compared_by_module_and_with_plans_by_operator() -> None:
     two = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
     three = Plan.from_split({"a": 0, "a.y": 1, "b": 1, "c": 2}, n_microbatches=2)
     found = two.diff(three)
-    assert found.moves == (Move("a.y", 0, 1, 1),)
+    assert found.moves == (MovedModule("a.y", 0, 1, 1),)
     assert found.only_after == ("c",)
     stage_of = {key: int(key.startswith("b")) for key in KEYS}
     assert [(m.module, m.before, m.after) for m in two.diff(by_operator(stage_of)).moves] == []

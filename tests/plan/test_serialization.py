@@ -18,7 +18,7 @@ import autopar
 from autopar import Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
 from autopar.capture.program import Program, capture
-from autopar.plan.plan import Link, RunnerUp, Stage
+from autopar.plan.plan import RunnerUp, Stage, StageTransfer
 
 Data = dict[str, Any]
 
@@ -101,7 +101,7 @@ def full() -> Data:
             predicted_step_time=9.0,
             single_device_time=20.0,
             bubble=0.25,
-            transfers=(Link(0, 1, 4, 4, 0.1), Link(1, 2, 4, 4, 0.1)),
+            transfers=(StageTransfer(0, 1, 4, 4, 0.1), StageTransfer(1, 2, 4, 4, 0.1)),
             notes=("a reason",),
             objective=8.0,
             bound=8.0,

@@ -12,8 +12,8 @@ from partition_oracle import closed_sets
 
 from autopar.planner.inter_op.cuts import AtomGraph, CyclicGraph, all_cuts, cuts_near, first_cuts, merged_graph
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import Kind, Problem, Space, Value
-from autopar.planner.inter_op.refinement import Found, cuts_worth_looking_at, refine
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Space, Value
+from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, refine
 
 
 def graph_of(n: int, edges: set[tuple[int, int]], weight: list[float] | None = None) -> AtomGraph:
@@ -108,7 +108,7 @@ def test_merging_makes_one_atom_of_what_waits_for_each_other() -> None:
 def test_refining_ends_between_the_first_plan_and_the_best_of_all(graph: AtomGraph, devices: int) -> None:
     def problem_of(cuts: np.ndarray) -> Problem:
         space = Space(cuts, graph.values, (), (), (), np.zeros(graph.n))
-        kinds = (Kind("", devices, float("inf"), 0.1, 0.05, 0.0),)
+        kinds = (DeviceKind("", devices, float("inf"), 0.1, 0.05, 0.0),)
         times = graph.weight[None, :]
         return Problem(space, times, np.zeros_like(times), 8, "1f1b", kinds, max_replicas=1)
 
@@ -119,6 +119,8 @@ def test_refining_ends_between_the_first_plan_and_the_best_of_all(graph: AtomGra
     assert complete
     assert solution is not None
     assert best is not None
-    found = refine(graph, Found(problem_of(cuts), solution, False), problem_of, counts=[devices], limit=12, rounds=4)
+    found = refine(
+        graph, PartitionResult(problem_of(cuts), solution, False), problem_of, counts=[devices], limit=12, rounds=4
+    )
     assert best.objective - 1e-9 <= found.solution.objective <= solution.objective
     assert sum(stage.sum() for stage in found.stages()) == graph.n

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, InputError
-from autopar.planner.intra_op.elimination.choices import Choices, Edge, Selection, cost
+from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.order import planned
 from autopar.planner.intra_op.elimination.reduction import reduced
 from autopar.planner.intra_op.elimination.solve import select
@@ -31,16 +31,16 @@ def random_edge(random: np.random.Generator, i: int, j: int, sizes: list[int], l
 
 def random_choices(
     random: np.random.Generator, sizes: list[int], ends: list[tuple[int, int]], labels: int = 2, allowed: float = 0.9
-) -> Choices:
+) -> SelectionProblem:
     """Whole numbers, so that sums are exact and many choices equally good."""
-    return Choices(
+    return SelectionProblem(
         seconds=[random.integers(0, 8, k).astype(float) for k in sizes],
         bytes=[random.integers(0, 8, k).astype(float) for k in sizes],
         edges=[random_edge(random, i, j, sizes, labels, allowed) for i, j in ends],
     )
 
 
-def transformer(n_layers: int, options: int, labels: int, seed: int = 0) -> Choices:
+def transformer(n_layers: int, options: int, labels: int, seed: int = 0) -> SelectionProblem:
     """Equal layers, each option the quicker the more bytes it takes."""
     random = np.random.default_rng(seed)
     sizes = [options] * PER_LAYER
@@ -54,10 +54,10 @@ def transformer(n_layers: int, options: int, labels: int, seed: int = 0) -> Choi
         if layer:
             links = [edges[ends] for ends in LINKS]
             made += [Edge(at - PER_LAYER + e.source, at + e.target, e.out, e.into, e.seconds / 4) for e in links]
-    return Choices(seconds * n_layers, bytes_ * n_layers, made)
+    return SelectionProblem(seconds * n_layers, bytes_ * n_layers, made)
 
 
-def least_by_trial(choices: Choices, memory: float) -> float:
+def least_by_trial(choices: SelectionProblem, memory: float) -> float:
     """Seconds of the best of all choices, inf if none fits."""
     best = math.inf
     for options in itertools.product(*(range(len(own)) for own in choices.seconds)):
@@ -67,7 +67,7 @@ def least_by_trial(choices: Choices, memory: float) -> float:
     return best
 
 
-def least_by_integer_program(choices: Choices, memory: float) -> float:
+def least_by_integer_program(choices: SelectionProblem, memory: float) -> float:
     """By HiGHS: one binary variable an option and one a pair of labels of an edge, their sums tied together."""
     optimize = pytest.importorskip("scipy.optimize")
     sparse = pytest.importorskip("scipy.sparse")
@@ -103,15 +103,15 @@ def least_by_integer_program(choices: Choices, memory: float) -> float:
     return float(result.fun) if result.status == 0 else math.inf
 
 
-def least_bytes(choices: Choices) -> float:
+def least_bytes(choices: SelectionProblem) -> float:
     """Of all choices that the edges allow, inf if there is none."""
     allowed = [
         Edge(e.source, e.target, e.out, e.into, np.where(np.isinf(e.seconds), np.inf, 0.0)) for e in choices.edges
     ]
-    return least_by_integer_program(Choices(choices.bytes, choices.seconds, allowed), math.inf)
+    return least_by_integer_program(SelectionProblem(choices.bytes, choices.seconds, allowed), math.inf)
 
 
-def assert_kept(choices: Choices, memory: float, found: Selection) -> None:
+def assert_kept(choices: SelectionProblem, memory: float, found: Selection) -> None:
     """What every selection promises."""
     assert (found.seconds, found.bytes) == cost(choices, found.options)
     assert found.bytes <= memory
@@ -120,7 +120,7 @@ def assert_kept(choices: Choices, memory: float, found: Selection) -> None:
     assert all(found.options[i] == option for i, option in choices.fixed.items())
 
 
-def assert_least(choices: Choices, memory: float, least: float, **how: float) -> None:
+def assert_least(choices: SelectionProblem, memory: float, least: float, **how: float) -> None:
     if math.isinf(least):
         with pytest.raises(InfeasibleError):
             select(choices, memory, **how)
@@ -132,7 +132,7 @@ def assert_least(choices: Choices, memory: float, least: float, **how: float) ->
 
 
 @st.composite
-def small(draw: st.DrawFn) -> tuple[Choices, float]:
+def small(draw: st.DrawFn) -> tuple[SelectionProblem, float]:
     """Any graph of up to 6 variables: trees, cycles, parts, parallel edges, edges from a variable to itself."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
     variable = st.integers(0, len(sizes) - 1)
@@ -141,19 +141,19 @@ def small(draw: st.DrawFn) -> tuple[Choices, float]:
     choices = random_choices(random, sizes, ends, draw(st.integers(1, 3)), draw(st.sampled_from([0.6, 0.9, 1.0])))
     fixed = {i: draw(st.integers(0, sizes[i] - 1)) for i in draw(st.sets(variable, max_size=2))}
     memory = draw(st.one_of(st.just(math.inf), st.integers(0, 5 * len(sizes)).map(float)))
-    return Choices(choices.seconds, choices.bytes, choices.edges, fixed), memory
+    return SelectionProblem(choices.seconds, choices.bytes, choices.edges, fixed), memory
 
 
 @settings(max_examples=150, deadline=None)
 @given(small())
-def test_selection_is_the_best_of_all_choices(problem: tuple[Choices, float]) -> None:
+def test_selection_is_the_best_of_all_choices(problem: tuple[SelectionProblem, float]) -> None:
     choices, memory = problem
     assert_least(choices, memory, least_by_trial(choices, memory))
 
 
 @settings(max_examples=60, deadline=None)
 @given(small(), st.sampled_from([1, 4, 12]))
-def test_tables_that_must_not_be_large_change_no_answer(problem: tuple[Choices, float], entries: int) -> None:
+def test_tables_that_must_not_be_large_change_no_answer(problem: tuple[SelectionProblem, float], entries: int) -> None:
     choices, memory = problem
     assert_least(choices, memory, least_by_trial(choices, memory), entries=entries)
 
@@ -184,7 +184,7 @@ def test_a_chain_takes_what_its_own_recurrence_says_with_and_without_limit() -> 
     random = np.random.default_rng(3)
     seconds, size = random.random(options), random.integers(1, 8, options)
     edge = Edge(0, 1, random.integers(0, labels, options), random.integers(0, labels, options), random.random((3, 3)))
-    choices = Choices(
+    choices = SelectionProblem(
         [seconds] * n,
         [size.astype(float)] * n,
         [Edge(i, i + 1, edge.out, edge.into, edge.seconds) for i in range(n - 1)],
@@ -212,7 +212,7 @@ def test_equal_layers_are_eliminated_once() -> None:
 
 def test_layers_with_arrays_of_their_own_give_what_shared_ones_do() -> None:
     shared = transformer(6, 10, 4)
-    own = Choices(
+    own = SelectionProblem(
         [seconds.copy() for seconds in shared.seconds],
         [size.copy() for size in shared.bytes],
         [Edge(e.source, e.target, e.out.copy(), e.into.copy(), e.seconds.copy()) for e in shared.edges],
@@ -225,7 +225,7 @@ def test_layers_with_arrays_of_their_own_give_what_shared_ones_do() -> None:
 def test_equally_good_options_give_the_lowest_numbers() -> None:
     zeros = [np.zeros(4)] * 5
     labels = np.array([0, 1, 0, 1])
-    choices = Choices(
+    choices = SelectionProblem(
         zeros, [np.ones(4)] * 5, [Edge(i, (i + 1) % 5, labels, labels, np.zeros((2, 2))) for i in range(5)]
     )
     assert select(choices).options == select(choices, memory=5.0).options == (0,) * 5
@@ -255,7 +255,7 @@ def test_out_of_time_gives_a_choice_and_a_bound_that_hold() -> None:
 
 
 def test_what_does_not_fit_is_named_with_the_least_that_would() -> None:
-    choices = Choices([np.array([1.0, 2.0])] * 3, [np.array([9.0, 4.0])] * 3)
+    choices = SelectionProblem([np.array([1.0, 2.0])] * 3, [np.array([9.0, 4.0])] * 3)
     with pytest.raises(InfeasibleError, match=r"fits into 11 bytes: the smallest takes 12"):
         select(choices, memory=11)
     assert select(choices, memory=12).options == (1, 1, 1)
@@ -264,17 +264,19 @@ def test_what_does_not_fit_is_named_with_the_least_that_would() -> None:
 def test_options_that_exclude_each_other_are_refused() -> None:
     never, label = np.array([[math.inf]]), np.zeros(2, dtype=int)
     with pytest.raises(InfeasibleError, match=r"no option of variable [01] is allowed"):
-        select(Choices([np.zeros(2)] * 2, [np.zeros(2)] * 2, [Edge(0, 1, label, label, never)]))
+        select(SelectionProblem([np.zeros(2)] * 2, [np.zeros(2)] * 2, [Edge(0, 1, label, label, never)]))
     differ = np.array([[math.inf, 0.0], [0.0, math.inf]])  # no two colours for three neighbours
     ends = [(0, 1), (1, 2), (2, 0)]
     with pytest.raises(InfeasibleError, match="allowed by all edges"):
         select(
-            Choices([np.zeros(2)] * 3, [np.zeros(2)] * 3, [Edge(*e, np.arange(2), np.arange(2), differ) for e in ends])
+            SelectionProblem(
+                [np.zeros(2)] * 3, [np.zeros(2)] * 3, [Edge(*e, np.arange(2), np.arange(2), differ) for e in ends]
+            )
         )
 
 
 def test_no_variables_cost_nothing() -> None:
-    assert select(Choices([], [])) == Selection((), 0.0, 0.0, 0.0, 0, True)
+    assert select(SelectionProblem([], [])) == Selection((), 0.0, 0.0, 0.0, 0, True)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +299,6 @@ def test_no_variables_cost_nothing() -> None:
 )
 def test_choices_that_make_no_sense_are_refused_by_name(arguments: dict, named: str) -> None:
     with pytest.raises(InputError, match=named):
-        Choices(**arguments)
+        SelectionProblem(**arguments)
     with pytest.raises(InputError, match="memory"):
-        select(Choices([], []), memory=math.nan)
+        select(SelectionProblem([], []), memory=math.nan)

@@ -17,7 +17,7 @@ from autopar import Cluster, InfeasibleError, InputError, Plan
 from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.planner.inter_op.meshes import Meshes, subject_of
-from autopar.planner.search import Options, make_plan
+from autopar.planner.search import SearchOptions, make_plan
 
 META = torch.device("meta")
 
@@ -110,7 +110,7 @@ def test_a_plan_of_meshes_runs_and_has_the_original_gradients(name: str, shards:
     def of_meshes(memory_limit: float | None) -> Plan:
         meshes = Meshes(costs, subject_of(example, "adamw"), memory_limit).of(shards, [2])
         assert meshes is not None
-        return make_plan(meshes, Options(n_microbatches=2, memory_limit=memory_limit))
+        return make_plan(meshes, SearchOptions(n_microbatches=2, memory_limit=memory_limit))
 
     ahead = of_meshes(0.8 * max(stage.peak_memory or 0 for stage in of_meshes(None).stages))
     names = dict(zip(ahead.devices, [f"cpu:{i}" for i in range(4)], strict=True))

@@ -13,7 +13,7 @@ from partition_oracle import OracleStage, Stages, all_partitions, lacking, objec
 
 from autopar.planner.inter_op.cuts import line_cuts
 from autopar.planner.inter_op.partition import explain_infeasible, relaxed_bound, solve
-from autopar.planner.inter_op.problem import Kind, Problem, Shared, Solution, Space, Value
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Shared, Solution, Space, Value
 
 
 def as_oracle(problem: Problem, solution: Solution) -> Stages:
@@ -131,7 +131,7 @@ def line(seconds: list[float], counts: tuple[int, ...] = (2,), **changes: object
         backward=np.zeros((len(counts), n)),
         n_microbatches=4,
         schedule="1f1b",
-        kinds=tuple(Kind(f"kind{k}", count, math.inf, 0.0, 0.0, 0.0) for k, count in enumerate(counts)),
+        kinds=tuple(DeviceKind(f"kind{k}", count, math.inf, 0.0, 0.0, 0.0) for k, count in enumerate(counts)),
         max_replicas=1,
         share=1.0,
     )
@@ -154,7 +154,7 @@ def test_costly_transfers_and_scarce_memory_are_traded_exactly_in_deep_pipelines
         values=tuple(Value(a, (a + 1,), nbytes, 0.0) for a, nbytes in enumerate(random.exponential(1.0, n - 1))),
         saved=tuple(Shared(nbytes, (a,)) for a, nbytes in enumerate(random.uniform(0.0, 9.0, n))),
         n_microbatches=m,
-        kinds=(Kind("", 4, math.inf, 0.0, seconds_per_byte=1.0, reduce_seconds_per_byte=0.0),),
+        kinds=(DeviceKind("", 4, math.inf, 0.0, seconds_per_byte=1.0, reduce_seconds_per_byte=0.0),),
     )
     free = dataclasses.replace(problem, kinds=(dataclasses.replace(problem.kinds[0], memory=0.0),))
     deep = [lacking(free, s, 4) for s in all_partitions(free, (4,)) if len(s) == 4]
@@ -177,7 +177,7 @@ def test_a_uniform_line_is_cut_evenly_and_takes_m_plus_p_minus_1_stages(devices:
 def test_replicas_are_chosen_where_one_atom_cannot_be_cut() -> None:
     problem = line([1.0, 8.0, 1.0], (4,), max_replicas=4, n_microbatches=8)
     assert shape(solve(problem)) == [(0, 3, 4)]
-    kinds = (Kind("", 4, math.inf, 0.0, 0.0, reduce_seconds_per_byte=1.0),)
+    kinds = (DeviceKind("", 4, math.inf, 0.0, 0.0, reduce_seconds_per_byte=1.0),)
     heavy = dataclasses.replace(problem.space, gradients=(Shared(100.0, (0,)),))
     assert shape(solve(dataclasses.replace(problem, space=heavy, kinds=kinds))) == [(0, 1, 1), (1, 3, 3)]
 
@@ -209,7 +209,7 @@ def test_two_branches_are_cut_side_by_side_where_that_is_better_than_any_line() 
     # 0 -> 2 and 1 -> 3 -> join 4: {0 2}, {1 3} as stages, which the order 0 1 2 3 4 does not have.
     values = (Value(0, (2,), 9.0, 0.0), Value(1, (3,), 9.0, 0.0), Value(2, (4,), 1.0, 0.0), Value(3, (4,), 1.0, 0.0))
     base = line([1.0, 1.0, 1.0, 1.0, 0.0], (2,), n_microbatches=8, values=values)
-    kinds = (Kind("", 2, math.inf, 0.0, 1.0, 0.0),)
+    kinds = (DeviceKind("", 2, math.inf, 0.0, 1.0, 0.0),)
     order = dataclasses.replace(base, kinds=kinds)
     both = np.array([[False] * 5, [True, False, True, False, False], [True] * 5])
     more = dataclasses.replace(order.space, cuts=both)
@@ -221,7 +221,7 @@ def test_two_branches_are_cut_side_by_side_where_that_is_better_than_any_line() 
 
 def test_a_shared_value_is_received_once_by_each_stage_that_reads_it() -> None:
     skip = (Value(0, (1, 2, 2, 3), 10.0, 0.0),)
-    kinds = (Kind("", 4, math.inf, latency=0.5, seconds_per_byte=1.0, reduce_seconds_per_byte=0.0),)
+    kinds = (DeviceKind("", 4, math.inf, latency=0.5, seconds_per_byte=1.0, reduce_seconds_per_byte=0.0),)
     solution = solve(line([100.0] * 4, (4,), values=skip, kinds=kinds))
     assert solution is not None
     assert [stage.time for stage in solution.stages] == [100.0, 110.5, 110.5, 110.5]
@@ -230,7 +230,7 @@ def test_a_shared_value_is_received_once_by_each_stage_that_reads_it() -> None:
 def test_bytes_that_are_not_whole_leave_no_message_where_none_crosses() -> None:
     values = (Value(2, (3,), 0.3, 0.3), Value(1, (3,), 0.2, 0.2), Value(0, (3,), 0.1, 0.1))
     assert (0.1 + 0.2) + 0.3 > (0.3 + 0.2) + 0.1
-    kinds = (Kind("", 5, math.inf, latency=1.0, seconds_per_byte=0.0, reduce_seconds_per_byte=0.0),)
+    kinds = (DeviceKind("", 5, math.inf, latency=1.0, seconds_per_byte=0.0, reduce_seconds_per_byte=0.0),)
     solution = solve(line([100.0] * 5, (5,), values=values, kinds=kinds))
     assert solution is not None
     assert [stage.time for stage in solution.stages] == [100.0, 100.0, 100.0, 102.0, 100.0]
@@ -245,7 +245,7 @@ def test_a_line_of_hundreds_of_atoms_is_solved_as_by_enumeration_of_its_cuts() -
     n, m = 200, 6
     crossing = random.uniform(0.0, 5e3, n - 1)
     values = tuple(Value(atom, (atom + 1,), float(nbytes), 0.0) for atom, nbytes in enumerate(crossing))
-    kinds = (Kind("", 2, math.inf, 0.1, 1e-3, 0.0),)
+    kinds = (DeviceKind("", 2, math.inf, 0.1, 1e-3, 0.0),)
     problem = line(list(random.uniform(0.0, 1.0, n)), values=values, n_microbatches=m, kinds=kinds)
     head = np.cumsum(problem.forward[0])[:-1]
     tail = problem.forward[0].sum() - head + 0.1 + crossing * 1e-3
@@ -265,9 +265,9 @@ def test_a_line_of_hundreds_of_atoms_is_solved_as_by_enumeration_of_its_cuts() -
         ("space", {"cuts": np.ones((3, 3))}, "cuts must be an array of bool"),
         ("space", {"cuts": line_cuts(3)[[0, 2, 1, 3]]}, "sorted by the number of atoms"),
         ("problem", {"kinds": ()}, "at least one kind"),
-        ("problem", {"kinds": (Kind("cpu", 0, 1.0, 0.0, 0.0, 0.0),)}, "'cpu' must have at least 1 device"),
-        ("problem", {"kinds": (Kind("cpu", 1, math.nan, 0.0, 0.0, 0.0),)}, "'cpu': memory"),
-        ("problem", {"kinds": (Kind("cpu", 1, 1.0, -1.0, 0.0, 0.0),)}, "'cpu': latency"),
+        ("problem", {"kinds": (DeviceKind("cpu", 0, 1.0, 0.0, 0.0, 0.0),)}, "'cpu' must have at least 1 device"),
+        ("problem", {"kinds": (DeviceKind("cpu", 1, math.nan, 0.0, 0.0, 0.0),)}, "'cpu': memory"),
+        ("problem", {"kinds": (DeviceKind("cpu", 1, 1.0, -1.0, 0.0, 0.0),)}, "'cpu': latency"),
         ("space", {"values": (Value(1, (3,), 1.0, 1.0),)}, r"values\[0\] names an atom outside 0..2"),
         ("space", {"values": (Value(0, (1,), -1.0, 1.0),)}, "values: nbytes"),
         ("space", {"saved": (Shared(math.inf, (0,)),)}, "saved: nbytes"),

@@ -19,12 +19,12 @@ import autopar
 from autopar import InfeasibleError, InputError, Plan
 from autopar.costs.cost_graph import CostGraph
 from autopar.planner.inter_op.atoms import Constraints, make_atoms
-from autopar.planner.search import Options, find_plans, make_plan
+from autopar.planner.search import SearchOptions, find_plans, make_plan
 from autopar.schedule.builders import SCHEDULES
 from benchmarks.planning import Case, synthetic_costs
 from cost_models import Link
 
-STEP = Options(loss_inside=True)
+STEP = SearchOptions(loss_inside=True)
 
 
 def costs_of(layers: int = 4, devices: tuple[int, ...] = (2,), batch: int = 12, **changes: Any) -> CostGraph:
@@ -86,7 +86,7 @@ def test_stages_recompute_only_where_memory_is_short() -> None:
 
 def test_a_loss_outside_the_pipeline_makes_every_schedule_hold_what_gpipe_holds() -> None:
     costs = costs_of(8, (2,), batch=16)
-    options = Options(n_microbatches=8, schedule="1f1b", max_replicas=1)
+    options = SearchOptions(n_microbatches=8, schedule="1f1b", max_replicas=1)
     outside = make_plan(costs, options)
     inside = make_plan(costs, dataclasses.replace(options, loss_inside=True))
     peaks = [max(stage.peak_memory or 0 for stage in plan.stages) for plan in (inside, outside)]
@@ -101,10 +101,10 @@ def test_a_loss_outside_the_pipeline_makes_every_schedule_hold_what_gpipe_holds(
 @given(st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_the_number_of_micro_batches_is_any_up_to_the_batch(batch: int, devices: int, inside: bool) -> None:
     costs = costs_of(3, (devices,), batch)
-    best = make_plan(costs, Options(loss_inside=inside))
+    best = make_plan(costs, SearchOptions(loss_inside=inside))
     assert 1 <= best.n_microbatches <= batch
     for m in range(1, batch + 1):
-        rival = make_plan(costs, Options(n_microbatches=m, loss_inside=inside))
+        rival = make_plan(costs, SearchOptions(n_microbatches=m, loss_inside=inside))
         assert rival.n_microbatches == m
         # On one device the plain model is preferred to micro-batches that are hardly faster.
         slack = 1.06 if len(best.used_devices) == 1 else 1.011

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.plan.plan import Link, Plan, Stage
+from autopar.plan.plan import Plan, Stage, StageTransfer
 from autopar.planner.predict import ACTION_OVERHEAD
 from autopar.report.plan import module_ranges, module_text, plan_text
 from autopar.report.tables import WIDTH, milliseconds, table
@@ -31,7 +31,7 @@ def plan_of(*cuts: int, **changes: object) -> Plan:
         Stage((f"cpu:{s}",), OPERATORS[a:b], 0.01, 0.02, 4_000_000, 500_000, 9_000_000, 0.0)
         for s, (a, b) in enumerate(itertools.pairwise(ends))
     )
-    links = tuple(Link(s, s + 1, 123_000, 123_000, 1e-5) for s in range(len(cuts)))
+    links = tuple(StageTransfer(s, s + 1, 123_000, 123_000, 1e-5) for s in range(len(cuts)))
     plan = Plan(
         stages,
         n_microbatches=4,
@@ -101,7 +101,7 @@ def test_a_report_without_a_plan_says_so() -> None:
 
 def test_a_report_draws_the_timeline_of_the_plans_own_times() -> None:
     """Two equal stages, m micro-batches: m + 1 units of a forward and a backward, and the runtime's overhead."""
-    plan = plan_of(3, batch_size=8, transfers=(Link(0, 1, 1000, 1000, 0.0),))
+    plan = plan_of(3, batch_size=8, transfers=(StageTransfer(0, 1, 1000, 1000, 0.0),))
     text = module_text(plan, [])
     assert f"step {(4 + 1) * (0.01 + 0.02 + 2 * ACTION_OVERHEAD):.4g} s" in text
     assert_printable(text)

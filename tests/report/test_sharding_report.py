@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sharded_plans import M, chosen, sharding_in
 
 from autopar import Plan
-from autopar.plan.plan import Link, Stage
+from autopar.plan.plan import Stage, StageTransfer
 from autopar.planner.intra_op.solution import exchanges_within
 from autopar.planner.predict import Conditions, predict
 from autopar.report.layer_names import folded
@@ -190,7 +190,9 @@ def priced(sharded: bool = True, **numbers: Any) -> Plan:
     names = [device.name for device in costs.devices]
     sharding = StageSharding((4,), ("model",)) if sharded else None
     first = Stage(tuple(names[: 4 if sharded else 1]), sharding=sharding, **numbers)
-    return predict(costs, Plan((first, Stage((names[4],))), 4, transfers=(Link(0, 1, 8, 8, 1e-6),)), stage_of, INSIDE)
+    return predict(
+        costs, Plan((first, Stage((names[4],))), 4, transfers=(StageTransfer(0, 1, 8, 8, 1e-6),)), stage_of, INSIDE
+    )
 
 
 def test_a_sharded_stage_without_numbers_is_not_priced_as_replicas() -> None:

@@ -22,7 +22,7 @@ from autopar.costs.cost_graph import CostGraph, Weight
 from autopar.costs.cost_table import CostTable
 from autopar.plan.plan import Stage
 from autopar.planner.predict import ACTION_OVERHEAD, Conditions, predict
-from autopar.planner.search import Options, make_plan
+from autopar.planner.search import SearchOptions, make_plan
 from autopar.report.tables import WIDTH
 from autopar.runtime.memory_watch import MemoryWatch
 from cost_models import Link, parse_devices
@@ -121,8 +121,10 @@ def test_memory_is_parameters_gradients_optimizer_state_and_what_is_in_flight() 
     assert adam.stages[0].peak_memory == none.stages[0].peak_memory + 2 * 2 * 4000
 
 
-@pytest.mark.parametrize("options", [Options(), Options(max_replicas=1, loss_inside=True), Options(n_microbatches=3)])
-def test_pricing_a_plan_that_the_search_made_gives_its_own_numbers(options: Options) -> None:
+@pytest.mark.parametrize(
+    "options", [SearchOptions(), SearchOptions(max_replicas=1, loss_inside=True), SearchOptions(n_microbatches=3)]
+)
+def test_pricing_a_plan_that_the_search_made_gives_its_own_numbers(options: SearchOptions) -> None:
     costs = line_of(0.2, 0.1, 0.3, 0.1, 0.2)
     plan = make_plan(costs, options)
     key_of = {key: index for index, stage in enumerate(plan.stages) for key in stage.operators}

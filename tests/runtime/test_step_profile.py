@@ -22,8 +22,8 @@ from autopar.plan.plan import Stage
 from autopar.report.tables import WIDTH
 from autopar.runtime import module as module_room
 from autopar.runtime import step_recorder as notes_room
-from autopar.runtime.mailbox import Address, Mail
-from autopar.runtime.step_recorder import Notes
+from autopar.runtime.mailbox import Address, Mailbox
+from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models import parse_devices
 
@@ -190,9 +190,9 @@ class Clock:
 
 
 def test_waiting_for_messages_is_no_work_and_the_loss_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, notes = Clock(), Notes()
+    clock, notes = Clock(), StepRecorder()
     monkeypatch.setattr(notes_room, "time", clock)
-    monkeypatch.setattr(Mail, "receive", lambda mail, slot, address: clock.spend(5))
+    monkeypatch.setattr(Mailbox, "receive", lambda mail, slot, address: clock.spend(5))
     mail = notes.mail(1)
     loss = notes.loss(lambda output, target: clock.spend(2))  # type: ignore[arg-type, return-value]
 
@@ -224,7 +224,7 @@ def test_a_call_that_nobody_notes_reads_no_clock(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_call_and_its_backward_can_be_noted_too() -> None:
-    pm, notes = recording(net(), hand_plan(n_microbatches=2)), Notes()
+    pm, notes = recording(net(), hand_plan(n_microbatches=2)), StepRecorder()
     with pm.noted(notes):
         output = pm(X)
     mse_loss(output, Y).backward()

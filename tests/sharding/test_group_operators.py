@@ -18,9 +18,9 @@ from torch import fx
 
 from autopar.analysis.rules.notation import Rule
 from autopar.analysis.rules.table import bind
-from autopar.sharding.group_operators.group import Crew
+from autopar.sharding.group_operators.group import OperatorGroup
 from autopar.sharding.group_operators.operators import SPECIALS, collectives, run
-from autopar.sharding.layouts import REPLICATE, Layout, slices
+from autopar.sharding.layouts import REPLICATE, Placements, slices
 from autopar.sharding.strategies import Strategy, strategies
 
 MESHES = [(2,), (3,), (2, 2)]
@@ -65,7 +65,9 @@ def leaf(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone().requires_grad_(value.is_floating_point())
 
 
-def together(parts: Sequence[torch.Tensor], layout: Layout, mesh: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+def together(
+    parts: Sequence[torch.Tensor], layout: Placements, mesh: Sequence[int], like: torch.Tensor
+) -> torch.Tensor:
     """The whole tensor: addends added up; what replicas have has to be the same."""
     found, seen = torch.zeros_like(like), {}
     for place, value in zip(devices_of(mesh), parts, strict=True):
@@ -216,13 +218,13 @@ EVEN: dict[str, Callable[[], Call]] = {
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, ...]]]:
     """(bytes of a device, axes) of every all-reduce that is carried out."""
     log: list[tuple[int, tuple[int, ...]]] = []
-    reduce = Crew.all_reduce
+    reduce = OperatorGroup.all_reduce
 
-    def logged(self: Crew, parts: Any, axes: Any, *combine: Any) -> Any:
+    def logged(self: OperatorGroup, parts: Any, axes: Any, *combine: Any) -> Any:
         log.append((parts[0].numel() * parts[0].element_size(), tuple(axes)))
         return reduce(self, parts, axes, *combine)
 
-    monkeypatch.setattr(Crew, "all_reduce", logged)
+    monkeypatch.setattr(OperatorGroup, "all_reduce", logged)
     return log
 
 

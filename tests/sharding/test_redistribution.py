@@ -16,7 +16,7 @@ from autopar import InputError
 from autopar.sharding.layouts import (
     PARTIAL,
     REPLICATE,
-    Layout,
+    Placements,
     from_placements,
     layouts,
     local_shape,
@@ -24,7 +24,7 @@ from autopar.sharding.layouts import (
     slices,
 )
 from autopar.sharding.mesh import Mesh, make_mesh, mesh_shapes
-from autopar.sharding.redistribution import Move, Redistribution
+from autopar.sharding.redistribution import Redistribution, RedistributionStep
 from cost_models import Cluster
 
 Parts = dict[tuple[int, ...], np.ndarray]  # by place in the mesh
@@ -42,7 +42,7 @@ def places(mesh: Sequence[int]) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, mesh)))
 
 
-def spread(whole: np.ndarray, layout: Layout, mesh: Sequence[int], random: np.random.Generator) -> Parts:
+def spread(whole: np.ndarray, layout: Placements, mesh: Sequence[int], random: np.random.Generator) -> Parts:
     """Parts of `whole`; of sums random ones that add up to it."""
     addends: Parts = {(): whole}  # by place along the axes of sums
     for n in (n for n, code in zip(mesh, layout, strict=True) if code == PARTIAL):
@@ -53,7 +53,7 @@ def spread(whole: np.ndarray, layout: Layout, mesh: Sequence[int], random: np.ra
     return {place: addends[key][slices(layout, whole.shape, mesh, place)] for place, key in keys.items()}
 
 
-def gathered(parts: Parts, layout: Layout, mesh: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+def gathered(parts: Parts, layout: Placements, mesh: Sequence[int], shape: Sequence[int]) -> np.ndarray:
     """The tensor that the parts are of; every replica must be the same."""
     found: dict[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], np.ndarray] = {}
     for place, part in parts.items():
@@ -67,7 +67,7 @@ def gathered(parts: Parts, layout: Layout, mesh: Sequence[int], shape: Sequence[
     return whole
 
 
-def moved(parts: Parts, move: Move, mesh: Sequence[int]) -> Parts:
+def moved(parts: Parts, move: RedistributionStep, mesh: Sequence[int]) -> Parts:
     """What a move does, on numbers: only devices along its axis meet, and only what it says is exchanged."""
     axis, n = move.axis, mesh[move.axis]
     before, after = move.before[axis], move.after[axis]
@@ -150,7 +150,7 @@ def test_parts_across_nodes_take_longer_than_parts_within() -> None:
 
 
 @pytest.mark.parametrize("layout", layouts((4, 4), (2, 2)))
-def test_layouts_are_torchs_placements(layout: Layout) -> None:
+def test_layouts_are_torchs_placements(layout: Placements) -> None:
     told = placements(layout)
     assert from_placements(told) == layout
     assert placements((0, REPLICATE, PARTIAL)) == (Shard(0), Replicate(), Partial())

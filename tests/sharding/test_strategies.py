@@ -16,13 +16,13 @@ from rule_oracle import bound, rerun
 from shard_oracle import part, places
 
 from autopar.analysis.rules.table import RULES
-from autopar.sharding.layouts import Layout, local_shape, slices
+from autopar.sharding.layouts import Placements, local_shape, slices
 from autopar.sharding.strategies import REPEATED, Strategy, repeated, strategies
 
 _NEW = ("new_empty", "empty_like", "empty")
 
 
-def whole_of(parts: dict[tuple[int, ...], torch.Tensor], layout: Layout, mesh: Sequence[int], like: Any) -> Any:
+def whole_of(parts: dict[tuple[int, ...], torch.Tensor], layout: Placements, mesh: Sequence[int], like: Any) -> Any:
     found = torch.zeros_like(like)
     for place, value in parts.items():
         # Replicas are one: the first counts.

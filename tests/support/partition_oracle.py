@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar.planner.inter_op.problem import Kind, Problem, Shared, Space, Value
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Shared, Space, Value
 from autopar.schedule.builders import in_flight_limit
 
 
@@ -180,7 +180,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
         n_microbatches=m,
         schedule=schedule,
         kinds=tuple(
-            Kind(
+            DeviceKind(
                 *(str(kind), counts[pool], draw(memory), draw(third), draw(third), draw(third), draw(third)),
                 pool=pool,
                 space=other() if pools.count(pool) > 1 else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from autopar import Plan
-from autopar.plan.plan import Link, RunnerUp, Stage
+from autopar.plan.plan import RunnerUp, Stage, StageTransfer
 
 paths = st.from_regex(r"[a-z_][a-z0-9_]{0,6}(\.[a-z0-9_]{1,6}){0,3}", fullmatch=True)
 operators = st.builds(
@@ -69,7 +69,9 @@ def searched_plans(draw: st.DrawFn) -> Plan:
         training=draw(st.booleans()),
         predicted_step_time=draw(seconds),
         bubble=draw(st.none() | st.floats(0, 1)),
-        transfers=tuple(Link(i, i + 1, draw(st.integers(0, 9)), 0, draw(st.floats(0, 1))) for i in range(n - 1)),
+        transfers=tuple(
+            StageTransfer(i, i + 1, draw(st.integers(0, 9)), 0, draw(st.floats(0, 1))) for i in range(n - 1)
+        ),
         notes=tuple(draw(st.lists(texts, max_size=2))),
         objective=draw(seconds),
         bound=draw(seconds),

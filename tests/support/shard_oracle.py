@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from autopar.sharding.layouts import PARTIAL, Layout, slices
+from autopar.sharding.layouts import PARTIAL, Placements, slices
 
 
 def places(mesh: Sequence[int]) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, mesh)))
 
 
-def part(whole: Any, layout: Layout, mesh: Sequence[int], place: Sequence[int]) -> Any:
+def part(whole: Any, layout: Placements, mesh: Sequence[int], place: Sequence[int]) -> Any:
     """What a device has; of sums the first has everything."""
     if not isinstance(whole, torch.Tensor):
         return whole

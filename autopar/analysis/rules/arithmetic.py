@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.analysis.rules.calls import Call, Maker, Stated, letters, line, whole
+from autopar.analysis.rules.calls import Maker, OperatorCall, Stated, letters, line, whole
 
 # Nothing but the entry at the same place counts.
 _POINTWISE = (
@@ -130,18 +130,18 @@ _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropo
 def pointwise(linear: str = "") -> Maker:
     """All operands align at their last dimension and broadcast."""
 
-    def rule(call: Call) -> Stated:
+    def rule(call: OperatorCall) -> Stated:
         return line(*[["*a"]] * len(call.operands), to=[["*a"]] * len(call.output_shapes), linear=linear)
 
     return rule
 
 
-def quotients(call: Call) -> Stated:
+def quotients(call: OperatorCall) -> Stated:
     """True division is linear in the dividend; rounded, it is not."""
     return "*a, *a -> *a" + (" ; 0" if call.get("rounding_mode") is None else "")
 
 
-def cast(call: Call) -> Stated:
+def cast(call: OperatorCall) -> Stated:
     """A conversion of numbers; linear but for what is rounded to integers or to truth."""
     result = call.results[0]
     rounded = result.dtype is torch.bool or (call["self"].is_floating_point() and not result.is_floating_point())
@@ -152,7 +152,7 @@ def cast(call: Call) -> Stated:
 def reduction(mark: str = "[]", linear: str = "") -> Maker:
     """sum (mark "": summed), mean ("~": averaged) and those that need all of the dimensions ("[]")."""
 
-    def rule(call: Call) -> Stated:
+    def rule(call: OperatorCall) -> Stated:
         rank = call.rank("self")
         dims = call.dims() if call.has("dim") else list(range(rank))  # of a number: none
         names = letters(rank)
@@ -167,7 +167,7 @@ def reduction(mark: str = "[]", linear: str = "") -> Maker:
 def scan(linear: str = "", mark: str = "[{}]") -> Maker:
     """cumsum, softmax, sort: one dimension has to be whole and stays, at its size or another."""
 
-    def rule(call: Call) -> Stated:
+    def rule(call: OperatorCall) -> Stated:
         rank = call.rank("self")
         dim = call.dim() if call.has("dim") else rank - 1
         names = letters(rank)
@@ -182,7 +182,7 @@ def scan(linear: str = "", mark: str = "[{}]") -> Maker:
     return rule
 
 
-def differences(call: Call) -> Stated:
+def differences(call: OperatorCall) -> Stated:
     """diff, with what is put in front and behind."""
     rank, dim = call.rank("self"), call.dim()
     operands = [[f"[k{i}]" if d == dim else n for d, n in enumerate(letters(rank))] for i in range(len(call.operands))]
@@ -190,7 +190,7 @@ def differences(call: Call) -> Stated:
     return line(*operands, to=[result], linear="*")
 
 
-def similarity(call: Call) -> Stated:
+def similarity(call: OperatorCall) -> Stated:
     """cosine_similarity: operands broadcast, then one dimension is reduced."""
     rank = len(call.output_shapes[0]) + 1
     dim = int(call["dim"]) % rank
@@ -203,7 +203,7 @@ def elements(linear: str = "") -> Maker:
     """max, min: of two tensors entry by entry, or a reduction."""
     reduced = reduction(linear=linear)
 
-    def rule(call: Call) -> Stated:
+    def rule(call: OperatorCall) -> Stated:
         return pointwise()(call) if call.has("other") else reduced(call)
 
     return rule

@@ -44,7 +44,7 @@ def shape_of(value: Any) -> tuple[Size, ...] | None:
     return () if isinstance(value, (int, float, bool, complex, *torch.types.py_sym_types)) else None
 
 
-class Call:
+class OperatorCall:
     """The arguments of `node` by the names of its schema, with defaults; `values`: tensors (or fakes) and numbers for
     nodes."""
 
@@ -137,7 +137,7 @@ def letters(count: int, prefix: str = "a") -> list[str]:
 
 # A line, a line with the sizes of indices that only occur folded, or None where no line can tell.
 Stated = str | tuple[str, dict[str, Size]] | None
-Maker = Callable[[Call], Stated]
+Maker = Callable[[OperatorCall], Stated]
 
 
 def line(*operands: Sequence[str], to: Sequence[Sequence[str]], linear: str = "") -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from autopar.analysis.rules.calls import Call, Maker, Stated, letters, line
+from autopar.analysis.rules.calls import Maker, OperatorCall, Stated, letters, line
 
 
-def along(call: Call) -> Stated:
+def along(call: OperatorCall) -> Stated:
     """gather, scatter: all operands have the same rank. The dimension `dim` of the own entries is whole, and so are
     those that the index does not cover; the rest is kept. gather takes any part of the index along `dim`.
     """
@@ -26,7 +26,7 @@ def along(call: Call) -> Stated:
     return line(dims("k"), dims("i"), *[dims("s") if shape else [] for shape in sources], to=[result])
 
 
-def rows(call: Call) -> Stated:
+def rows(call: OperatorCall) -> Stated:
     """index_select, index_add, index_copy, index_fill: whole slices along one dimension, by a list of places."""
     names, dim = letters(call.rank("self")), call.dim()
 
@@ -41,7 +41,7 @@ def rows(call: Call) -> Stated:
     return line(at("[k]"), listed, *sources, to=[at((place if listed else "[j]") if selects else "[k]")], linear=linear)
 
 
-def _layout(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[str]] | None:
+def _layout(call: OperatorCall, mark: str) -> tuple[list[str], list[list[str]], list[str]] | None:
     """For x[i, :, j]: the dimensions of x, those of every index (none where it is not given), and those of what is
     taken. None for masks.
 
@@ -60,12 +60,12 @@ def _layout(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[str
     return names, [spread[len(spread) - rank :] for rank in ranks], [*rest[:place], *spread, *rest[place:]]
 
 
-def indexed(call: Call) -> Stated:
+def indexed(call: OperatorCall) -> Stated:
     found = _layout(call, "i{}")
     return None if found is None else line(found[0], *found[1], to=[found[2]], linear="0")
 
 
-def put(call: Call) -> Stated:
+def put(call: OperatorCall) -> Stated:
     """x[i, :, j] = values. What the indices span is whole: two of its entries may go to one place."""
     masks, names = [index for index in call["indices"] if index is not None], letters(call.rank("self"))
     if [mask.dtype for mask in masks] == [torch.bool] and call["indices"][0] is not None and not call.rank("values"):
@@ -78,12 +78,12 @@ def put(call: Call) -> Stated:
     return line(own, *given, result[len(result) - call.rank("values") :], to=[own])
 
 
-def classes(call: Call) -> Stated:
+def classes(call: OperatorCall) -> Stated:
     names = letters(call.rank("self"))
     return line(names, to=[[*names, "[c]"]])
 
 
-def embedding(call: Call) -> Stated:
+def embedding(call: OperatorCall) -> Stated:
     """Rows of a table. Devices that have some of them do it together, but for gradients that depend on how often a row
     is read (by all), or are sparse: these cannot be cut, and nor can their table."""
     if call["scale_grad_by_freq"]:

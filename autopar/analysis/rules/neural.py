@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autopar.analysis.rules.calls import Call, Maker, Stated, letters, line, quotient, whole
+from autopar.analysis.rules.calls import Maker, OperatorCall, Stated, letters, line, quotient, whole
 
 _NONE, _MEAN = 0, 1  # the reductions of losses; 2: sum
 
 
-def matmul(call: Call) -> Stated:
+def matmul(call: OperatorCall) -> Stated:
     """Vectors have no rows (on the left) or columns (on the right)."""
     left, right = call.rank("self"), call.rank("other")
     first = ["k"] if left == 1 else ["*b", "m", "k"]
@@ -20,13 +20,13 @@ def added(product: str) -> Maker:
     """A product and a term that broadcasts to its dimensions."""
     names = product.split("->")[1].split()
 
-    def rule(call: Call) -> Stated:
+    def rule(call: OperatorCall) -> Stated:
         return f"{' '.join(names[len(names) - call.rank('self') :])}, {product} ; 01 02"
 
     return rule
 
 
-def einsum(call: Call) -> Stated:
+def einsum(call: OperatorCall) -> Stated:
     """The equation as it is; `...` aligns like the rest of the notation. Sums without an arrow are not read."""
     equation = str(call["equation"]).replace(" ", "")
     if "->" not in equation:
@@ -41,7 +41,7 @@ def einsum(call: Call) -> Stated:
     return line(*operands, to=[result], linear=" ".join(map(str, range(len(operands)))))
 
 
-def convolution(call: Call) -> Stated:
+def convolution(call: OperatorCall) -> Stated:
     """Windows need their dimensions whole. With groups, so do channels."""
     spatial = call.rank("weight") - 2
     batch = ["b"] if call.rank("input") == spatial + 2 else []
@@ -58,14 +58,14 @@ def convolution(call: Call) -> Stated:
 def pooling(spatial: int, linear: str = "") -> Maker:
     """Windows or resizing of the last dimensions; everything before them is kept."""
 
-    def rule(call: Call) -> Stated:
+    def rule(call: OperatorCall) -> Stated:
         before, after = ([f"[{n}]" for n in letters(spatial, prefix)] for prefix in "st")
         return line(["*b", *before], to=[["*b", *after]] * len(call.output_shapes), linear=linear)
 
     return rule
 
 
-def normalised(call: Call) -> Stated:
+def normalised(call: OperatorCall) -> Stated:
     """layer_norm, rms_norm: all of the last dimensions at once."""
     rank, depth = call.rank("input"), len(call["normalized_shape"])
     names = letters(rank)
@@ -75,7 +75,7 @@ def normalised(call: Call) -> Stated:
     return line([*rest, *inner], *[inner] * (len(call.operands) - 1), to=[[*rest, *inner], *statistics])
 
 
-def batch_norm(call: Call) -> Stated:
+def batch_norm(call: OperatorCall) -> Stated:
     """With running statistics every entry stands alone; in training all of a channel counts. Of a batch in training,
     the first dimension is whole, too, unless devices compute the statistics together."""
     trains = bool(call["use_input_stats"] if call.name == "instance_norm" else call["training"])
@@ -86,7 +86,7 @@ def batch_norm(call: Call) -> Stated:
     return line([first, "c", *tail], *[["c"]] * 4, to=[[first, "c", *tail]])
 
 
-def attention(call: Call) -> Stated:
+def attention(call: OperatorCall) -> Stated:
     """Queries are independent of each other unless masked by their place; keys are not. With grouped heads each head of
     keys and values `g` serves `r` heads of queries that follow each other."""
     query = "[l]" if call["is_causal"] else "l"
@@ -102,7 +102,7 @@ def attention(call: Call) -> Stated:
     return line(q, k, v, [*shared, query, "[s]"], to=[["*b", "(g r)", query, "v"]], linear="2"), {"g": groups, "r": r}
 
 
-def recurrent(call: Call) -> Stated:
+def recurrent(call: OperatorCall) -> Stated:
     """lstm, gru, rnn: rows are independent, steps and features are not."""
     if call.has("batch_sizes") or call.rank("input") != 3:
         return None  # packed, or one sequence alone
@@ -120,7 +120,7 @@ def recurrent(call: Call) -> Stated:
     return line(steps("[i]"), *initial, *parameters, to=[steps("[o]"), *initial])
 
 
-def cell(call: Call) -> Stated:
+def cell(call: OperatorCall) -> Stated:
     """One step of a recurrent network."""
     states = 2 if call.name == "lstm_cell" else 1
     initial = [["b", "[h0]"], ["b", "[h1]"]][:states]
@@ -133,13 +133,13 @@ def _reduced(names: list[str], reduction: int) -> tuple[list[str], list[str]]:
     return [f"~{n}" if reduction == _MEAN else n for n in names], names if reduction == _NONE else []
 
 
-def loss(call: Call) -> Stated:
+def loss(call: OperatorCall) -> Stated:
     """mse_loss and the like: entry by entry, then the mean, the sum or nothing."""
     names, after = _reduced(["*a"], call["reduction"])
     return line(*[names] * len(call.operands), to=[after])
 
 
-def cross_entropy(call: Call) -> Stated:
+def cross_entropy(call: OperatorCall) -> Stated:
     """Over classes, the second dimension (the first of a single sample).
 
     The mean is that over all targets, as it is where none of them is ignored; with weights of classes it is none.
@@ -156,7 +156,7 @@ def cross_entropy(call: Call) -> Stated:
     return line(scores, scores if soft else names, ["[c]"], to=results)
 
 
-def grouped_product(call: Call) -> Stated:
+def grouped_product(call: OperatorCall) -> Stated:
     """Rows sorted by expert `e`, each times its expert's matrix; the last operand tells where experts end."""
     (_, rows), (_, matrices), (_, ends), *others = call.operands
     if rows is None or matrices is None or ends is None or (len(rows), len(matrices)) != (2, 3):

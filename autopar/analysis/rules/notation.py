@@ -36,7 +36,7 @@ Size = Any  # an int, or a sympy expression of the batch size
 Dims = tuple[tuple[str, ...], ...]  # the indices that every dimension is folded from, outermost first; () for size one
 
 
-class Kind(Enum):
+class IndexKind(Enum):
     """What happens to an index that is sharded."""
 
     KEPT = "kept"
@@ -52,7 +52,7 @@ class Rule:
     operands: tuple[Any, ...]  # fx nodes, or numbers (which have no dimensions)
     inputs: tuple[Dims, ...]  # of every operand
     outputs: tuple[Dims, ...]  # of every tensor that is returned
-    kinds: Mapping[str, Kind]  # by index
+    kinds: Mapping[str, IndexKind]  # by index
     sizes: Mapping[str, Size]  # by index: entries
     linear: tuple[frozenset[int], ...]  # operands in which the operator is linear together, the others fixed
     together: frozenset[str] = frozenset()  # indices that devices can cut if they work together
@@ -65,10 +65,10 @@ class Rule:
 
     def __str__(self) -> str:
         def marked(index: str) -> str:
-            name = f"~{index}" if self.kinds[index] is Kind.AVERAGED else index
+            name = f"~{index}" if self.kinds[index] is IndexKind.AVERAGED else index
             if index in self.together:
                 return f"{{{name}}}"
-            return f"[{index}]" if self.kinds[index] is Kind.WHOLE else name
+            return f"[{index}]" if self.kinds[index] is IndexKind.WHOLE else name
 
         def dim(indices: tuple[str, ...]) -> str:
             names = " ".join(map(marked, indices))
@@ -154,7 +154,7 @@ def read(
         for dim, size in zip(dims, shape, strict=True):
             if len(dim) == 1 and (known.get(dim[0][2], 1) == 1):
                 known[dim[0][2]] = size
-    marks: dict[str, Kind] = {}
+    marks: dict[str, IndexKind] = {}
     together: set[str] = set()
     named: list[Dims] = []
     for dims, shape in zip(spread, tensors, strict=True):
@@ -162,7 +162,7 @@ def read(
         for dim, size in zip(dims, shape, strict=True):
             for mark, _, name in dim:
                 if mark:
-                    marks[name] = Kind.AVERAGED if "~" in mark else Kind.WHOLE
+                    marks[name] = IndexKind.AVERAGED if "~" in mark else IndexKind.WHOLE
                 if "{" in mark:
                     together.add(name)
             if len(dim) == 1 and size != known[dim[0][2]] and size != 1:
@@ -182,11 +182,11 @@ def read(
     return Rule(tuple(operands[i] for i in given), inputs, outputs, kinds, known, ordered, shared)
 
 
-def _kind(name: str, inputs: tuple[Dims, ...], outputs: tuple[Dims, ...]) -> Kind:
+def _kind(name: str, inputs: tuple[Dims, ...], outputs: tuple[Dims, ...]) -> IndexKind:
     counts = [sum(dim.count(name) for dim in dims) for dims in (*inputs, *outputs)]
     behind = counts[len(inputs) :]
     if max(counts, default=0) > 1:
-        return Kind.WHOLE  # a diagonal
+        return IndexKind.WHOLE  # a diagonal
     if all(behind):
-        return Kind.KEPT
-    return Kind.WHOLE if any(behind) else Kind.SUMMED
+        return IndexKind.KEPT
+    return IndexKind.WHOLE if any(behind) else IndexKind.SUMMED

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.rules import arithmetic, indexing, neural, views
-from autopar.analysis.rules.calls import Call, Maker
+from autopar.analysis.rules.calls import Maker, OperatorCall
 from autopar.analysis.rules.notation import MisfitError, Rule, read
 
 RULES: dict[str, str | Maker] = {**arithmetic.RULES, **indexing.RULES, **neural.RULES, **views.RULES}
@@ -41,7 +41,7 @@ def bind(node: fx.Node, value_of: Callable[[fx.Node], Any] = recorded) -> Rule |
     found = None if name is None else RULES.get(name)
     if found is None:
         return None
-    call = Call(node, value_of)
+    call = OperatorCall(node, value_of)
     stated = found if isinstance(found, str) else found(call)
     if stated is None:
         return None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.analysis.rules.calls import Call, Maker, Stated, letters, line, quotient, whole
+from autopar.analysis.rules.calls import Maker, OperatorCall, Stated, letters, line, quotient, whole
 from autopar.analysis.rules.notation import Size
 
 
@@ -71,7 +71,7 @@ def sorted_by_division(values: set[Size]) -> list[Size] | None:
     return result
 
 
-def reshaped(call: Call) -> Stated:
+def reshaped(call: OperatorCall) -> Stated:
     before, after = call.operands[0][1], call.output_shapes[0]
     assert before is not None
     others = [["[*_]"]] * (len(call.operands) - 1)  # view_as and the like take the shape of another tensor
@@ -85,7 +85,7 @@ def reshaped(call: Call) -> Stated:
     return line(left, *others, to=[right], linear="0"), sizes
 
 
-def squeezed(call: Call) -> Stated:
+def squeezed(call: OperatorCall) -> Stated:
     """What would go, too, if it had one entry, has to be whole: a shard may have one."""
     before, names = call.shape("self"), letters(call.rank("self"))
     kept = whole(names, call.dims())
@@ -93,7 +93,7 @@ def squeezed(call: Call) -> Stated:
     return line(kept, to=[[n for d, n in enumerate(kept) if d not in gone]], linear="0")
 
 
-def permuted(call: Call) -> Stated:
+def permuted(call: OperatorCall) -> Stated:
     names = letters(call.rank("self"))
     if call.name in ("permute", "permute_copy"):
         order = [int(d) % len(names) for d in call["dims"]]
@@ -111,7 +111,7 @@ def permuted(call: Call) -> Stated:
     return line(names, to=[[names[d] for d in order]], linear="0")
 
 
-def _moved(call: Call, names: list[str]) -> str:
+def _moved(call: OperatorCall, names: list[str]) -> str:
     source, target = (
         [d % len(names) for d in (v if isinstance(v, list) else [v])] for v in (call["source"], call["destination"])
     )
@@ -121,7 +121,7 @@ def _moved(call: Call, names: list[str]) -> str:
     return line(names, to=[rest], linear="0")
 
 
-def expanded(call: Call) -> Stated:
+def expanded(call: OperatorCall) -> Stated:
     """Dimensions of one entry, or that are missing in front, take any size: the index is new in the result."""
     before, after = call.operands[0][1], call.output_shapes[0]
     assert before is not None
@@ -133,7 +133,7 @@ def expanded(call: Call) -> Stated:
     return line(kept, *[["[*_]"]] * (len(call.operands) - 1), to=[names], linear="0")
 
 
-def broadcast(call: Call) -> Stated:
+def broadcast(call: OperatorCall) -> Stated:
     """broadcast_tensors: every result has all dimensions."""
     names, sizes = letters(len(call.output_shapes[0])), call.output_shapes[0]
     operands = []
@@ -143,7 +143,7 @@ def broadcast(call: Call) -> Stated:
     return line(*operands, to=[names] * len(operands), linear="*")
 
 
-def repeated(call: Call) -> Stated:
+def repeated(call: OperatorCall) -> Stated:
     """`repeat(2, 1)` puts copies behind each other: the number of the copy is the outer index."""
     before, counts = call.shape("self"), call["repeats"] if call.has("repeats") else call["dims"]
     counts = [1] * (len(before) - len(counts)) + counts
@@ -157,7 +157,7 @@ def repeated(call: Call) -> Stated:
     } | dict(zip(letters(len(before)), before, strict=True))
 
 
-def interleaved(call: Call) -> Stated:
+def interleaved(call: OperatorCall) -> Stated:
     """`repeat_interleave(2, dim)` puts copies beside each other: their number is the inner index."""
     if isinstance(call["repeats"], torch.Tensor) or call["dim"] is None:
         return None
@@ -166,7 +166,7 @@ def interleaved(call: Call) -> Stated:
     return line(names, to=[result], linear="0"), {"r": call["repeats"]}
 
 
-def sliced(call: Call) -> Stated:
+def sliced(call: OperatorCall) -> Stated:
     """Dimensions that keep their size keep their entries; the others have to be whole."""
     before, after = call.shape("self"), call.output_shapes[0]
     names = letters(len(before))
@@ -175,7 +175,7 @@ def sliced(call: Call) -> Stated:
     return line(whole(names, cut), to=[result], linear="0")
 
 
-def divided(call: Call) -> Stated:
+def divided(call: OperatorCall) -> Stated:
     """split, chunk: several results."""
     names, dim = letters(call.rank("self")), call.dim()
     if len(call.output_shapes) == 1:
@@ -184,14 +184,14 @@ def divided(call: Call) -> Stated:
     return line(whole(names, [dim]), to=pieces, linear="0")
 
 
-def selected(call: Call) -> Stated:
+def selected(call: OperatorCall) -> Stated:
     """select, unbind: without the dimension."""
     names, dim = letters(call.rank("self")), call.dim()
     rest = [n for d, n in enumerate(names) if d != dim]
     return line(whole(names, [dim]), to=[rest] * len(call.output_shapes), linear="0")
 
 
-def joined(call: Call) -> Stated:
+def joined(call: OperatorCall) -> Stated:
     """cat: all of the joined dimension, each operand with sizes of its own. Empty vectors join anything."""
     rank = len(call.output_shapes[0])
     dim = int(call["dim"]) % rank
@@ -202,7 +202,7 @@ def joined(call: Call) -> Stated:
     return line(*operands, to=[[("[k]" if d == dim else n) for d, n in enumerate(letters(rank))]], linear="*")
 
 
-def stacked(call: Call) -> Stated:
+def stacked(call: OperatorCall) -> Stated:
     names = letters(len(call.output_shapes[0]) - 1)
     dim = int(call["dim"]) % (len(names) + 1)
     return line(*[names] * len(call.operands), to=[[*names[:dim], "[k]", *names[dim:]]], linear="*")
@@ -211,14 +211,14 @@ def stacked(call: Call) -> Stated:
 def whole_dims(key: str, linear: str = "0") -> Maker:
     """flip, roll: entries move within the dimensions that the argument `key` names; all where it names none."""
 
-    def rule(call: Call) -> Stated:
+    def rule(call: OperatorCall) -> Stated:
         names = whole(letters(call.rank("self")), call.dims(key))
         return line(names, to=[names], linear=linear)
 
     return rule
 
 
-def padded(call: Call) -> Stated:
+def padded(call: OperatorCall) -> Stated:
     """Sizes that grow (or shrink) are whole; padding with zeros or with entries is linear."""
     before, after = call.shape("self"), call.output_shapes[0]
     changed = [d for d in range(len(before)) if before[d] != after[d]]
@@ -229,13 +229,13 @@ def padded(call: Call) -> Stated:
     return line(whole(names, changed), *numbers, to=[result], linear="0" if zeros else "")
 
 
-def windows(call: Call) -> Stated:
+def windows(call: OperatorCall) -> Stated:
     """Tensor.unfold: windows of a dimension become one more dimension at the end."""
     names, dim = letters(call.rank("self")), call.dim("dimension")
     return line(whole(names, [dim]), to=[[*("[k]" if d == dim else n for d, n in enumerate(names)), "[w]"]], linear="0")
 
 
-def crossed(call: Call) -> Stated:
+def crossed(call: OperatorCall) -> Stated:
     """meshgrid: every operand along a dimension of its own."""
     names = letters(len(call.operands))
     if call.get("indexing", "ij") == "xy" or any(
@@ -245,13 +245,13 @@ def crossed(call: Call) -> Stated:
     return line(*[[n] for n in names], to=[names] * len(names))
 
 
-def made(call: Call) -> Stated:
+def made(call: OperatorCall) -> Stated:
     """zeros, full, rand: every dimension is new."""
     others = [["[*_]"]] * len(call.operands)
     return line(*others, to=[letters(len(shape)) for shape in call.output_shapes])
 
 
-def numbered(call: Call) -> Stated:
+def numbered(call: OperatorCall) -> Stated:
     """arange, eye: entries tell their place."""
     return line(to=[whole(letters(len(shape)), range(len(shape))) for shape in call.output_shapes])
 

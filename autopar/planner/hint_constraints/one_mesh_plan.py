@@ -17,7 +17,7 @@ from autopar.planner.hint_constraints.sharding import has_sharding_hints, microb
 from autopar.planner.intra_op.explain import Solved, operator_explainer
 from autopar.planner.intra_op.solution import assignment, times
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, Task
-from autopar.planner.search import Options
+from autopar.planner.search import SearchOptions
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster, Device
 
@@ -29,7 +29,7 @@ def asks_for_sharding(example: Example) -> bool:
 
 
 def plan_as_sharded(
-    example: Example, devices: Sequence[Device], options: Options, cluster: Cluster | None = None
+    example: Example, devices: Sequence[Device], options: SearchOptions, cluster: Cluster | None = None
 ) -> Plan:
     """One stage of all `devices` as a mesh, sharded as the hints ask and otherwise as fast as can be; where modules are
     pinned to stages, a mesh for each (`plan_pinned`).

@@ -29,7 +29,7 @@ from autopar.planner.hint_constraints.stages import violations
 from autopar.planner.intra_op.constraints import ShardingConstraints
 from autopar.planner.intra_op.solution import assignment
 from autopar.planner.intra_op.strategy_search import ShardingProblem, Task
-from autopar.planner.search import Options
+from autopar.planner.search import SearchOptions
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster, Device
 from cost_models.graphs import private_copy
@@ -50,7 +50,7 @@ class _Pinned:
         return frozenset(node.name for node, s in self.stage_of.items() if s == stage)
 
 
-def plan_pinned(example: Example, devices: Sequence[Device], options: Options, cluster: Cluster) -> Plan:
+def plan_pinned(example: Example, devices: Sequence[Device], options: SearchOptions, cluster: Cluster) -> Plan:
     """Stages as they are pinned, each on a mesh of its own, sharded as the hints ask and otherwise as fast as can be.
 
     `cluster`: with the costs of the devices, in their order. Micro-batches: as many as asked for, else two a stage if

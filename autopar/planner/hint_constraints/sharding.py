@@ -24,7 +24,7 @@ from autopar.hints.layout import Layout as NamedMesh
 from autopar.hints.shard import hinted_modules, misfits, slices_of
 from autopar.planner.hint_constraints.sharding_obstacles import clashes, refused, slices_in
 from autopar.planner.intra_op.constraints import ShardingConstraints, Wanted
-from autopar.sharding.layouts import REPLICATE, Layout, layouts
+from autopar.sharding.layouts import REPLICATE, Placements, layouts
 from autopar.sharding.mesh import divisors
 from autopar.sharding.strategies import repeated, strategies
 from cost_models.graphs import get_attribute, private_copy, tensors_in
@@ -250,7 +250,7 @@ class _Resolving:
         recorded = self._nodes[name].meta.get("val")
         return isinstance(recorded, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in recorded.shape)
 
-    def _layouts(self, cut: Cut, shape: Sequence[int]) -> frozenset[Layout]:
+    def _layouts(self, cut: Cut, shape: Sequence[int]) -> frozenset[Placements]:
         if isinstance(cut, Arranged):
             of = {name: d for d, names in enumerate(cut.dims) for name in names}
             sizes = zip(self._names, self._mesh, strict=True)

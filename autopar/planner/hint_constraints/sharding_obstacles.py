@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.analysis.rules.notation import Dims, Kind, Rule
-from autopar.sharding.layouts import PARTIAL, Layout
+from autopar.analysis.rules.notation import Dims, IndexKind, Rule
+from autopar.sharding.layouts import PARTIAL, Placements
 from autopar.sharding.strategies import Strategy
 
 Slices = tuple[int, ...]  # parts of every dimension
@@ -24,7 +24,7 @@ def clashes(rule: Rule, cuts: Mapping[int, Slices]) -> Iterator[str]:
             if index is None:
                 continue
             together[index].append((place, d, n))
-            if n > 1 and rule.kinds[index] is Kind.WHOLE:
+            if n > 1 and rule.kinds[index] is IndexKind.WHOLE:
                 free = [e for e in range(len(slices)) if _may_be_cut(rule, rule.inputs[place], e)]
                 told = f"dimension{'s' if len(free) > 1 else ''} {', '.join(map(str, free))}" if free else "none"
                 yield (
@@ -34,7 +34,7 @@ def clashes(rule: Rule, cuts: Mapping[int, Slices]) -> Iterator[str]:
     for index, ends in together.items():
         if len({n for _, _, n in ends}) > 1:
             told = " and ".join(f"dimension {d} of operand {place} into {n}" for place, d, n in ends)
-            why = "summed over together" if rule.kinds[index] is Kind.SUMMED else "the same in the result"
+            why = "summed over together" if rule.kinds[index] is IndexKind.SUMMED else "the same in the result"
             yield f"it cuts {told} parts, but these are {why}; cut them alike"
 
 
@@ -57,9 +57,9 @@ def _index(rule: Rule, dims: Dims, d: int) -> str | None:
 
 def _may_be_cut(rule: Rule, dims: Dims, d: int) -> bool:
     index = _index(rule, dims, d)
-    return index is not None and rule.kinds[index] is not Kind.WHOLE
+    return index is not None and rule.kinds[index] is not IndexKind.WHOLE
 
 
-def slices_in(layout: Layout, mesh: Sequence[int], dims: int) -> Slices:
+def slices_in(layout: Placements, mesh: Sequence[int], dims: int) -> Slices:
     """Into how many parts a layout cuts every dimension."""
     return tuple(math.prod(n for n, code in zip(mesh, layout, strict=True) if code == d) for d in range(dims))

@@ -16,8 +16,8 @@ from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_assignment import group_devices, kind_of, place
 from autopar.planner.inter_op.partition import relaxed_bound, solve
-from autopar.planner.inter_op.problem import Kind, Problem, Shared, Solution, Space
-from autopar.planner.inter_op.refinement import Found, cuts_worth_looking_at, most_cuts, refine
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Shared, Solution, Space
+from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, most_cuts, refine
 from autopar.planner.inter_op.search_budget import COARSE, EXACT, EXACT_STATES, ONE_OF_SEVERAL
 from autopar.planner.predict import Arrangement, Times, atom_times, simulated
 from autopar.schedule.builders import SCHEDULES
@@ -25,7 +25,7 @@ from autopar.schedule.timeline import Timeline
 from cost_models import Device
 
 if TYPE_CHECKING:
-    from autopar.planner.search import Options
+    from autopar.planner.search import SearchOptions
 
 
 # Of the partitions found those are simulated whose objective is at most this much above the best.
@@ -53,7 +53,7 @@ class Candidate:
     """A partition and what the simulator says of it."""
 
     config: Config
-    found: Found
+    found: PartitionResult
     arrangement: Arrangement
     timeline: Timeline
 
@@ -65,7 +65,7 @@ class Candidate:
 class Searching:
     """All searches for one cost graph under given options."""
 
-    def __init__(self, costs: CostGraph, options: Options) -> None:
+    def __init__(self, costs: CostGraph, options: SearchOptions) -> None:
         self.costs = costs
         self.options = options
         self.atoms = make_atoms(costs, options.constraints)
@@ -94,7 +94,7 @@ class Searching:
 
     def run(self) -> list[Candidate]:
         """The promising partitions, simulated; none if nothing fits."""
-        found: dict[Config, Found] = {}
+        found: dict[Config, PartitionResult] = {}
         for counts in self._device_counts():
             for m in self._by_promise(self.counts):
                 self._search(m, counts, found)
@@ -108,7 +108,7 @@ class Searching:
         """The largest number of micro-batches that the batch allows."""
         return max(1, self.costs.batch_size // self.options.least_rows)
 
-    def _search(self, m: int, counts: Used, found: dict[Config, Found]) -> None:
+    def _search(self, m: int, counts: Used, found: dict[Config, PartitionResult]) -> None:
         """The best partition for `m` micro-batches on so many devices under every schedule, if it is promising."""
         for config in self._configs(m, counts):
             if config in self._bounds:
@@ -119,7 +119,7 @@ class Searching:
             problem = self.problem(m, config.schedule, config.counts, chunks=config.chunks)
             solution = self._solve(config, problem, cutoff, max(self.effort.tolerance, _FIRST_TOLERANCE))
             if solution is not None:
-                found[config] = Found(problem, solution, self.complete)
+                found[config] = PartitionResult(problem, solution, self.complete)
 
     def _solve(self, config: Config, problem: Problem, cutoff: float, tolerance: float) -> Solution | None:
         counts = tuple(c * config.chunks for c in config.counts)
@@ -141,7 +141,7 @@ class Searching:
             solution = self._solve(config, problem, math.nextafter(best, math.inf), self.effort.tolerance)
             if solution is not None and solution.objective < best:
                 best = solution.objective
-                better += self._candidates(config, Found(problem, solution, self.complete))
+                better += self._candidates(config, PartitionResult(problem, solution, self.complete))
         return better
 
     def _configs(self, m: int, counts: Used) -> Iterator[Config]:
@@ -154,7 +154,7 @@ class Searching:
                     if total * chunks < self.n_cuts:
                         yield Config(name, m, counts, chunks)
 
-    def _between(self, found: dict[Config, Found]) -> None:
+    def _between(self, found: dict[Config, PartitionResult]) -> None:
         """Numbers of micro-batches between those tried, halving the gaps beside the best until there are none."""
         tried = set(self.counts)
         device_counts = self._device_counts()[: self.effort.halved]
@@ -172,7 +172,7 @@ class Searching:
                     self._search(m, counts, found)
         self.counts = sorted(tried)
 
-    def _simulate(self, found: dict[Config, Found]) -> list[Candidate]:
+    def _simulate(self, found: dict[Config, PartitionResult]) -> list[Candidate]:
         """Candidates with their timelines, of every number of devices the best, and the best of all."""
         by_objective = sorted(found, key=lambda c: (found[c].solution.objective, SCHEDULES.index(c.schedule)))
         chosen: dict[Config, None] = {}
@@ -195,7 +195,7 @@ class Searching:
                     candidates.append(candidate)
         return candidates
 
-    def _refine(self, found: dict[Config, Found]) -> None:
+    def _refine(self, found: dict[Config, PartitionResult]) -> None:
         """Search again for the best under each schedule, over cuts near theirs."""
         for schedule in self.schedules:
             mine = sorted((c for c in found if c.schedule == schedule), key=lambda c: found[c].solution.objective)
@@ -217,7 +217,7 @@ class Searching:
                     tolerance=self.effort.tolerance,
                 )
 
-    def _candidates(self, config: Config, found: Found) -> Iterator[Candidate]:
+    def _candidates(self, config: Config, found: PartitionResult) -> Iterator[Candidate]:
         """The partition under its schedule and, where that is free, under the others that run the same stages."""
         stages = tuple(tuple(np.flatnonzero(inside).tolist()) for inside in found.stages())
         devices = place(self.costs, self.groups, self.atoms, stages, found, config.chunks)
@@ -266,7 +266,7 @@ class Searching:
             share=-(-costs.batch_size // m) / costs.batch_size,  # of the largest micro-batch
         )
 
-    def _kinds(self, m: int, space: Space) -> tuple[Kind, ...]:
+    def _kinds(self, m: int, space: Space) -> tuple[DeviceKind, ...]:
         """Kinds of devices; of meshes every way in which they do one of `m` micro-batches."""
         found = []
         for pool, kind in enumerate(self.kinds):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from autopar.costs.cost_graph import CostGraph
 from autopar.planner.inter_op.atoms import Atoms
-from autopar.planner.inter_op.problem import Kind
-from autopar.planner.inter_op.refinement import Found
+from autopar.planner.inter_op.problem import DeviceKind
+from autopar.planner.inter_op.refinement import PartitionResult
 from autopar.planner.predict import ACTION_OVERHEAD, sync_seconds_per_byte
 from cost_models import Device
 
@@ -39,11 +39,11 @@ def group_devices(devices: Sequence[Device]) -> list[list[Device]]:
     return groups
 
 
-def kind_of(costs: CostGraph, group: Sequence[Device], memory: float) -> Kind:
+def kind_of(costs: CostGraph, group: Sequence[Device], memory: float) -> DeviceKind:
     """Devices that cost the same, with `memory` bytes each; transfers over the fastest of their links (`place` picks
     the devices)."""
     links = costs.links_into(group)
-    return Kind(
+    return DeviceKind(
         name=group[0].kind,
         count=len(group),
         memory=float(memory),
@@ -71,7 +71,7 @@ def place(
     groups: Sequence[Sequence[Device]],
     atoms: Atoms,
     stages: Sequence[tuple[int, ...]],
-    found: Found,
+    found: PartitionResult,
     chunks: int,
 ) -> tuple[tuple[str, ...], ...]:
     """Names of each stage's devices; with `chunks`, the stages of one round are repeated on the same devices.

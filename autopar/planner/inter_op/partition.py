@@ -44,7 +44,7 @@ import numpy as np
 
 from autopar.planner.inter_op.problem import Infeasibility, Problem, Solution, StageChoice
 from autopar.planner.inter_op.stage_costs import Costs, Mode
-from autopar.planner.inter_op.sweep import Path, Step, sweep
+from autopar.planner.inter_op.sweep import Path, SweepStep, sweep
 
 # Below this share of the best time, intervals are no longer halved but walked down from plan to plan.
 _NARROW = 1e-3
@@ -207,6 +207,6 @@ def _places(problem: Problem) -> np.ndarray:
     return places
 
 
-def _choice(costs: Costs, step: Step) -> StageChoice:
+def _choice(costs: Costs, step: SweepStep) -> StageChoice:
     time = float(costs.terms[Mode(step.kind, step.recompute)].time[step.start, step.stop])
     return StageChoice(step.start, step.stop, step.kind, step.replicas, step.recompute, time)

@@ -92,7 +92,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """Devices that cost the same; or a way to use the devices of a pool, of which every stage takes one."""
 
     name: str
@@ -124,7 +124,7 @@ class Problem:
     backward: np.ndarray  # [n_kinds, n] seconds per micro-batch; zeros for inference
     n_microbatches: int
     schedule: str  # a name that autopar.schedule.in_flight_limit knows
-    kinds: tuple[Kind, ...]
+    kinds: tuple[DeviceKind, ...]
     max_replicas: int  # of one stage
     weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
     may_recompute: bool = False  # stages may run their forwards again instead of keeping activations

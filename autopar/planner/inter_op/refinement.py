@@ -20,7 +20,7 @@ _GAIN = 1e-4
 
 
 @dataclass(frozen=True)
-class Found:
+class PartitionResult:
     """A partition and the problem that it solves."""
 
     problem: Problem
@@ -52,14 +52,14 @@ def most_cuts(counts: Sequence[int], most: int) -> int:
 
 def refine(
     graph: AtomGraph,
-    found: Found,
+    found: PartitionResult,
     problem_of: Callable[[np.ndarray], Problem],
     *,
     counts: Sequence[int],
     limit: int,
     rounds: int,
     tolerance: float = 0.0,
-) -> Found:
+) -> PartitionResult:
     """Solve again over about `limit` cuts near those of the plan, until that gains nothing or for `rounds` times."""
     for _ in range(0 if found.complete else rounds):
         problem = problem_of(cuts_near(graph, found.chain(), limit))
@@ -67,7 +67,7 @@ def refine(
         if solution is None or solution.objective >= found.solution.objective:
             break
         gain = 1 - solution.objective / found.solution.objective
-        found = Found(problem, solution, False)
+        found = PartitionResult(problem, solution, False)
         if gain < _GAIN:
             break
     return found

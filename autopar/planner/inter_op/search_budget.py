@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchBudget:
     """How closely a search looks."""
 
     tolerance: float  # share of the objective that is left unproven
@@ -23,6 +23,6 @@ class Effort:
 
 # Up to so many vectors of device counts everything is proven.
 EXACT_STATES = 100
-EXACT = Effort(tolerance=0.0, counts=20, chunks=(2, 3, 4), halvings=6, halved=4, refined=2, rounds=3)
-COARSE = Effort(tolerance=2e-3, counts=9, chunks=(2,), halvings=1, halved=1, refined=1, rounds=1)
-ONE_OF_SEVERAL = Effort(5e-3, 6, (2,), halvings=0, halved=0, refined=0, rounds=0, simulated=6, fewer=(), cuts=160)
+EXACT = SearchBudget(tolerance=0.0, counts=20, chunks=(2, 3, 4), halvings=6, halved=4, refined=2, rounds=3)
+COARSE = SearchBudget(tolerance=2e-3, counts=9, chunks=(2,), halvings=1, halved=1, refined=1, rounds=1)
+ONE_OF_SEVERAL = SearchBudget(5e-3, 6, (2,), halvings=0, halved=0, refined=0, rounds=0, simulated=6, fewer=(), cuts=160)

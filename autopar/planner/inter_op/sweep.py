@@ -26,7 +26,7 @@ from autopar.planner.inter_op.stage_costs import Stages
 _FEW_STATES = 24
 
 
-class Step(NamedTuple):
+class SweepStep(NamedTuple):
     """One stage of a path."""
 
     start: int
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 class Path(NamedTuple):
     """A plan: stages from first to last."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[SweepStep, ...]
     total: float  # s, sum of the fills
     used: tuple[int, ...]  # devices of each kind
 
@@ -151,9 +151,9 @@ def _by_state(level: Level, pools: np.ndarray, counts: tuple[int, ...]) -> None:
             np.minimum(target, found, out=target)
 
 
-def _trace(levels: list[Level], pools: np.ndarray, used: tuple[int, ...]) -> tuple[Step, ...]:
+def _trace(levels: list[Level], pools: np.ndarray, used: tuple[int, ...]) -> tuple[SweepStep, ...]:
     """The stages that attain the least sum on exactly `used`; of equal ones the earliest cut."""
-    steps: list[Step] = []
+    steps: list[SweepStep] = []
     cut, state, place = 0, used, 0
     while place < len(levels) - 1 or any(state):
         level = levels[place]
@@ -172,7 +172,7 @@ def _trace(levels: list[Level], pools: np.ndarray, used: tuple[int, ...]) -> tup
             if stages.fill[row] + level.following[(int(stages.stop[row]), *rest)] == goal:
                 found.append((int(stages.stop[row]), kind, bool(stages.recompute[row]), replicas, rest))
         stop, kind, recompute, replicas, rest = min(found)
-        steps.append(Step(cut, stop, kind, recompute, replicas, sum(rest)))
+        steps.append(SweepStep(cut, stop, kind, recompute, replicas, sum(rest)))
         cut, state = stop, rest
         place = min(place + 1, len(levels) - 1)
     return tuple(steps)

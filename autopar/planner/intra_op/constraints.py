@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import PlanError
-from autopar.sharding.layouts import Layout
+from autopar.sharding.layouts import Placements
 from autopar.sharding.stage_sharding import Stored, layout_text
 from autopar.sharding.strategies import Strategy
-from autopar.sharding.strategy_costs import Options
+from autopar.sharding.strategy_costs import StrategyCosts
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Layouts that one tensor may have, and who asked for it."""
 
-    layouts: frozenset[Layout]
+    layouts: frozenset[Placements]
     asked: str
 
 
@@ -57,7 +57,7 @@ NO_CONSTRAINTS = ShardingConstraints()
 def narrowed(
     constraints: ShardingConstraints,
     seconds: Sequence[np.ndarray],
-    options: Mapping[str, tuple[int, Options]],
+    options: Mapping[str, tuple[int, StrategyCosts]],
     stored: Mapping[str, tuple[int, tuple[Stored, ...]]],
 ) -> list[np.ndarray]:
     """The seconds of all variables' options, infinite where the constraints forbid one.

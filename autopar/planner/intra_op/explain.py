@@ -17,7 +17,7 @@ from autopar.hints.module_paths import ancestors
 from autopar.plan.display import inside_explained, shown
 from autopar.plan.plan import Plan
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
-from autopar.planner.intra_op.elimination.choices import Choices, Edge
+from autopar.planner.intra_op.elimination.choices import Edge, SelectionProblem
 from autopar.planner.intra_op.elimination.solve import select
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.stage_sharding import Exchange, strategy_text
@@ -264,7 +264,7 @@ class _Known:
         """The whole with one operator's strategy given; None if it cannot be."""
         if (node, option) not in self._anew:
             problem = self.problem
-            choices = Choices(self._seconds, problem.nbytes, problem.edges, {problem.options[node][0]: option})
+            choices = SelectionProblem(self._seconds, problem.nbytes, problem.edges, {problem.options[node][0]: option})
             try:
                 found = select(choices, self.solved.memory, _SECONDS)
             except InfeasibleError:

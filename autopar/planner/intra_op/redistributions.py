@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar.sharding.layouts import REPLICATE, Layout
+from autopar.sharding.layouts import REPLICATE, Placements
 from autopar.sharding.redistribution import Redistribution
 from autopar.sharding.strategy_costs import Ends
 from cost_models.graphs import get_attribute
 
 
 @dataclass(frozen=True)
-class Link:
+class TensorUse:
     """An edge of the problem, and what it is about."""
 
     tensor: str
@@ -30,7 +30,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Made:
+class ProducedTensor:
     """Where a tensor comes from: its variable, and of every option the label of its layouts."""
 
     variable: int
@@ -51,7 +51,7 @@ class Reader:
     times: int = 1
 
 
-def ways(link: Link, out: Any, into: Ends, training: bool) -> list[tuple[Layout, Layout, bool, bool, int]]:
+def ways(link: TensorUse, out: Any, into: Ends, training: bool) -> list[tuple[Placements, Placements, bool, bool, int]]:
     """(from, to, of the gradient, once a step, how often) of all redistributions between a maker and a reader."""
     layout, gradient = into
     if link.kind == "activation":
@@ -66,7 +66,7 @@ def ways(link: Link, out: Any, into: Ends, training: bool) -> list[tuple[Layout,
     return [(out.layout, layout, False, False, 2), (gradient, out.layout, True, False, 1), *again]
 
 
-def finer(state: Layout, layout: Layout) -> bool:
+def finer(state: Placements, layout: Placements) -> bool:
     """Whether `state` is `layout` with some of its replicated axes cut."""
     return all(a == b or b == REPLICATE for a, b in zip(state, layout, strict=True))
 

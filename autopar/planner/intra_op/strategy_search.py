@@ -29,15 +29,15 @@ from torch import fx
 
 from autopar.analysis.probe import observe
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
-from autopar.planner.intra_op.elimination.choices import Choices, Edge, Selection, cost
+from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select
-from autopar.planner.intra_op.redistributions import Link, Made, Reader, finer, through_gradients, ways
+from autopar.planner.intra_op.redistributions import ProducedTensor, Reader, TensorUse, finer, through_gradients, ways
 from autopar.sharding.layouts import REPLICATE, layouts, parts
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.redistribution import Move, Redistribution
+from autopar.sharding.redistribution import Redistribution, RedistributionStep
 from autopar.sharding.stage_sharding import Stored
 from autopar.sharding.strategies import Strategy
-from autopar.sharding.strategy_costs import Bound, Options, OptionTable, bound
+from autopar.sharding.strategy_costs import Bound, OptionTable, StrategyCosts, bound
 from cost_models import Cluster, optimizer_state_bytes
 from cost_models.graphs import get_attribute, storage_key, tensors_in
 from cost_models.kernels.roofline import efficiency_of, rates_of
@@ -54,7 +54,7 @@ class Collective:
     backward: bool  # of its gradient
     once: bool  # a step, rather than a micro-batch
     times: int  # that
-    moves: tuple[Move, ...]
+    moves: tuple[RedistributionStep, ...]
     each: int = 1  # of the times those of one of the equal layers that the reader stands for
 
     @property
@@ -154,18 +154,18 @@ class ShardingProblem:
         kinds = {device.name: device.kind for device in task.cluster.devices}
         spec = task.cluster.specs[kinds[mesh.devices[0]]]
         self.table = OptionTable(mesh, task.cluster, rates_of(spec), efficiency_of(spec), training=task.training)
-        self.made: dict[Any, list[Made]] = {}  # node -> of each of its tensors
+        self.made: dict[Any, list[ProducedTensor]] = {}  # node -> of each of its tensors
         self.names: list[str] = []
         self.seconds: list[np.ndarray] = []
         self.nbytes: list[np.ndarray] = []
         self.edges: list[Edge] = []
-        self.links: list[Link] = []
-        self.options: dict[str, tuple[int, Options]] = {}
+        self.links: list[TensorUse] = []
+        self.options: dict[str, tuple[int, StrategyCosts]] = {}
         self.stored: dict[str, tuple[int, tuple[Stored, ...]]] = {}
         self._shared: dict[Any, Any] = {}
         self._readers: dict[tuple[fx.Node, int, bool], list[Reader]] = {}
         self._named = {node.name: node for node in task.module.graph.nodes}
-        by_storage: dict[int, Made] = {}
+        by_storage: dict[int, ProducedTensor] = {}
         for node in task.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._add_given(node, by_storage)
@@ -184,8 +184,8 @@ class ShardingProblem:
             self._shared_by(("priced", id(s), id(b), price), lambda s=s, b=b: (s + price * b, s, b))[0]
             for s, b in zip(self.seconds, self.nbytes, strict=True)
         ]
-        found = select(Choices(tuple(both), tuple(self.nbytes), tuple(self.edges)), float("inf"))
-        whole = Choices(tuple(self.seconds), tuple(self.nbytes), tuple(self.edges))
+        found = select(SelectionProblem(tuple(both), tuple(self.nbytes), tuple(self.edges)), float("inf"))
+        whole = SelectionProblem(tuple(self.seconds), tuple(self.nbytes), tuple(self.edges))
         seconds, nbytes = cost(whole, found.options)
         return self._told(replace(found, seconds=seconds, bytes=nbytes, bound=seconds if found.proven else 0.0))
 
@@ -197,7 +197,7 @@ class ShardingProblem:
             variable, options = self.options[name]
             kept[variable] = options.strategies.index(strategy)
         seconds = narrowed(constraints, self.seconds, self.options, self.stored)
-        choices = Choices(tuple(seconds), tuple(self.nbytes), tuple(self.edges), kept)
+        choices = SelectionProblem(tuple(seconds), tuple(self.nbytes), tuple(self.edges), kept)
         return self._told(select(choices, memory))
 
     # -- variables --------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class ShardingProblem:
             array if copies == 1 else self._shared_by(("times", id(array), copies), lambda: (array * copies, array))[0]
         )
 
-    def _add_given(self, node: fx.Node, by_storage: dict[int, Made]) -> None:
+    def _add_given(self, node: fx.Node, by_storage: dict[int, ProducedTensor]) -> None:
         """An input, in any layout at no cost, or a parameter."""
         value = get_attribute(self.task.module, str(node.target)) if node.op == "get_attr" else self.facts.values[node]
         if not isinstance(value, torch.Tensor):
@@ -230,7 +230,7 @@ class ShardingProblem:
         name = str(node.target)
         variable = self._variable(name, seconds, nbytes, self.task.copies.get(node.name, 1))
         labels = self._shared_by(("labels", len(layout_of)), lambda: np.arange(len(layout_of)))
-        made = Made(variable, labels, layout_of, "parameter" if trained else "input", name)
+        made = ProducedTensor(variable, labels, layout_of, "parameter" if trained else "input", name)
         self.made[node] = [made]
         self.stored[name] = (variable, layout_of)
         by_storage[key] = made
@@ -263,7 +263,7 @@ class ShardingProblem:
         variable = self._variable(node.name, options.seconds, nbytes, self.task.copies.get(node.name, 1))
         self.options[node.name] = (variable, options)
         self.made[node] = [
-            Made(variable, labels, known, "activation", node.name)
+            ProducedTensor(variable, labels, known, "activation", node.name)
             for labels, known in zip(options.output_labels, options.outputs, strict=True)
         ]
         copies = self.task.copies.get(node.name, 1)
@@ -307,11 +307,11 @@ class ShardingProblem:
             )
             variable = self._variable(f"shared {tensor.name}", nothing, nothing)
             self._add_edge(tensor, made, Reader(variable, readers[0].name, labels, pairs, times))
-            made = Made(variable, labels, pairs, made.kind, made.name)
+            made = ProducedTensor(variable, labels, pairs, made.kind, made.name)
         for reader in readers:
             self._add_edge(tensor, made, reader)
 
-    def _add_edge(self, tensor: fx.Node, made: Made, reader: Reader) -> None:
+    def _add_edge(self, tensor: fx.Node, made: ProducedTensor, reader: Reader) -> None:
         value = self.facts.values[tensor]
         shape, floating = tuple(value.shape), value.is_floating_point()
         gradient = floating and tensor.name in self.facts.trained
@@ -319,7 +319,7 @@ class ShardingProblem:
             ("redistribution", shape, value.element_size(), floating),
             lambda: Redistribution(shape, value.element_size(), self.mesh, self.task.cluster, partial=floating),
         )
-        link = Link(
+        link = TensorUse(
             made.name, reader.name, made.layouts, reader.layouts, redistribution, made.kind, gradient, reader.times
         )
         key = ("edge", shape, value.dtype, made.kind, made.layouts, reader.layouts, gradient)
@@ -327,7 +327,7 @@ class ShardingProblem:
         self.edges.append(Edge(made.variable, reader.variable, made.labels, reader.labels, seconds))
         self.links.append(link)
 
-    def _cost(self, link: Link) -> np.ndarray:
+    def _cost(self, link: TensorUse) -> np.ndarray:
         """[layouts made, layouts read] seconds of a micro-batch."""
         m = self.task.n_microbatches
         if link.kind == "activation":
@@ -379,7 +379,7 @@ class ShardingProblem:
         )
 
 
-def _work(options: Options, chosen: int) -> Work:
+def _work(options: StrategyCosts, chosen: int) -> Work:
     forward = float(options.forward[chosen])
     backward = float(options.seconds[chosen]) - forward
     return Work(forward, backward, options.strategies[chosen].share, float(options.kept[chosen]))

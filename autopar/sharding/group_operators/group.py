@@ -19,7 +19,7 @@ Call = tuple[Any, Sequence[Any], Mapping[str, Any]]  # target, args, kwargs
 
 
 @dataclass(frozen=True)
-class Crew:
+class OperatorGroup:
     """The devices of a mesh by number (the last axis runs fastest) under one strategy."""
 
     strategy: Strategy
@@ -72,11 +72,11 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GroupCall:
     """One strategy of one operator, for what it costs."""
 
     rule: Rule
-    crew: Crew
+    crew: OperatorGroup
     operands: Sequence[torch.Tensor | None]  # whole, on the meta device; of the rule
 
     def local(self, operand: int) -> tuple[int, ...]:

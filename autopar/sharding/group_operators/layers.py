@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from autopar.sharding.group_operators.group import Call, Crew, Exchanged, Plan, accumulated, again, named
+from autopar.sharding.group_operators.group import Call, Exchanged, GroupCall, OperatorGroup, accumulated, again, named
 
 
-def embedding(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
+def embedding(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
     """Rows of the table that a device has, zeros for the others: the devices' results add up."""
     given, axes = [named(call) for call in calls], crew.cutting(0)
     sizes = [g["weight"].shape[0] for g in given]
@@ -25,7 +25,7 @@ def embedding(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
     return found
 
 
-def grouped_product(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
+def grouped_product(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
     """Rows sorted by expert, each times its expert's matrix: a device does those of its experts, zeros elsewhere."""
     given = [list(named(call).items())[:3] for call in calls]  # rows, matrices, ends: operators name them differently
     sizes = [matrices.shape[0] for _, (_, matrices), _ in given]
@@ -51,7 +51,9 @@ class _BatchNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, crew: Crew, axes: tuple[int, ...], eps: float, *tensors: Any) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, crew: OperatorGroup, axes: tuple[int, ...], eps: float, *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
         """`tensors`: every device's rows, then their weights, then their biases (or None). Results: rows, then every
         device's mean, variance and count."""
         n = len(tensors) // 3
@@ -103,7 +105,7 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def batch_norm(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
+def batch_norm(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
     """In training, with rows that are cut: by the statistics of all rows, which every device's running ones take in."""
     given, n = [named(call) for call in calls], len(calls)
     columns = [[g[name] for g in given] for name in ("input", "weight", "bias")]
@@ -117,7 +119,7 @@ def batch_norm(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
     return list(results)
 
 
-def batch_norm_exchanged(plan: Plan) -> Exchanged:
+def batch_norm_exchanged(plan: GroupCall) -> Exchanged:
     """Sums and the count, squared deviations; backward two sums a channel."""
     channels, itemsize = plan.local(0)[1], plan.itemsize()
     yield (channels + 1) * itemsize, plan.together, False
@@ -125,6 +127,6 @@ def batch_norm_exchanged(plan: Plan) -> Exchanged:
     yield 2 * channels * itemsize, plan.together, True
 
 
-def nothing_exchanged(plan: Plan) -> Exchanged:
+def nothing_exchanged(plan: GroupCall) -> Exchanged:
     """Parts that add up."""
     yield from ()

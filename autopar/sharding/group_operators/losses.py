@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from autopar.sharding.group_operators.group import Call, Crew, Exchanged, Plan, accumulated, again, named
+from autopar.sharding.group_operators.group import Call, Exchanged, GroupCall, OperatorGroup, accumulated, again, named
 
 _NONE, _MEAN = 0, 1  # reductions; 2: sum
 
 
 def _largest_and_sum(
-    parts: Sequence[torch.Tensor], dim: int, crew: Crew, axes: tuple[int, ...]
+    parts: Sequence[torch.Tensor], dim: int, crew: OperatorGroup, axes: tuple[int, ...]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """M and Z of every row, on every device; `dim` has one entry left."""
     largest = crew.all_reduce([x.detach().amax(dim, keepdim=True) for x in parts], axes, torch.maximum)
@@ -35,7 +35,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, crew: Crew, axes: tuple[int, ...], dim: int, log: bool, *parts: torch.Tensor
+        ctx: Any, crew: OperatorGroup, axes: tuple[int, ...], dim: int, log: bool, *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         summed = [x.to(accumulated(x.dtype)) for x in parts]
         largest, sums = _largest_and_sum(summed, dim, crew, axes)
@@ -59,7 +59,7 @@ class _Softmax(torch.autograd.Function):
         return (None, None, None, None, *(f.to(g.dtype) for f, g in zip(found, gradients, strict=True)))
 
 
-def softmax(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
+def softmax(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
     """softmax and log_softmax along a dimension that is cut."""
     given = [named(call) for call in calls]
     first, name = given[0], str(calls[0][0].overloadpacket.__name__)
@@ -69,7 +69,7 @@ def softmax(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
     return list(_Softmax.apply(crew, crew.cutting(dim), dim, "log" in name, *parts))
 
 
-def softmax_exchanged(plan: Plan) -> Exchanged:
+def softmax_exchanged(plan: GroupCall) -> Exchanged:
     """A number a row: the largest, the sum; backward the sum of gradients."""
     # The dimension is cut by every axis along which devices work together, and none of them has another index.
     dims = {plan.crew.strategy.inputs[0][axis] for axis in plan.together}
@@ -102,7 +102,7 @@ def _class_dim(rank: int) -> int:
     return min(1, rank - 1)
 
 
-def _addends(given: list[dict[str, Any]], dim: int, crew: Crew, *, normalise: bool) -> list[torch.Tensor]:
+def _addends(given: list[dict[str, Any]], dim: int, crew: OperatorGroup, *, normalise: bool) -> list[torch.Tensor]:
     """Of every row's loss what each device adds to it; `normalise`: from scores, rather than logarithms."""
     axes = crew.cutting(dim)
     scores = [g["self"].to(accumulated(g["self"].dtype)) for g in given]
@@ -135,7 +135,7 @@ def _counted(one: dict[str, Any]) -> torch.Tensor:
     return one["weight"][one["target"].masked_fill(~counts, 0)].masked_fill(~counts, 0.0).sum()
 
 
-def cross_entropy(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
+def cross_entropy(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
     """cross_entropy_loss and nll_loss with classes that are cut, or rows, or both."""
     given = [named(call) for call in calls]
     rank, reduction = given[0]["self"].dim(), int(given[0]["reduction"])
@@ -154,7 +154,7 @@ def cross_entropy(calls: list[Call], crew: Crew) -> list[torch.Tensor]:
     return [loss.to(one["self"].dtype) for loss, one in zip(losses, given, strict=True)]
 
 
-def cross_entropy_exchanged(plan: Plan) -> Exchanged:
+def cross_entropy_exchanged(plan: GroupCall) -> Exchanged:
     """A number a row twice where classes are cut and scores are no logarithms yet, and a count where rows are."""
     dim = _class_dim(len(plan.local(0)))
     classes = plan.crew.cutting(dim)

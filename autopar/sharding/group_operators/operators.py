@@ -27,12 +27,12 @@ import torch
 from autopar.analysis.rules.notation import Rule
 from autopar.sharding.group_operators import layers as special_layers
 from autopar.sharding.group_operators import losses as special_losses
-from autopar.sharding.group_operators.group import Call, Crew, Exchanged, Plan
+from autopar.sharding.group_operators.group import Call, Exchanged, GroupCall, OperatorGroup
 from autopar.sharding.strategies import Strategy
 from cost_models import Collective
 
-_Run = Callable[[list[Call], Crew], list[torch.Tensor]]
-_Exchange = Callable[[Plan], Exchanged]
+_Run = Callable[[list[Call], OperatorGroup], list[torch.Tensor]]
+_Exchange = Callable[[GroupCall], Exchanged]
 
 _EMBEDDING: tuple[_Run, _Exchange] = special_layers.embedding, special_layers.nothing_exchanged
 _GROUPED: tuple[_Run, _Exchange] = special_layers.grouped_product, special_layers.nothing_exchanged
@@ -66,7 +66,7 @@ def run(name: str, calls: Sequence[Call], *, strategy: Strategy, mesh: Sequence[
     fastest), with its own parts of the operands, wherever they are. Running statistics among them are written to.
     Raises KeyError for a name that is none.
     """
-    return SPECIALS[name][0](list(calls), Crew(strategy, tuple(mesh)))
+    return SPECIALS[name][0](list(calls), OperatorGroup(strategy, tuple(mesh)))
 
 
 def collectives(
@@ -75,7 +75,7 @@ def collectives(
     """What the devices exchange within an operator; `operands`: of the rule, whole (on the meta device)."""
     if not strategy.special:
         return []
-    plan = Plan(rule, Crew(strategy, tuple(mesh)), operands)
+    plan = GroupCall(rule, OperatorGroup(strategy, tuple(mesh)), operands)
     return [
         Inner("all_reduce", nbytes, axis, backward)
         for nbytes, axes, backward in SPECIALS[strategy.special][1](plan)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.intra_op.elimination.order import Elimination, Factor, Plan, Step
+from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, EliminationStep, Factor
 
 # Of seconds, relative: no gain of a different choice, but of another order of summation.
 TOLERANCE = 1e-10
@@ -42,7 +42,7 @@ _BEFORE_MERGING = 16
 _FLAGS = 1 << 20
 
 
-class Found(NamedTuple):
+class BeamResult(NamedTuple):
     """What a search of limited width knows afterwards."""
 
     options: list[int] | None  # of every variable; None: nothing better than the incumbent
@@ -56,7 +56,7 @@ class View(NamedTuple):
     remembered: tuple[tuple[int, int], ...]  # what those of later steps do, of variables chosen up to this one
 
 
-def views(plan: Plan) -> list[View]:
+def views(plan: EliminationOrder) -> list[View]:
     """Of every step, in the order of the way back."""
     pending: dict[int, int] = {}
     found = []
@@ -88,14 +88,14 @@ class _States(NamedTuple):
 
 
 def search(
-    plan: Plan,
+    plan: EliminationOrder,
     way: list[View],
     eliminations: list[Elimination],
     memory: float,
     incumbent: float,
     width: int,
     deadline: float,
-) -> Found:
+) -> BeamResult:
     """The best choice that takes less than `incumbent` seconds, looking at no more than `width` states at a time.
 
     eliminations: at the prices whose bounds are used, the tightest first; price inf, which bounds the bytes, as well.
@@ -111,14 +111,14 @@ def search(
     left_out = math.inf
     for step, view in zip(reversed(plan.steps), way, strict=True):
         if time.perf_counter() > deadline:
-            return Found(None, min(left_out, float(_tightest(states, eliminations).min())))
+            return BeamResult(None, min(left_out, float(_tightest(states, eliminations).min())))
         first, group = _grouped(plan, states, view.seen)
         parents, options, states, bound = _extended(
             plan, step, states, first, group, eliminations, limits, _BEFORE_MERGING * width
         )
         left_out = min(left_out, bound)
         if not len(parents):
-            return Found(None, left_out)
+            return BeamResult(None, left_out)
         remembered = {i: states.chosen[i] for i, _ in view.remembered}
         states = states._replace(chosen=remembered)
         _, group = _grouped(plan, states, view.remembered)
@@ -132,13 +132,13 @@ def search(
         trail.append((parents[kept].astype(np.int32), options[kept].astype(np.int32)))
     within = np.flatnonzero(states.bytes <= memory)
     if not len(within):
-        return Found(None, left_out)
+        return BeamResult(None, left_out)
     at = int(within[states.seconds[within].argmin()])
     chosen = [-1] * len(plan.weights)
     for step, (parents, options) in zip(plan.steps, reversed(trail), strict=True):
         chosen[step.variable] = int(options[at])
         at = int(parents[at])
-    return Found(chosen, left_out)
+    return BeamResult(chosen, left_out)
 
 
 def _charged(price: float, memory: float) -> float:
@@ -150,7 +150,9 @@ def _tightest(states: _States, eliminations: list[Elimination]) -> np.ndarray:
     return np.maximum.reduce(bounds)
 
 
-def _grouped(plan: Plan, states: _States, view: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+def _grouped(
+    plan: EliminationOrder, states: _States, view: tuple[tuple[int, int], ...]
+) -> tuple[np.ndarray, np.ndarray]:
     """States in the same classes: of every group one of them, and of every state its group."""
     tokens = plan.reduced.tokens
     n = len(states.seconds)
@@ -174,8 +176,8 @@ def _grouped(plan: Plan, states: _States, view: tuple[tuple[int, int], ...]) -> 
 
 
 def _extended(
-    plan: Plan,
-    step: Step,
+    plan: EliminationOrder,
+    step: EliminationStep,
     states: _States,
     first: np.ndarray,
     group: np.ndarray,

@@ -27,7 +27,7 @@ class Edge:
 
 
 @dataclass(frozen=True, eq=False)
-class Choices:
+class SelectionProblem:
     """Variables 0, 1, ... with options 0, 1, ... each, and edges between variables.
 
     Equal layers of a model need not be marked: arrays are compared by what they hold, and what has been worked out for
@@ -82,7 +82,7 @@ class Selection:
     proven: bool  # whether `seconds` is the least, to a relative 1e-10
 
 
-def cost(choices: Choices, options: Sequence[int]) -> tuple[float, float]:
+def cost(choices: SelectionProblem, options: Sequence[int]) -> tuple[float, float]:
     """Seconds and bytes of `options`, one of every variable: edge by edge, apart from how `select` gets there."""
     seconds = [float(choices.seconds[i][option]) for i, option in enumerate(options)]
     seconds += [float(e.seconds[e.out[options[e.source]], e.into[options[e.target]]]) for e in choices.edges]

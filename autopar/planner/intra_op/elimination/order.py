@@ -47,7 +47,7 @@ class Factor(NamedTuple):
     classes: tuple[int, ...]  # of each of them: token of its partition
 
 
-class Step(NamedTuple):
+class EliminationStep(NamedTuple):
     """The elimination of one variable."""
 
     variable: int
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     classes: tuple[int, ...]  # of each of them: the partition that tells apart what the bucket does
 
 
-class Operation(NamedTuple):
+class EliminationOperation(NamedTuple):
     """What makes one table of others; equal messages share it."""
 
     slot: int  # of the table that it makes
@@ -77,12 +77,12 @@ class Elimination(NamedTuple):
     value: float  # the least sum, or a lower bound if a bucket was split
 
 
-class Plan(NamedTuple):
+class EliminationOrder(NamedTuple):
     """An order of elimination, ready for any price."""
 
     reduced: Reduced
-    steps: tuple[Step, ...]  # in the order of elimination
-    operations: tuple[Operation, ...]
+    steps: tuple[EliminationStep, ...]  # in the order of elimination
+    operations: tuple[EliminationOperation, ...]
     weights: tuple[int, ...]  # of every variable: which of the distinct ones it is
     distinct: tuple[tuple[int, int], ...]  # tokens of seconds and bytes
     edges: tuple[np.ndarray, ...]  # the tables of the first slots
@@ -119,7 +119,7 @@ class Plan(NamedTuple):
         return chosen
 
 
-def _carried_out(operation: Operation, weights: list[np.ndarray], tables: list[np.ndarray]) -> np.ndarray:
+def _carried_out(operation: EliminationOperation, weights: list[np.ndarray], tables: list[np.ndarray]) -> np.ndarray:
     n, shape = operation.shape[0], operation.shape[1:]
     terms = []
     if operation.weight is not None:
@@ -139,7 +139,7 @@ def _carried_out(operation: Operation, weights: list[np.ndarray], tables: list[n
     return np.broadcast_to(message, shape)
 
 
-def planned(reduced: Reduced, entries: float) -> Plan:
+def planned(reduced: Reduced, entries: float) -> EliminationOrder:
     """The order, of several greedy ones, with the fewest entries in its joint tables, none of more than `entries`.
 
     O(variables x edges of one) for each order tried.
@@ -192,8 +192,8 @@ class _Order:
             slot = slots.setdefault(pair.table, len(slots))
             self._add(Factor(slot, (pair.i, pair.j), (pair.rows, pair.columns)))
         self.edges = tuple(self.tokens.arrays[token] for token in slots)
-        self.operations: dict[tuple[object, ...], Operation] = {}
-        self.steps: list[Step] = []
+        self.operations: dict[tuple[object, ...], EliminationOperation] = {}
+        self.steps: list[EliminationStep] = []
         self.entries, self.width, self.exact, self.finished = 0, 0, True, False
 
     def run(self, most: float) -> None:
@@ -217,8 +217,8 @@ class _Order:
     def size(self, factor: Factor) -> int:
         return math.prod(self.tokens.size(token) for token in factor.classes)
 
-    def plan(self) -> Plan:
-        return Plan(
+    def plan(self) -> EliminationOrder:
+        return EliminationOrder(
             self.reduced,
             tuple(self._depth_first() if self.exact else self.steps),
             tuple(self.operations.values()),
@@ -260,7 +260,7 @@ class _Order:
             self._add(message)
             messages.append(message)
         repeated = tuple(factor for factor, times in bucket.items() for _ in range(times))
-        self.steps.append(Step(v, repeated, tuple(messages), whole.scope, whole.classes))
+        self.steps.append(EliminationStep(v, repeated, tuple(messages), whole.scope, whole.classes))
         self.width = max(self.width, len(whole.scope))
         return whole.scope
 
@@ -299,7 +299,7 @@ class _Order:
                 for _, slot, times, places, tokens in inputs
                 for _ in range(times)
             ]
-            self.operations[key] = Operation(
+            self.operations[key] = EliminationOperation(
                 slot=len(self.edges) + len(self.operations),
                 weight=weight,
                 order=order,
@@ -320,7 +320,7 @@ class _Order:
         shape = tuple(of.size(token) if place in places else 1 for place, token in enumerate(partitions))
         return slot, index, axes, shape
 
-    def _depth_first(self) -> list[Step]:
+    def _depth_first(self) -> list[EliminationStep]:
         """The same tables in an order that finishes, going back, what hangs on a neighbour before it goes on.
 
         A variable's parent is the neighbour that is eliminated next; all its neighbours are ancestors. Any order that

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.elimination.choices import Choices
+from autopar.planner.intra_op.elimination.choices import SelectionProblem
 
 # Entries of the array that compares all labels of an edge at a time.
 _CHUNK = 1 << 22
@@ -103,7 +103,7 @@ class Reduced(NamedTuple):
     tokens: Tokens
 
 
-def reduced(choices: Choices, with_bytes: bool) -> Reduced:
+def reduced(choices: SelectionProblem, with_bytes: bool) -> Reduced:
     """Choices without the options that no best choice needs, nor one within any memory limit if `with_bytes`.
 
     Raises InfeasibleError if a variable has no option that its neighbours allow.
@@ -122,7 +122,7 @@ def reduced(choices: Choices, with_bytes: bool) -> Reduced:
 
 
 class _Reduction:
-    def __init__(self, choices: Choices, with_bytes: bool) -> None:
+    def __init__(self, choices: SelectionProblem, with_bytes: bool) -> None:
         of = self.tokens = Tokens()
         self.options = [np.arange(len(seconds)) for seconds in choices.seconds]
         self.seconds = [of.of(seconds, kept=True) for seconds in choices.seconds]

@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, InputError
 from autopar.planner.intra_op.elimination.beam import TOLERANCE, search, views
-from autopar.planner.intra_op.elimination.choices import Choices, Edge, Selection, cost
-from autopar.planner.intra_op.elimination.order import Elimination, Plan, planned
+from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
+from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, planned
 from autopar.planner.intra_op.elimination.reduction import reduced
 
 # Prices next to the best one, as parts of it: they tell which of the choices that it takes for equally good leave too
@@ -54,7 +54,7 @@ class _Point(NamedTuple):
 
 
 def select(
-    choices: Choices, memory: float = math.inf, seconds_allowed: float = 10.0, entries: float = 2e7
+    choices: SelectionProblem, memory: float = math.inf, seconds_allowed: float = 10.0, entries: float = 2e7
 ) -> Selection:
     """The options with the least sum of seconds whose bytes sum up to `memory` (bytes) at most.
 
@@ -86,7 +86,12 @@ def select(
 
 
 def _within(
-    choices: Choices, plan: Plan, free: Elimination, fastest: _Point, memory: float, deadline: float
+    choices: SelectionProblem,
+    plan: EliminationOrder,
+    free: Elimination,
+    fastest: _Point,
+    memory: float,
+    deadline: float,
 ) -> Selection:
     """The selection where the choice that is best at price 0 is too large, or not known for sure."""
     bound, eliminations = free.value, [free]
@@ -131,7 +136,7 @@ def _within(
 
 
 def _dual(
-    choices: Choices, plan: Plan, large: _Point, small: _Point, memory: float, deadline: float
+    choices: SelectionProblem, plan: EliminationOrder, large: _Point, small: _Point, memory: float, deadline: float
 ) -> tuple[_Point, list[Elimination]]:
     """The best choice met that fits, and the eliminations at all prices tried, the last one with the best bound.
 
@@ -162,14 +167,11 @@ def _dual(
     return best, priced
 
 
-def _point(choices: Choices, plan: Plan, elimination: Elimination) -> _Point:
+def _point(choices: SelectionProblem, plan: EliminationOrder, elimination: Elimination) -> _Point:
     return _numbered(choices, plan, plan.choose(elimination))
 
 
-def _numbered(choices: Choices, plan: Plan, chosen: list[int]) -> _Point:
+def _numbered(choices: SelectionProblem, plan: EliminationOrder, chosen: list[int]) -> _Point:
     """The choice in the caller's numbers, with what it really costs."""
     options = tuple(int(kept[option]) for kept, option in zip(plan.reduced.options, chosen, strict=True))
     return _Point(options, *cost(choices, options))
-
-
-__all__ = ["Choices", "Edge", "Selection", "cost", "select"]

@@ -150,9 +150,8 @@ def replicable_nodes(program: Program) -> set[fx.Node]:
     return result
 
 
-def requires_grad_nodes(program: Program) -> set[fx.Node]:
-    """Nodes through which a gradient flows when the model trains (inputs without gradient)."""
-    module = program.graph_module
+def requires_grad_nodes(module: fx.GraphModule) -> set[fx.Node]:
+    """The nodes of a captured graph whose values require grad in training; the model's inputs do not require it."""
     result: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -180,7 +179,7 @@ def weight_shares(program: Program) -> dict[fx.Node, float]:
       dw = x' dy are products of m k n multiplications, as are those of convolutions. Norms over a sample read the same
       twice. Where kernels fuse the two, or one is free, see `_SPARED`.
     """
-    grad, own = requires_grad_nodes(program), _independent_of_inputs(program.graph)
+    grad, own = requires_grad_nodes(program.graph_module), _independent_of_inputs(program.graph)
     shares = {}
     for node in compute_nodes(program.graph):
         reads = [n for n in node.all_input_nodes if n in grad]

@@ -164,7 +164,7 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
     """
     module = program.graph_module
     keys = operator_keys(program)
-    free, grad, shares = replicable_nodes(program), requires_grad_nodes(program), weight_shares(program)
+    free, grad, shares = replicable_nodes(program), requires_grad_nodes(program.graph_module), weight_shares(program)
     unrepeatable = set(unrepeatable_nodes(program.graph))
     scale = batch / counted.rows
     for position, node in enumerate(compute_nodes(program.graph)):

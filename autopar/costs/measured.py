@@ -231,7 +231,7 @@ def _reduced(program: Program, batching: Batching) -> ReducedGraph:
     aliases = {s for node in writes for s in batching.storages.get(node.name, ())}
     touched = {n.name for n in program.graph.nodes if batching.storages.get(n.name, frozenset()) & aliases}
     keep = touched | {n.name for n in program.graph.nodes if written_arguments(n)}
-    gradients = {n.name for n in requires_grad_nodes(program)}
+    gradients = {n.name for n in requires_grad_nodes(program.graph_module)}
     return reduce_graph(program.graph_module, batching.shapes, keep, gradients, _SAME_MEASURED)
 
 

@@ -300,7 +300,7 @@ def test_facts_about_operators() -> None:
 
     model = Model()
     program = capture(model, (torch.randn(3, 4),), {})
-    free, grad = replicable_nodes(program), requires_grad_nodes(program)
+    free, grad = replicable_nodes(program), requires_grad_nodes(program.graph_module)
     module = program.graph_module
     assert {only(program, name) in free for name in ("arange", "cos")} == {True}
     assert not {only(program, name) for name in ("linear", "batch_norm", "dropout", "relu_")} & free

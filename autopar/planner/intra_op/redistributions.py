@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import fx
 
 from autopar.sharding.layouts import REPLICATE, Placements
 from autopar.sharding.redistribution import Redistribution
 from autopar.sharding.strategy_costs import Ends
-from cost_models.graphs import get_attribute
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,3 @@ def ways(link: TensorUse, out: Any, into: Ends, training: bool) -> list[tuple[Pl
 def finer(state: Placements, layout: Placements) -> bool:
     """Whether `state` is `layout` with some of its replicated axes cut."""
     return all(a == b or b == REPLICATE for a, b in zip(state, layout, strict=True))
-
-
-def through_gradients(module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes through which a gradient flows."""
-    found: set[fx.Node] = set()
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            value = get_attribute(module, str(node.target))
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                found.add(node)
-        elif any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found

@@ -27,11 +27,12 @@ import numpy as np
 import torch
 from torch import fx
 
+from autopar.analysis.operators import requires_grad_nodes
 from autopar.analysis.probe import observe
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select
-from autopar.planner.intra_op.redistributions import ProducedTensor, Reader, TensorUse, finer, through_gradients, ways
+from autopar.planner.intra_op.redistributions import ProducedTensor, Reader, TensorUse, finer, ways
 from autopar.sharding.layouts import REPLICATE, layouts, parts
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import Redistribution, RedistributionStep
@@ -134,7 +135,7 @@ class Facts:
         for name, storages in counted.saved.items():  # what several operators keep counts to the first
             self.saved[name] = sum(nbytes for key, nbytes in storages if key not in kept)
             kept |= {key for key, _ in storages}
-        self.trained = {node.name for node in through_gradients(task.module)} if task.training else set[str]()
+        self.trained = {node.name for node in requires_grad_nodes(task.module)} if task.training else set[str]()
         self._bound: dict[fx.Node, Bound] = {}
 
     def bound(self, node: fx.Node) -> Bound:

@@ -38,7 +38,8 @@ from autopar.planner.hint_constraints.stages import resolve
 from autopar.planner.inter_op.atoms import Constraints
 from autopar.planner.inter_op.meshes import subject_of
 from autopar.planner.joint import plan_with_meshes
-from autopar.planner.search import SearchOptions, find_plans, make_plan
+from autopar.planner.search import find_plans, make_plan
+from autopar.planner.search_options import SearchOptions
 from autopar.report.progress import progress_bar
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.compare import ComparedCall, run_comparison

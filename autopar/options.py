@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
-from autopar.planner.search import SearchOptions
+from autopar.planner.search_options import SearchOptions
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.passes import LossFunction
 from autopar.schedule.builders import SCHEDULES

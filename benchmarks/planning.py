@@ -23,7 +23,8 @@ import autopar
 from autopar import Plan
 from autopar.costs.cost_graph import CostGraph, Weight
 from autopar.costs.cost_table import CostTable
-from autopar.planner.search import SearchOptions, make_plan
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import SearchOptions
 from benchmarks.output import Report, Table
 from cost_models import Device, Link
 

@@ -23,7 +23,8 @@ from autopar.capture.program import capture
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.measured import Measured
-from autopar.planner.search import SearchOptions, make_plan
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import SearchOptions
 from benchmarks.figures import split_size_curve
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table

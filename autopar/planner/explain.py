@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.plan.display import explained, shown
 from autopar.plan.plan import Plan, Stage
+from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.predict import plan_timeline, simulated
+from autopar.planner.search_options import SearchOptions
 from autopar.schedule.timeline import Timeline
-
-if TYPE_CHECKING:
-    from autopar.planner.inter_op.candidates import Candidate, Searching
-    from autopar.planner.search import SearchOptions
 
 # A stage that is so much faster tells what the step owes to it.
 _FASTER = 1.1

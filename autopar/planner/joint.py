@@ -12,7 +12,8 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.errors import InfeasibleError
 from autopar.plan.plan import Plan, RunnerUp
 from autopar.planner.inter_op.meshes import Meshes, Subject
-from autopar.planner.search import SearchOptions, find_plans
+from autopar.planner.search import find_plans
+from autopar.planner.search_options import SearchOptions
 
 log = logging.getLogger(__name__)
 

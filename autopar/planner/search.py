@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from autopar.costs.cost_graph import CostGraph
 from autopar.errors import InfeasibleError, InputError
 from autopar.plan.plan import Plan, RunnerUp
 from autopar.planner.explain import explanation
-from autopar.planner.inter_op.atoms import NO_CONSTRAINTS, Constraints
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.partition import explain_infeasible
 from autopar.planner.intra_op.explain import InsideExplained, operator_explainer
-from autopar.planner.predict import Conditions, as_plan
+from autopar.planner.predict import as_plan
+from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 
 # More devices must be faster by this share of the step to be preferred; plans closer than that are equally fast.
@@ -27,28 +27,6 @@ _SAME = 0.002
 # On one device micro-batches only pay where they fit the caches better; the plain model costs nothing else.
 _WORTH_SPLITTING = 0.05
 _RUNNERS_UP = 4
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """What the user fixed; None is free."""
-
-    n_microbatches: int | None = None
-    schedule: str | None = None
-    max_replicas: int | None = None
-    memory_limit: float | None = None  # bytes on each device
-    optimizer: str = "adamw"
-    one_microbatch_because: str = ""  # why the batch may not be split
-    unproven: str = ""  # why it may be split only because a few samples say so
-    least_rows: int = 1  # samples in the smallest micro-batch
-    loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
-    constraints: Constraints = field(default=NO_CONSTRAINTS)  # hints, by node of the cost graph
-    rival: float = math.inf  # s of a plan that is known: only faster ones are of interest
-    one_of_several: bool = False  # searches that share the time of one
-
-    @property
-    def conditions(self) -> Conditions:
-        return Conditions(self.optimizer, self.loss_inside)
 
 
 def make_plan(costs: CostGraph, options: SearchOptions) -> Plan:

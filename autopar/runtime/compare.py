@@ -22,7 +22,8 @@ from autopar.costs.history import Record, remember
 from autopar.errors import InputError
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.predict import predict
-from autopar.planner.search import SearchOptions, make_plan
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import SearchOptions
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.comparison import Comparison, Row
 from autopar.runtime.memory_watch import MemoryWatch

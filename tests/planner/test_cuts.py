@@ -12,8 +12,9 @@ from partition_oracle import closed_sets
 
 from autopar.planner.inter_op.cuts import AtomGraph, CyclicGraph, all_cuts, cuts_near, first_cuts, merged_graph
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Space, Value
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
 from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, refine
+from autopar.planner.inter_op.stage_bytes import Value
 
 
 def graph_of(n: int, edges: set[tuple[int, int]], weight: list[float] | None = None) -> AtomGraph:

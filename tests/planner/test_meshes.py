@@ -17,7 +17,8 @@ from autopar import Cluster, InfeasibleError, InputError, Plan
 from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.planner.inter_op.meshes import Meshes, subject_of
-from autopar.planner.search import SearchOptions, make_plan
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import SearchOptions
 
 META = torch.device("meta")
 

@@ -13,7 +13,8 @@ from partition_oracle import OracleStage, Stages, all_partitions, lacking, objec
 
 from autopar.planner.inter_op.cuts import line_cuts
 from autopar.planner.inter_op.partition import explain_infeasible, relaxed_bound, solve
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Shared, Solution, Space, Value
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Solution, Space
+from autopar.planner.inter_op.stage_bytes import Shared, Value
 
 
 def as_oracle(problem: Problem, solution: Solution) -> Stages:

@@ -19,7 +19,8 @@ import autopar
 from autopar import InfeasibleError, InputError, Plan
 from autopar.costs.cost_graph import CostGraph
 from autopar.planner.inter_op.atoms import Constraints, make_atoms
-from autopar.planner.search import SearchOptions, find_plans, make_plan
+from autopar.planner.search import find_plans, make_plan
+from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 from benchmarks.planning import Case, synthetic_costs
 from cost_models import Link

@@ -22,7 +22,8 @@ from autopar.costs.cost_graph import CostGraph, Weight
 from autopar.costs.cost_table import CostTable
 from autopar.plan.plan import Stage
 from autopar.planner.predict import ACTION_OVERHEAD, Conditions, predict
-from autopar.planner.search import SearchOptions, make_plan
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import SearchOptions
 from autopar.report.tables import WIDTH
 from autopar.runtime.memory_watch import MemoryWatch
 from cost_models import Link, parse_devices

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Shared, Space, Value
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.planner.inter_op.stage_bytes import Shared, Value
 from autopar.schedule.builders import in_flight_limit
 
 

@@ -17,7 +17,7 @@ from autopar.planner.hint_constraints.sharding import has_sharding_hints, microb
 from autopar.planner.intra_op.explain import Solved, operator_explainer
 from autopar.planner.intra_op.solution import assignment, times
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, Task
-from autopar.planner.search import SearchOptions
+from autopar.planner.search_options import SearchOptions
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster, Device
 

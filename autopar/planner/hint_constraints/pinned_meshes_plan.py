@@ -29,7 +29,7 @@ from autopar.planner.hint_constraints.stages import violations
 from autopar.planner.intra_op.constraints import ShardingConstraints
 from autopar.planner.intra_op.solution import assignment
 from autopar.planner.intra_op.strategy_search import ShardingProblem, Task
-from autopar.planner.search import SearchOptions
+from autopar.planner.search_options import SearchOptions
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster, Device
 from cost_models.graphs import private_copy

@@ -18,7 +18,7 @@ import numpy as np
 from autopar.costs.cost_graph import CostGraph, Weight
 from autopar.errors import InputError
 from autopar.planner.inter_op.cuts import AtomGraph
-from autopar.planner.inter_op.problem import Shared, Value
+from autopar.planner.inter_op.stage_bytes import Shared, Value
 
 # Operators that take less than this share of the model are not cut off by themselves. What they join grows to no more
 # than that, or than so much above the largest operator in it.

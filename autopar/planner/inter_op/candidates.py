@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,17 +15,15 @@ from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_assignment import group_devices, kind_of, place
 from autopar.planner.inter_op.partition import relaxed_bound, solve
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Shared, Solution, Space
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Solution, Space
 from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, most_cuts, refine
 from autopar.planner.inter_op.search_budget import COARSE, EXACT, EXACT_STATES, ONE_OF_SEVERAL
+from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.predict import Arrangement, Times, atom_times, simulated
+from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 from autopar.schedule.timeline import Timeline
 from cost_models import Device
-
-if TYPE_CHECKING:
-    from autopar.planner.search import SearchOptions
-
 
 # Of the partitions found those are simulated whose objective is at most this much above the best.
 _PROMISING = 0.04

@@ -13,12 +13,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from autopar.planner.inter_op.problem import Shared, Space
+from autopar.planner.inter_op.stage_bytes import Shared, Value
 
 _CHUNK = 4096  # columns of a matrix product, to bound its memory
 
@@ -46,49 +45,86 @@ class Tables:
     may_recompute: np.ndarray  # bool
 
 
-def tables(space: Space) -> Tables:
-    """All tables of `space`: O(n_cuts^2 x (items over several blocks of atoms that no cut separates)) operations."""
-    cuts, block_of = _blocks(space.cuts)
-    touching = _Touching(cuts)
+def tables(
+    cuts: np.ndarray,
+    *,
+    values: Sequence[Value],
+    resident: Sequence[Shared],
+    gradients: Sequence[Shared],
+    saved: Sequence[Shared],
+    transient: np.ndarray,
+    recomputed: Iterable[int],
+    unrepeatable: Iterable[int],
+) -> Tables:
+    """All tables for `cuts`; the other arguments are the fields of a `Space`.
+
+    O(n_cuts^2 x (items over several blocks of atoms that no cut separates)) operations.
+    """
+    over_blocks, block_of = _blocks(cuts)
+    touching = _Touching(over_blocks)
+    traffic = _traffic(touching, block_of, values)
 
     def shared(items: Sequence[Shared]) -> np.ndarray:
         return touching.weigh(_grouped((_block_set(block_of, item.atoms), (item.nbytes,)) for item in items))[0]
-
-    values = _grouped(
-        (
-            (int(block_of[v.producer]), _block_set(block_of, v.consumers) - {int(block_of[v.producer])}),
-            (v.nbytes, v.grad_nbytes, float(v.nbytes > 0), float(v.grad_nbytes > 0)),
-        )
-        for v in space.values
-    )
-    values = {key: weights for key, weights in values.items() if key[1]}
-    # A value is received where the stage has a reader and not the producer.
-    family = _grouped((readers | {producer}, weights) for (producer, readers), weights in values.items())
-    alone = _grouped((frozenset({producer}), weights) for (producer, _), weights in values.items())
-    empty = (0.0, 0.0, 0.0, 0.0)
-    with_any = touching.weigh(family) if family else np.zeros((4, len(cuts), len(cuts)))
-    with_producer = touching.weigh(alone or {frozenset({0}): empty})
-    # Values are counted, not bytes compared with 0, since sums of fractional bytes may leave a rounding residue.
-    forward, backward, n_forward, n_backward = with_any - with_producer
-    any_forward, any_backward = n_forward > 0.5, n_backward > 0.5
-    whole = touching.contain(family)[[0, 2]] if family else np.zeros((2, len(cuts), len(cuts)))
-    n_sent = with_producer[2] - whole[1] > 0.5
 
     def any_of(atoms: Iterable[int]) -> np.ndarray:
         return touching.weigh({frozenset({block}): (1.0,) for block in _block_set(block_of, atoms)})[0] > 0.5
 
     return Tables(
         follows=touching.follows,
+        received=traffic.received,
+        received_gradient=traffic.received_gradient,
+        messages=traffic.messages,
+        sent=traffic.sent,
+        resident=shared(resident),
+        gradients=shared(gradients),
+        saved=shared(saved),
+        transient=touching.largest(_block_maximum(block_of, transient, over_blocks.shape[1])),
+        must_recompute=any_of(recomputed),
+        may_recompute=~any_of(unrepeatable),
+    )
+
+
+class _Traffic(NamedTuple):
+    """The tables of what stages receive and send, as in `Tables`."""
+
+    received: np.ndarray
+    received_gradient: np.ndarray
+    messages: np.ndarray
+    sent: np.ndarray
+
+
+def _traffic(touching: _Touching, block_of: np.ndarray, values: Sequence[Value]) -> _Traffic:
+    """A stage receives a value where it has a reader and not the producer, and sends one where it has the producer and
+    not all readers:
+
+        received = (values whose readers or producer the stage touches) - (values whose producer it has)
+        sent     = (values whose producer it has) - (values that lie inside it)
+    """
+    # Value -> (bytes forward, bytes backward, 1 if it goes forward, 1 if it goes backward).
+    weights = _grouped(
+        (
+            (int(block_of[v.producer]), _block_set(block_of, v.consumers) - {int(block_of[v.producer])}),
+            (v.nbytes, v.grad_nbytes, float(v.nbytes > 0), float(v.grad_nbytes > 0)),
+        )
+        for v in values
+    )
+    weights = {key: weight for key, weight in weights.items() if key[1]}
+    family = _grouped((readers | {producer}, weight) for (producer, readers), weight in weights.items())
+    alone = _grouped((frozenset({producer}), weight) for (producer, _), weight in weights.items())
+    shape = touching.follows.shape
+    with_any = touching.weigh(family) if family else np.zeros((4, *shape))
+    with_producer = touching.weigh(alone or {frozenset({0}): (0.0, 0.0, 0.0, 0.0)})
+    inside = touching.contain(family)[[0, 2]] if family else np.zeros((2, *shape))
+    # Values are counted, not bytes compared with 0, since sums of fractional bytes may leave a rounding residue.
+    forward, backward, n_forward, n_backward = with_any - with_producer
+    any_forward, any_backward = n_forward > 0.5, n_backward > 0.5
+    n_sent = with_producer[2] - inside[1] > 0.5
+    return _Traffic(
         received=np.where(any_forward, forward, 0.0),
         received_gradient=np.where(any_backward, backward, 0.0),
         messages=any_forward.astype(float) + any_backward,
-        sent=np.where(n_sent, with_producer[0] - whole[0], 0.0),
-        resident=shared(space.resident),
-        gradients=shared(space.gradients),
-        saved=shared(space.saved),
-        transient=touching.largest(_block_maximum(block_of, space.transient, cuts.shape[1])),
-        must_recompute=any_of(space.recomputed),
-        may_recompute=~any_of(space.unrepeatable),
+        sent=np.where(n_sent, with_producer[0] - inside[0], 0.0),
     )
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
-from autopar.planner.inter_op.problem import Value
+from autopar.planner.inter_op.stage_bytes import Value
 
 _CUTS_PER_ORDER = 200  # so many cuts leave room for one more order
 

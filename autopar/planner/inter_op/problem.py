@@ -20,24 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.planner.inter_op.cut_tables import Tables, tables
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor that other atoms read; sent directly from its producer's stage to every other stage that reads it."""
-
-    producer: int  # atom
-    consumers: tuple[int, ...]  # atoms
-    nbytes: float  # bytes forward, of the whole batch
-    grad_nbytes: float  # bytes backward, of the whole batch; 0 where no gradient flows
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Bytes that a stage holds once if it has any of the atoms: a parameter with its gradient, a saved storage."""
-
-    nbytes: float  # bytes
-    atoms: tuple[int, ...]
+from autopar.planner.inter_op.stage_bytes import Shared, Value
 
 
 @dataclass(frozen=True)
@@ -88,7 +71,16 @@ class Space:
     @cached_property
     def tables(self) -> Tables:
         """Every quantity of a stage for all pairs of cuts."""
-        return tables(self)
+        return tables(
+            self.cuts,
+            values=self.values,
+            resident=self.resident,
+            gradients=self.gradients,
+            saved=self.saved,
+            transient=self.transient,
+            recomputed=self.recomputed,
+            unrepeatable=self.unrepeatable,
+        )
 
 
 @dataclass(frozen=True)

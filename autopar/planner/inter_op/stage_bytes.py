@@ -1,0 +1,23 @@
+"""What a stage receives and what it holds, item by item: the bytes that depend on where the cuts lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that other atoms read; sent directly from its producer's stage to every other stage that reads it."""
+
+    producer: int  # atom
+    consumers: tuple[int, ...]  # atoms
+    nbytes: float  # bytes forward, of the whole batch
+    grad_nbytes: float  # bytes backward, of the whole batch; 0 where no gradient flows
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Bytes that a stage holds once if it has any of the atoms: a parameter with its gradient, a saved storage."""
+
+    nbytes: float  # bytes
+    atoms: tuple[int, ...]

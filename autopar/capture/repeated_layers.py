@@ -23,6 +23,7 @@ from torch import fx, nn
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks
 from autopar.hints.shard import hinted_modules
+from autopar.hints.store import ModuleHints
 from cost_models.graphs import get_attribute
 
 _PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)
@@ -158,7 +159,7 @@ def _equal(a: Any, b: Any, places: tuple[int, int]) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, nn.Module):
+    if isinstance(a, (nn.Module, ModuleHints)):
         one, other = vars(a), vars(b)
         return one.keys() == other.keys() and all(_equal(one[key], other[key], places) for key in one)
     if isinstance(a, torch.Tensor):

@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import torch_private
-from autopar.hints.layout import Cut, ShardHint
+from autopar.hints.layout import ShardHint, TensorSplit
 from autopar.hints.shard import sharded_calls_through
 
 # -- while a model is captured ----------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def borders(graph: fx.Graph, calls: list[_Marked]) -> list[Region]:
     return found + [Region(lost, [], []) for lost in dict.fromkeys(calls) if lost not in shown]
 
 
-def _border(graph: fx.Graph, mark: fx.Node, cuts: tuple[Cut | None, ...] | None) -> list[fx.Node]:
+def _border(graph: fx.Graph, mark: fx.Node, cuts: tuple[TensorSplit | None, ...] | None) -> list[fx.Node]:
     """For every tensor that goes through a mark its border, or where it has no layout asked for the tensor itself."""
     given: list[fx.Node] = list(mark.args[0])  # type: ignore[arg-type]
     found = list(given)

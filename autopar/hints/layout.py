@@ -1,26 +1,28 @@
-"""What `shard` asks for, as values: how a tensor is cut, by numbers of parts or by the names of a mesh's axes."""
+"""The values that `shard` takes: how each tensor is split, as numbers of parts or by the named axes of a mesh."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.errors import InputError
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices as a mesh whose axes have names; called with what cuts every dimension of a tensor.
+    """A mesh of devices with a name for each axis. Call it to say which axes split each dimension of a tensor.
 
         layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
-        layout(("dp", "sp"), "None", "mp")      dimension 0 in 4 parts, dp the outer; 1 whole; 2 in 2 parts
+        layout(("dp", "sp"), "None", "mp")
 
-    Raises InputError: sizes that are no whole numbers from 1, names that are not one an axis and different.
+    splits dimension 0 into 4 parts (`dp` is the outer axis, `sp` the inner one), leaves dimension 1 whole and splits
+    dimension 2 into 2 parts.
+
+    Raises InputError unless every size is a whole number of at least 1 and every axis has a different name.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # number of devices along each axis
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -32,58 +34,69 @@ class Layout:
             if type(n) is not int or n < 1
         ]
         if not self.shape:
-            problems.append("a mesh has at least one axis")
+            problems.append("a mesh needs at least one axis")
         if len(self.names) != len(self.shape):
-            problems.append(f"{len(self.shape)} axes, but {len(self.names)} names")
-        problems += [f"the name {name!r}; give a text other than 'None'" for name in self.names if not _is_name(name)]
-        problems += [f"the name {n!r} for several axes" for n in dict.fromkeys(self.names) if self.names.count(n) > 1]
+            problems.append(f"there are {len(self.shape)} axes, but {len(self.names)} names")
+        problems += [
+            f"{name!r} cannot name an axis; give a string other than '' and 'None'"
+            for name in self.names
+            if not _is_axis_name(name)
+        ]
+        repeated = [name for name in dict.fromkeys(self.names) if self.names.count(name) > 1]
+        problems += [f"several axes are named {name!r}; give each axis a name of its own" for name in repeated]
         if problems:
             raise InputError(f"Layout({self.shape}, {self.names}): {'; '.join(problems)}")
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices in the mesh."""
         return math.prod(self.shape)
 
-    def __call__(self, *dims: str | tuple[str, ...] | None) -> Arranged:
-        """One entry a dimension: an axis, "None", or several axes, the outermost first. Raises InputError."""
-        found: list[tuple[str, ...]] = []
+    def __call__(self, *dims: str | tuple[str, ...] | None) -> TensorLayout:
+        """The layout of a tensor over this mesh.
+
+        `dims`: one entry per dimension of the tensor: an axis, "None" (the dimension stays whole), or several axes, the
+        outermost first. Raises InputError if an axis is unknown or used twice.
+        """
+        axes: list[tuple[str, ...]] = []
         for dim in dims:
             names = dim if isinstance(dim, (tuple, list)) else (dim,)
-            found.append(tuple(name for name in names if name is not None and name != "None"))
-        used = [name for names in found for name in names]
+            axes.append(tuple(name for name in names if name is not None and name != "None"))
         problems = [
-            f"dimension {d}: {name!r} is no axis of it; the axes are {', '.join(self.names)}"
-            for d, names in enumerate(found)
+            f"dimension {d}: the mesh has no axis {name!r}; its axes are {', '.join(self.names)}"
+            for d, names in enumerate(axes)
             for name in names
             if name not in self.names
         ]
+        used = [name for names in axes for name in names]
         for name in dict.fromkeys(used):
             if used.count(name) > 1:
-                where = [str(d) for d, names in enumerate(found) for n in names if n == name]
-                problems.append(f"axis {name!r} is used twice, for dimensions {' and '.join(where)}; once is possible")
+                where = [str(d) for d, names in enumerate(axes) for n in names if n == name]
+                problems.append(
+                    f"axis {name!r} is used twice, for dimensions {' and '.join(where)}; an axis splits one dimension"
+                )
         if problems:
-            raise InputError(f"{self} of {dims}: {'; '.join(problems)}")
-        return Arranged(self, tuple(found))
+            raise InputError(f"{self} applied to {dims}: {'; '.join(problems)}")
+        return TensorLayout(self, tuple(axes))
 
     def __str__(self) -> str:
         return f"Layout({self.shape}, {self.names})"
 
 
-def _is_name(name: object) -> bool:
+def _is_axis_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", "None")
 
 
 @dataclass(frozen=True)
-class Arranged:
-    """Which axes of a mesh cut every dimension of a tensor."""
+class TensorLayout:
+    """Which axes of a mesh split each dimension of one tensor."""
 
     layout: Layout
-    dims: tuple[tuple[str, ...], ...]  # axes of every dimension, the outermost first
+    dims: tuple[tuple[str, ...], ...]  # axes that split each dimension, the outermost first
 
     @property
-    def slices(self) -> tuple[int, ...]:
-        """The number of parts of every dimension."""
+    def parts(self) -> tuple[int, ...]:
+        """Number of parts of each dimension."""
         sizes = dict(zip(self.layout.names, self.layout.shape, strict=True))
         return tuple(math.prod(sizes[name] for name in names) for names in self.dims)
 
@@ -91,46 +104,46 @@ class Arranged:
         return f"layout({', '.join('None' if not n else n[0] if len(n) == 1 else str(n) for n in self.dims)})"
 
 
-Cut = tuple[int, ...] | Arranged  # parts of every dimension, or which axes cut it
+TensorSplit = tuple[int, ...] | TensorLayout  # number of parts of each dimension, or which axes split it
 
 
 @dataclass(frozen=True)
 class ShardHint:
-    """What one call of `shard` asked for."""
+    """The arguments of one call of `shard`. An entry of None leaves the tensor to the search."""
 
-    inputs: tuple[Cut | None, ...] | None
-    outputs: tuple[Cut | None, ...] | None
-    parameters: tuple[tuple[str, Cut], ...] = ()
+    inputs: tuple[TensorSplit | None, ...] | None  # one entry per tensor input; None: no in_strategy
+    outputs: tuple[TensorSplit | None, ...] | None  # one entry per tensor output; None: no out_strategy
+    parameters: tuple[tuple[str, TensorSplit], ...] = ()  # (name relative to the module, split)
 
-    def cuts(self) -> Iterator[tuple[str, Cut]]:
-        """All that is asked for, and what for."""
-        for side, given in (("in_strategy", self.inputs), ("out_strategy", self.outputs)):
-            for i, cut in enumerate(given or ()):
-                if cut is not None:
-                    yield f"{side}[{i}]", cut
-        for name, cut in self.parameters:
-            yield f"parameter_plan[{name!r}]", cut
-
-    def plain(self) -> dict[str, Any]:
-        """In plain types."""
-
-        def plain(cut: Cut | None) -> Any:
-            return (cut.layout.shape, cut.layout.names, cut.dims) if isinstance(cut, Arranged) else cut
-
-        sides = {"in": self.inputs, "out": self.outputs}
-        told = {side: None if cuts is None else tuple(map(plain, cuts)) for side, cuts in sides.items()}
-        return {**told, "parameters": tuple((name, plain(cut)) for name, cut in self.parameters)}
-
-    @classmethod
-    def parse(cls, plain: Mapping[str, Any]) -> ShardHint:
-        """From what `plain` gave."""
-
-        def parse(cut: Any) -> Any:
-            arranged = cut is not None and len(cut) == 3 and isinstance(cut[0], tuple)
-            return Arranged(Layout(cut[0], cut[1]), cut[2]) if arranged else cut
-
-        inputs, outputs = (None if plain[side] is None else tuple(map(parse, plain[side])) for side in ("in", "out"))
-        return cls(inputs, outputs, tuple((name, parse(cut)) for name, cut in plain["parameters"]))
+    def splits(self) -> Iterator[tuple[str, TensorSplit]]:
+        """(argument of `shard` as users write it, its split) for every tensor with a split."""
+        for side, entries in (("in_strategy", self.inputs), ("out_strategy", self.outputs)):
+            for i, split in enumerate(entries or ()):
+                if split is not None:
+                    yield f"{side}[{i}]", split
+        for name, split in self.parameters:
+            yield f"parameter_plan[{name!r}]", split
 
     def __str__(self) -> str:
-        return ", ".join(f"{where} {cut}" for where, cut in self.cuts())
+        return ", ".join(f"{where} {split}" for where, split in self.splits())
+
+
+def parts_of(split: TensorSplit) -> tuple[int, ...]:
+    """Number of parts of each dimension."""
+    return split.parts if isinstance(split, TensorLayout) else split
+
+
+def misfits(split: TensorSplit, shape: Sequence[int]) -> Iterator[str]:
+    """The reasons why a tensor of this shape cannot be split like this; empty if it can."""
+    parts = parts_of(split)
+    if len(parts) != len(shape):
+        yield f"{split} has {len(parts)} entries for the {len(shape)} dimensions of a tensor of shape {tuple(shape)}"
+        return
+    for d, (size, n) in enumerate(zip(shape, parts, strict=True)):
+        if size % n:
+            possible = ", ".join(str(k) for k in range(1, n + 1) if size % k == 0)
+            axes = f" ({' x '.join(split.dims[d])})" if isinstance(split, TensorLayout) else ""
+            yield (
+                f"dimension {d} of shape {tuple(shape)} has {size} entries, which {n} parts{axes} do not divide; "
+                f"{possible} would work"
+            )

@@ -1,13 +1,13 @@
-"""The user's `shard()`: some operators' layouts are asked for, the search finds the rest (as mindspore.shard does).
+"""`shard()`: the user fixes the layouts of some tensors, and the search chooses all others (like mindspore.shard).
 
-    autopar.shard(model.fc, in_strategy=((4, 1),), parameter_plan={"weight": (1, 1)})     a module: returned, marked
-    matmul = autopar.shard(torch.matmul, in_strategy=((4, 1), (1, 1)))                    a function: to call in forward
+    autopar.shard(model.fc, in_strategy=((4, 1),), parameter_plan={"weight": (1, 1)})     a module: returned with a hint
+    matmul = autopar.shard(torch.matmul, in_strategy=((4, 1), (1, 1)))                    a function: call the result
     mesh = autopar.Layout((2, 2, 2), ("dp", "sp", "mp"))
-    autopar.shard(model.block, in_strategy=(mesh(("dp", "sp"), "None", "mp"),))           by names of a mesh's axes
+    autopar.shard(model.block, in_strategy=(mesh(("dp", "sp"), "None", "mp"),))           by the named axes of a mesh
 
-A strategy has one entry a tensor: into how many parts each dimension is cut, or which axes of a mesh cut it. Devices
-that it leaves over do the same work again. What is checked here is what needs no graph; the rest is checked when the
-model has been captured (`search.sharding_resolve`).
+A strategy has one entry per tensor: the number of parts of each dimension, or the mesh axes that split it. If the parts
+are fewer than the devices, groups of devices repeat the same work. `shard` checks what needs no graph; planning checks
+the rest against the captured model (`autopar.planner.hint_constraints.sharding`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
 from autopar.errors import InputError
-from autopar.hints.layout import Arranged, Cut, Layout, ShardHint
-from autopar.hints.store import hints_of, mark
+from autopar.hints.layout import Layout, ShardHint, TensorLayout, TensorSplit, misfits, parts_of
+from autopar.hints.store import add_hint, hints_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
-_KEY = "shard"
 
 
 class _Interceptor(threading.local):
@@ -38,7 +37,7 @@ _interceptor = _Interceptor()
 
 @contextmanager
 def sharded_calls_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calls of sharded functions on this thread go through `call(function, hint, args, kwargs)`."""
+    """Inside, this thread runs each call of a sharded function as `call(function, hint, args, kwargs)`."""
     before, _interceptor.call = _interceptor.call, call
     try:
         yield
@@ -47,7 +46,8 @@ def sharded_calls_through(call: Callable[..., Any]) -> Iterator[None]:
 
 
 class ShardedFunction:
-    """A function whose calls are sharded as asked where a model that calls it is captured; elsewhere the function."""
+    """A function with a shard hint. The hint takes effect where a model that calls it is captured; any other call just
+    runs the function."""
 
     def __init__(self, function: Callable[..., Any], hint: ShardHint) -> None:
         functools.update_wrapper(self, function)
@@ -80,153 +80,137 @@ def shard(
 def shard(
     target: Any, in_strategy: Any = None, out_strategy: Any = None, parameter_plan: Mapping[str, Any] | None = None
 ) -> Any:
-    """Ask how a module's or a function's tensors are split over the devices; returns the module, or a function to call.
+    """Fix how the tensors of a module or a function are split over the devices.
 
-    If it is a single operator, that operator works on its inputs as they are asked for; what is more is brought into
-    these layouts where it begins. Everything not asked for is chosen by the search.
+    If the target is a single operator, that operator reads its inputs in the given layouts. If it is several operators,
+    the inputs are brought into the given layouts where the first operators read them. The search chooses the layouts of
+    all other tensors.
 
     Args:
-        target: an nn.Module (the hint holds for each of its calls), or a function; of a function call what this returns
-            in `forward` (every call of it is by itself; elsewhere it just calls the function).
-        in_strategy: a tuple with one entry a tensor input, in the order of the arguments: a tuple with the number of
-            parts of every dimension, a `Layout` applied to axis names, or None (free). None: all are free.
-        out_strategy: the same of the tensors that it returns, as they leave it (added up, if they were sums).
-        parameter_plan: modules only: names of parameters, relative to the module, and how each is stored.
+        target: an nn.Module (the hint holds for each of its calls), or a function. Call the returned function in
+            `forward`; the hint holds for each call separately.
+        in_strategy: a tuple with one entry per tensor input, in the order of the arguments of `forward`. An entry is a
+            tuple with the number of parts of each dimension, a `Layout` applied to axis names, or None (the search
+            chooses). Default: the search chooses for all inputs.
+        out_strategy: the same for the tensors that the target returns; partial sums are added up first.
+        parameter_plan: for modules only: how each parameter is stored, by its name relative to the module.
+
+    Returns:
+        The module itself, or a function to call in place of `target`.
 
     Raises:
-        InputError: lists everything that is wrong. What only the captured model shows is told when it is planned, by
-            a PlanError.
+        InputError: lists everything that is wrong. Errors that only the captured model shows are raised as PlanError
+            when the model is planned.
     """
     is_module = isinstance(target, nn.Module)
-    name = f"shard({type(target).__name__ if is_module else getattr(target, '__name__', target)!s})"
-    problems: list[str] = []
     if not callable(target):
         raise InputError(f"shard takes a torch.nn.Module or a function, got {type(target).__name__}")
+    name = f"shard({type(target).__name__ if is_module else getattr(target, '__name__', target)!s})"
     if isinstance(target, ShardedFunction):
-        raise InputError(f"{name}: it is sharded already, as {target.hint}; give the function itself")
+        raise InputError(f"{name}: the function already has the shard hint {target.hint}; give the function itself")
+    problems: list[str] = []
     if in_strategy is None and out_strategy is None and not parameter_plan:
-        problems.append("nothing is asked for; give in_strategy, out_strategy or parameter_plan")
-    inputs = _side("in_strategy", in_strategy, problems)
-    outputs = _side("out_strategy", out_strategy, problems)
-    plan = _plan(parameter_plan, target, problems)
-    hint = ShardHint(inputs, outputs, plan)
-    problems += _disagreements(hint)
-    if is_module and _KEY in hints_of(target) and hint_of(target) != hint and not problems:
-        problems.append(f"the module is sharded already, as {hint_of(target)}; autopar.clear_hints takes that off")
+        problems.append("the hint is empty; give in_strategy, out_strategy or parameter_plan")
+    inputs = _parse_side("in_strategy", in_strategy, problems)
+    outputs = _parse_side("out_strategy", out_strategy, problems)
+    hint = ShardHint(inputs, outputs, _parse_parameters(parameter_plan, target, problems))
+    problems += _mesh_problems(hint)
+    existing = hint_of(target) if is_module else None
+    if existing is not None and existing != hint and not problems:
+        problems.append(f"the module already has the shard hint {existing}; autopar.clear_hints removes it")
     if problems:
         raise InputError(f"{name}: " + "; ".join(problems))
     if not is_module:
         return ShardedFunction(target, hint)
-    mark(target, _KEY, hint.plain())
+    add_hint(target, shard=hint)
     return target
 
 
 def hint_of(module: nn.Module) -> ShardHint | None:
-    """What `shard` asked of a module; None if it did not."""
-    plain = hints_of(module).get(_KEY)
-    return None if plain is None else ShardHint.parse(plain)
+    """The shard hint on a module; None without one."""
+    return hints_of(module).shard
 
 
 def hinted_modules(model: nn.Module) -> dict[str, tuple[nn.Module, ShardHint]]:
-    """The modules of a model that `shard` was called for, by path."""
-    found = ((path, module, hint_of(module)) for path, module in model.named_modules())
-    return {path: (module, hint) for path, module, hint in found if hint is not None}
+    """The modules of `model` that have a shard hint, by path."""
+    hints = ((path, module, hint_of(module)) for path, module in model.named_modules())
+    return {path: (module, hint) for path, module, hint in hints if hint is not None}
 
 
 def unwrap_functions(module: nn.Module) -> None:
-    """Put the functions themselves where attributes of `module` are sharded ones."""
+    """Replace sharded functions among the attributes of `module` by the functions that they wrap."""
     for name, value in list(vars(module).items()):
         if isinstance(value, ShardedFunction):
             setattr(module, name, value.function)
 
 
-# -- what can be checked without a graph ------------------------------------------------------------------------------
+# -- checks that need no graph: each appends what is wrong to `problems` -----------------------------------------------
 
 
-def _side(name: str, given: Any, problems: list[str]) -> tuple[Cut | None, ...] | None:
-    if given is None:
+def _parse_side(name: str, strategy: Any, problems: list[str]) -> tuple[TensorSplit | None, ...] | None:
+    """in_strategy or out_strategy, with one entry per tensor."""
+    if strategy is None:
         return None
-    if isinstance(given, Arranged):
-        problems.append(f"{name} must have one entry a tensor; write ({given},)")
+    if isinstance(strategy, TensorLayout):
+        problems.append(f"{name} must have one entry per tensor; write ({strategy},)")
         return None
-    if not isinstance(given, (tuple, list)) or not given:
-        problems.append(f"{name} must be a tuple with one entry a tensor, as ((4, 1),), got {given!r}")
+    if not isinstance(strategy, (tuple, list)) or not strategy:
+        problems.append(f"{name} must be a tuple with one entry per tensor, such as ((4, 1),), got {strategy!r}")
         return None
-    if all(isinstance(entry, int) for entry in given):
-        problems.append(f"{name} must have one entry a tensor; write ({tuple(given)},) instead of {given!r}")
+    if all(isinstance(entry, int) for entry in strategy):
+        problems.append(f"{name} must have one entry per tensor; write ({tuple(strategy)},) instead of {strategy!r}")
         return None
-    cuts = (None if cut is None else _cut(f"{name}[{i}]", cut, problems) for i, cut in enumerate(given))
-    return tuple(cuts)
+    return tuple(
+        None if entry is None else _parse_split(f"{name}[{i}]", entry, problems) for i, entry in enumerate(strategy)
+    )
 
 
-def _cut(where: str, given: Any, problems: list[str]) -> Cut | None:
-    if isinstance(given, Arranged):
-        return given
-    if isinstance(given, Layout):
-        problems.append(f"{where} is a Layout; apply it to a name for every dimension, as layout({given.names[0]!r})")
+def _parse_split(where: str, entry: Any, problems: list[str]) -> TensorSplit | None:
+    """The split of one tensor; None if it is wrong. `where`: the argument as messages name it."""
+    if isinstance(entry, TensorLayout):
+        return entry
+    if isinstance(entry, Layout):
+        problems.append(f"{where} is a Layout; call it with a name per dimension, as in layout({entry.names[0]!r})")
         return None
-    if not isinstance(given, (tuple, list)):
-        problems.append(f"{where} must be a tuple with the number of parts of every dimension, got {given!r}")
+    if not isinstance(entry, (tuple, list)):
+        problems.append(f"{where} must be a tuple with the number of parts of each dimension, got {entry!r}")
         return None
-    wrong = [(d, n) for d, n in enumerate(given) if type(n) is not int or n < 1]
+    wrong = [(d, n) for d, n in enumerate(entry) if type(n) is not int or n < 1]
     for d, n in wrong:
-        problems.append(f"{where}, dimension {d}: {n!r} parts; give a whole number of at least 1 (1: not cut)")
-    return None if wrong else tuple(given)
+        problems.append(f"{where}, dimension {d}: {n!r} parts; give a whole number of at least 1 (1: not split)")
+    return None if wrong else tuple(entry)
 
 
-def _plan(given: Any, target: Any, problems: list[str]) -> tuple[tuple[str, Cut], ...]:
-    if given is None:
+def _parse_parameters(plan: Any, target: Any, problems: list[str]) -> tuple[tuple[str, TensorSplit], ...]:
+    """parameter_plan as (name, split)."""
+    if plan is None:
         return ()
     if not isinstance(target, nn.Module):
-        problems.append("parameter_plan is for modules; a function has no parameters, give its in_strategy")
+        problems.append("parameter_plan is for modules; a function has no parameters, use in_strategy")
         return ()
-    if not isinstance(given, Mapping):
-        problems.append(f"parameter_plan must be a dict from names of parameters to strategies, got {given!r}")
+    if not isinstance(plan, Mapping):
+        problems.append(f"parameter_plan must be a dict from parameter names to strategies, got {plan!r}")
         return ()
-    known = dict(target.named_parameters(remove_duplicate=False))
-    found = []
-    for name, cut in given.items():
-        if name not in known:
-            problems.append(
-                f"parameter_plan names {name!r}, but the parameters are {', '.join(map(repr, known)) or 'none'}"
-            )
+    parameters = dict(target.named_parameters(remove_duplicate=False))
+    parsed = []
+    for name, entry in plan.items():
+        if name not in parameters:
+            known = ", ".join(map(repr, parameters)) or "none"
+            problems.append(f"parameter_plan names {name!r}, but the parameters are {known}")
             continue
-        parsed = _cut(f"parameter_plan[{name!r}]", cut, problems)
-        if parsed is None:
-            continue
-        shape = tuple(known[name].shape)
-        problems += [f"parameter_plan[{name!r}]: {p}" for p in misfits(parsed, shape)]
-        found.append((name, parsed))
-    return tuple(found)
+        split = _parse_split(f"parameter_plan[{name!r}]", entry, problems)
+        if split is not None:
+            problems += [f"parameter_plan[{name!r}]: {p}" for p in misfits(split, tuple(parameters[name].shape))]
+            parsed.append((name, split))
+    return tuple(parsed)
 
 
-def misfits(cut: Cut, shape: Sequence[int]) -> Iterator[str]:
-    """Why a tensor of this shape cannot be cut like this; nothing if it can."""
-    slices = slices_of(cut)
-    if len(slices) != len(shape):
-        yield f"{cut} has {len(slices)} entries for the {len(shape)} dimensions of a tensor of shape {tuple(shape)}"
-        return
-    for d, (size, n) in enumerate(zip(shape, slices, strict=True)):
-        if size % n:
-            possible = [k for k in range(1, n + 1) if size % k == 0]
-            told = f"{n} parts" if not isinstance(cut, Arranged) else f"{n} parts ({' x '.join(cut.dims[d])})"
-            yield (
-                f"dimension {d} of shape {tuple(shape)} has {size} entries, which do not come apart into {told}; "
-                f"{', '.join(map(str, possible))} would work"
-            )
-
-
-def slices_of(cut: Cut) -> tuple[int, ...]:
-    """The number of parts of every dimension."""
-    return cut.slices if isinstance(cut, Arranged) else cut
-
-
-def _disagreements(hint: ShardHint) -> Iterator[str]:
-    """Layouts of one hint that are not over the same mesh, and slices that its Layouts have no devices for."""
-    layouts = list(dict.fromkeys(cut.layout for _, cut in hint.cuts() if isinstance(cut, Arranged)))
+def _mesh_problems(hint: ShardHint) -> Iterator[str]:
+    """Layouts of different meshes in one hint, and numbers of parts that do not divide the devices of its mesh."""
+    layouts = list(dict.fromkeys(split.layout for _, split in hint.splits() if isinstance(split, TensorLayout)))
     if len(layouts) > 1:
-        yield f"all Layouts of a model must have one mesh, here are {' and '.join(map(str, layouts))}"
-    for where, cut in hint.cuts():
-        n = math.prod(slices_of(cut))
+        yield f"all Layouts of a model must use one mesh, but here are {' and '.join(map(str, layouts))}"
+    for where, split in hint.splits():
+        n = math.prod(parts_of(split))
         if len(layouts) == 1 and layouts[0].size % n:
-            yield f"{where}: {cut} are {n} parts, which do not divide the {layouts[0].size} devices of {layouts[0]}"
+            yield f"{where}: {split} makes {n} parts, which do not divide the {layouts[0].size} devices of {layouts[0]}"

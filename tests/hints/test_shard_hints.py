@@ -186,7 +186,7 @@ def test_names_and_numbers_ask_for_the_same() -> None:
         named = {(2, 2): MESH("dp", "sp"), (4, 1): MESH(("dp", "sp")), (1, 8): MESH("None", ("dp", "sp", "mp"))}[asked]
         if len(named.dims) == 1:
             named = MESH(named.dims[0], "None")
-        assert named.slices == asked
+        assert named.parts == asked
 
 
 # -- marks on models --------------------------------------------------------------------------------------------------
@@ -231,11 +231,11 @@ def test_a_graph_with_borders_computes_what_the_model_does() -> None:
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        ({}, ["nothing is asked for"]),
-        ({"in_strategy": (4, 1)}, ["one entry a tensor", "((4, 1),)"]),
-        ({"in_strategy": ()}, ["as ((4, 1),)"]),
-        ({"in_strategy": MESH("dp", "sp")}, ["one entry a tensor"]),
-        ({"in_strategy": (MESH,)}, ["apply it"]),
+        ({}, ["the hint is empty"]),
+        ({"in_strategy": (4, 1)}, ["one entry per tensor", "((4, 1),)"]),
+        ({"in_strategy": ()}, ["such as ((4, 1),)"]),
+        ({"in_strategy": MESH("dp", "sp")}, ["one entry per tensor"]),
+        ({"in_strategy": (MESH,)}, ["call it with a name per dimension"]),
         ({"in_strategy": ((4, 0),)}, ["in_strategy[0], dimension 1: 0 parts", "at least 1"]),
         ({"in_strategy": ((2.0, -1),)}, ["dimension 0: 2.0", "dimension 1: -1"]),
         ({"in_strategy": ((True, 1),)}, ["True parts"]),
@@ -258,16 +258,16 @@ def test_a_hint_that_cannot_be_is_refused_at_once(options: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Layout((), ()), "at least one axis"),
+        (lambda: Layout((), ()), "needs at least one axis"),
         (lambda: Layout((2, 0), ("a", "b")), "axis 1 has 0 devices"),
-        (lambda: Layout((2, 2), ("a",)), "2 axes, but 1 names"),
-        (lambda: Layout((2, 2), ("a", "a")), "'a' for several axes"),
+        (lambda: Layout((2, 2), ("a",)), "there are 2 axes, but 1 names"),
+        (lambda: Layout((2, 2), ("a", "a")), "several axes are named 'a'"),
         (lambda: Layout((2,), ("None",)), "'None'"),
-        (lambda: MESH("dp", "tp"), "dimension 1: 'tp' is no axis of it; the axes are dp, sp, mp"),
+        (lambda: MESH("dp", "tp"), "dimension 1: the mesh has no axis 'tp'; its axes are dp, sp, mp"),
         (lambda: MESH("dp", ("sp", "dp")), "axis 'dp' is used twice, for dimensions 0 and 1"),
         (lambda: autopar.shard(3), "takes a torch.nn.Module or a function"),
         (lambda: autopar.shard(torch.relu, parameter_plan={"w": (1,)}), "is for modules"),
-        (lambda: autopar.shard(autopar.shard(torch.relu, ((2, 1),)), ((2, 1),)), "sharded already"),
+        (lambda: autopar.shard(autopar.shard(torch.relu, ((2, 1),)), ((2, 1),)), "already has the shard hint"),
     ],
 )
 def test_layouts_and_targets_are_checked(build: Callable[[], Any], message: str) -> None:
@@ -279,7 +279,7 @@ def test_layouts_and_targets_are_checked(build: Callable[[], Any], message: str)
 def test_a_module_is_sharded_in_one_way() -> None:
     layer = autopar.shard(nn.Linear(8, 8), in_strategy=((4, 1),))
     autopar.shard(layer, in_strategy=((4, 1),))  # the same again is no contradiction
-    with pytest.raises(InputError, match="sharded already, as in_strategy"):
+    with pytest.raises(InputError, match="already has the shard hint in_strategy"):
         autopar.shard(layer, in_strategy=((2, 1),))
 
 

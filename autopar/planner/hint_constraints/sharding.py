@@ -19,9 +19,9 @@ from autopar.analysis.rules.table import bind
 from autopar.capture.program import Program, describe
 from autopar.capture.shard_regions import ShardCall
 from autopar.errors import PlanError
-from autopar.hints.layout import Arranged, Cut, ShardHint
 from autopar.hints.layout import Layout as NamedMesh
-from autopar.hints.shard import hinted_modules, misfits, slices_of
+from autopar.hints.layout import ShardHint, TensorLayout, TensorSplit, misfits, parts_of
+from autopar.hints.shard import hinted_modules
 from autopar.planner.hint_constraints.sharding_obstacles import clashes, refused, slices_in
 from autopar.planner.intra_op.constraints import ShardingConstraints, Wanted
 from autopar.sharding.layouts import REPLICATE, Placements, layouts
@@ -144,7 +144,7 @@ class _Resolving:
         found: dict[NamedMesh, list[str]] = defaultdict(list)
         chains: list[tuple[str, ...]] = []
         for title, cut in self._every_cut():
-            if isinstance(cut, Arranged):
+            if isinstance(cut, TensorLayout):
                 found[cut.layout].append(title)
                 chains += cut.dims
         if not found:
@@ -166,12 +166,12 @@ class _Resolving:
             self.problems.append(f"{asked} ({found[asked][0]}) is another mesh than the plan's, {self._given}")
         return tuple(np.arange(asked.size).reshape(asked.shape).transpose(axes).ravel().tolist())
 
-    def _every_cut(self) -> Iterator[tuple[str, Cut]]:
+    def _every_cut(self) -> Iterator[tuple[str, TensorSplit]]:
         for call in self.program.shard_calls:
             if call.path is None:
-                yield from ((f"{call.title}, {where}", cut) for where, cut in call.hint.cuts())
+                yield from ((f"{call.title}, {where}", cut) for where, cut in call.hint.splits())
         for path, (_, hint) in self.hinted.items():
-            yield from ((f"module '{path}', {where}", cut) for where, cut in hint.cuts())
+            yield from ((f"module '{path}', {where}", cut) for where, cut in hint.splits())
 
     def _outermost_first(self, asked: NamedMesh, chains: Sequence[tuple[str, ...]]) -> list[int]:
         """The axes in an order in which, of those that cut one dimension, the outer comes first."""
@@ -207,7 +207,12 @@ class _Resolving:
             self._bound(call.outputs[i], wanted)
 
     def _side(
-        self, call: ShardCall, name: str, what: str, nodes: Sequence[str | None], cuts: Sequence[Cut | None] | None
+        self,
+        call: ShardCall,
+        name: str,
+        what: str,
+        nodes: Sequence[str | None],
+        cuts: Sequence[TensorSplit | None] | None,
     ) -> dict[int, Wanted]:
         """What is wanted of inputs or outputs, by number."""
         if cuts is None:
@@ -227,10 +232,10 @@ class _Resolving:
                     found[i] = wanted
         return found
 
-    def _wanted(self, where: str, cut: Cut, value: torch.Tensor, node: str | None = None) -> Wanted | None:
+    def _wanted(self, where: str, cut: TensorSplit, value: torch.Tensor, node: str | None = None) -> Wanted | None:
         shape = tuple(value.shape)
         wrong = list(misfits(cut, shape))
-        n = math.prod(slices_of(cut))
+        n = math.prod(parts_of(cut))
         if self.n_devices % n:
             possible = ", ".join(map(str, divisors(self.n_devices)))
             wrong.append(f"{cut} are {n} parts for {self.n_devices} devices; their product must be one of {possible}")
@@ -250,8 +255,8 @@ class _Resolving:
         recorded = self._nodes[name].meta.get("val")
         return isinstance(recorded, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in recorded.shape)
 
-    def _layouts(self, cut: Cut, shape: Sequence[int]) -> frozenset[Placements]:
-        if isinstance(cut, Arranged):
+    def _layouts(self, cut: TensorSplit, shape: Sequence[int]) -> frozenset[Placements]:
+        if isinstance(cut, TensorLayout):
             of = {name: d for d, names in enumerate(cut.dims) for name in names}
             sizes = zip(self._names, self._mesh, strict=True)
             return frozenset({tuple(of.get(name, REPLICATE) if n > 1 else REPLICATE for name, n in sizes)})
@@ -321,7 +326,7 @@ class _Resolving:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def _add_parameter(self, path: str, name: str, cut: Cut) -> None:
+    def _add_parameter(self, path: str, name: str, cut: TensorSplit) -> None:
         full = f"{path}.{name}".lstrip(".")
         tensor = get_attribute(self.model, full)
         module = self.program.graph_module

@@ -10,9 +10,10 @@ from statistics import median
 import autopar
 from autopar import Cluster
 from benchmarks.output import Report, Table
-from benchmarks.timing import interleave, threads
+from benchmarks.timing import interleave
 from benchmarks.zoo import Subject, bert, gpt2, resnet, step, t5, vit
 from cost_models import MeasurementCache, parse_devices
+from cost_models.hardware.devices import operator_threads
 
 ROUNDS = 5
 MODELS: tuple[Callable[[bool], Subject], ...] = (resnet, gpt2, bert, t5, vit)
@@ -40,7 +41,7 @@ def run_estimates(quick: bool) -> Report:
 
 def _row(subject: Subject, here: Cluster, elsewhere: Cluster) -> Row:
     profiled, estimated = (_seconds(subject, cluster) for cluster in (here, elsewhere))
-    with threads(1):
+    with operator_threads(1):
         steps = interleave({"step": lambda: step(subject.model, subject.inputs)}, ROUNDS)["step"]
     return Row(subject.name, median(steps), profiled, estimated)
 

@@ -11,7 +11,7 @@ from benchmarks.hybrid_plan import Job, Pass, Seconds, Split
 from benchmarks.hybrid_tape import Work
 from cost_models import Group, collective_seconds, efficiency_of, rates_of
 from cost_models.collectives.formulas import Collective
-from cost_models.hardware.specs import DeviceSpec
+from cost_models.hardware.device_specs import DeviceSpec
 from cost_models.kernels.roofline import kernel_seconds
 from cost_models.memory.training_memory import TrainingMemory, training_memory
 

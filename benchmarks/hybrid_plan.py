@@ -8,7 +8,7 @@ from typing import Literal
 
 from benchmarks.hybrid_layers import Arithmetic, Transformer
 from cost_models import Cluster
-from cost_models.hardware.specs import DeviceSpec
+from cost_models.hardware.device_specs import DeviceSpec
 from cost_models.memory.training_memory import Precision
 
 Recompute = Literal["none", "selective", "full"]

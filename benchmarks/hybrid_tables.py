@@ -22,7 +22,8 @@ from benchmarks.hybrid_layers import Arithmetic, Transformer, gpt
 from benchmarks.hybrid_plan import Job, Recompute, Split, System
 from benchmarks.hybrid_search import Space
 from cost_models import Cluster, DeviceError
-from cost_models.hardware.specs import DeviceSpec, device_spec, network
+from cost_models.hardware.device_specs import DeviceSpec, device_spec
+from cost_models.hardware.networks import network
 from cost_models.memory.training_memory import FULL, MIXED
 
 NODE = 8  # devices

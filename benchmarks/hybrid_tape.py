@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cost_models.graphs import storage_key, tensors_in
 from cost_models.kernels.kernel import Kernel, MemoryKind, make_kernel
-from cost_models.kernels.work import count_call
+from cost_models.kernels.operator_work import count_call
 
 
 @dataclass(frozen=True)

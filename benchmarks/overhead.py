@@ -14,7 +14,8 @@ from torch.nn.functional import mse_loss
 import autopar
 from autopar import Plan
 from benchmarks.output import Report, Table
-from benchmarks.timing import Step, interleave, slope, threads
+from benchmarks.timing import Step, interleave, slope
+from cost_models.hardware.devices import operator_threads
 
 WIDTH, BATCH = 64, 64
 LAYERS = (1, 4)  # in each of the two stages
@@ -42,7 +43,7 @@ class Result:
 
 
 def run_overhead(effort: Effort) -> Report:
-    with threads(1):
+    with operator_threads(1):
         result = measure(effort)
     counts = effort.counts
     microbatches = [

@@ -37,8 +37,9 @@ from benchmarks.peer_systems import (
     gradients_of,
     worker_a_stage,
 )
-from benchmarks.timing import interleave, ratio, slope, threads
+from benchmarks.timing import interleave, ratio, slope
 from benchmarks.training import DEVICES
+from cost_models.hardware.devices import operator_threads
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def run_peers(quick: bool) -> Report:
     effort = QUICK if quick else FULL
     models = [partial(build, quick) for build in (peer_models.resnet, peer_models.gpt, peer_models.bert)]
     with ExitStack() as stack:
-        stack.enter_context(threads(1))
+        stack.enter_context(operator_threads(1))
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, AUTOPAR_CACHE_DIR=cache))
         ranks = stack.enter_context(Ranks()) if dist.is_available() and dist.is_gloo_available() else None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 Step = Callable[[], object]
 Name = TypeVar("Name")
@@ -42,14 +40,3 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Of the least-squares line through the points."""
     return float(np.polyfit(xs, ys, 1)[0])
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Operators called from this thread use `count` threads."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous)

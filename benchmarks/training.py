@@ -29,8 +29,9 @@ from benchmarks.figures import split_size_curve
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table
 from benchmarks.sweep import Grid, Sweep, run_sweep
-from benchmarks.timing import interleave, ratio, threads
+from benchmarks.timing import interleave, ratio
 from cost_models import MeasurementCache, parse_devices
+from cost_models.hardware.devices import operator_threads
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Result:
 
 
 def run_training(workload: Workload, effort: Effort) -> Report:
-    with threads(1), _empty_cache():
+    with operator_threads(1), _empty_cache():
         result = measure(workload, effort)
     return Report(
         f"Training step of {result.title}",
@@ -179,7 +180,7 @@ def _cost_graph(workload: Workload) -> CostGraph:
 
 
 def _step_on_threads(workload: Workload, count: int) -> None:
-    with threads(count):
+    with operator_threads(count):
         workload.step()
 
 

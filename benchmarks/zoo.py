@@ -17,7 +17,8 @@ from torch import nn
 
 import autopar
 from benchmarks.output import Report, Table
-from benchmarks.timing import interleave, ratio, threads
+from benchmarks.timing import interleave, ratio
+from cost_models.hardware.devices import operator_threads
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def measure(subject: Subject, rounds: int) -> Row:
     """Plans a pure pipeline for the subject's model and compares it with a copy that stays as it is."""
     log.info("%s: planning", subject.name)
     oracle = copy.deepcopy(subject.model)
-    with threads(1):
+    with operator_threads(1):
         start = time.perf_counter()
         pm = autopar.parallelize(
             subject.model,

@@ -3,18 +3,19 @@
 Seconds and bytes throughout. The package stands alone: it knows nothing of stages or plans.
 """
 
+from cost_models.clusters.cluster import Cluster
 from cost_models.collectives.formulas import COLLECTIVES, Collective, Group, collective_seconds
 from cost_models.collectives.measured import MeasuredCollectives, measure_collectives
 from cost_models.errors import DeviceError
-from cost_models.hardware.clusters import Cluster
-from cost_models.hardware.devices import Device, parse_devices
+from cost_models.hardware.device_specs import DeviceSpec, efficiency_of, known_devices, rates_of
+from cost_models.hardware.devices import Device, available_memory, parse_devices
 from cost_models.hardware.links import Link, fit_link, measure_link, measure_links
-from cost_models.hardware.specs import DeviceSpec, Network, known_devices, known_networks
-from cost_models.kernels.efficiency import Efficiency
-from cost_models.kernels.roofline import OperatorEstimate, Rates, efficiency_of, estimate, rates_of
+from cost_models.hardware.networks import Network, known_networks
+from cost_models.kernels.efficiency_curves import Efficiency
+from cost_models.kernels.roofline import OperatorEstimate, Rates, estimate
 from cost_models.measuring.cache import MeasurementCache, signature_key
 from cost_models.measuring.calibration import Calibration, calibrate
-from cost_models.memory.devices import OPTIMIZERS, available_memory, optimizer_state_bytes
+from cost_models.memory.optimizer_state import OPTIMIZERS, optimizer_state_bytes
 
 __all__ = [
     "COLLECTIVES",

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+Loss = Callable[[tuple[Any, ...]], torch.Tensor]
+"""A scalar loss of the flat outputs of a graph."""
+
+
+def call_function(node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result of one node's call: the default of `run_nodes`."""
+    return function(*args, **kwargs)
+
 
 def run_nodes(
-    module: fx.GraphModule, inputs: Sequence[Any], on_node: Callable[[fx.Node, Any, float], None]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    on_node: Callable[[fx.Node, Any], None] = lambda node, value: None,
+    call: Callable[[fx.Node, Callable[..., Any], Any, Any], Any] = call_function,
 ) -> tuple[Any, ...]:
-    """Run a flat graph node by node, telling `on_node` each value and the seconds that its call took."""
+    """Run a flat graph node by node and return its outputs.
+
+    `call(node, function, args, kwargs)` runs each node that computes, and `on_node(node, value)` receives its value.
+    Values are freed after their last use, as the compiled program frees them.
+
+    Raises:
+        ValueError: the graph has no output node.
+    """
     values: dict[fx.Node, Any] = {}
     remaining = {node: len(node.users) for node in module.graph.nodes}
     arguments = iter(inputs)
-    device = device_of(inputs)
     for node in module.graph.nodes:
         if node.op == "placeholder":
             values[node] = next(arguments)
@@ -36,14 +52,11 @@ def run_nodes(
             function = getattr(type(args[0]), node.target)
         else:
             function = node.target
-        start = time.perf_counter()
-        value = function(*args, **kwargs)
-        synchronize(device)
-        seconds = time.perf_counter() - start
+        value = call(node, function, args, kwargs)
         values[node] = value
-        on_node(node, value, seconds)
+        on_node(node, value)
         del args, kwargs, value
-        for source in node.all_input_nodes:  # free what is not needed any more, as the real program does
+        for source in node.all_input_nodes:
             remaining[source] -= 1
         for last in (node, *node.all_input_nodes):
             if not remaining[last]:
@@ -140,9 +153,3 @@ def get_attribute(module: nn.Module, path: str) -> Any:
 def device_of(values: Sequence[Any]) -> torch.device:
     """Where the first tensor of `values` lies; the CPU if there is none."""
     return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what runs on a CUDA device; CPU operators are done when they return."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

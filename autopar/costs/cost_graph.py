@@ -32,7 +32,7 @@ from autopar.costs.cost_table import CostSource, CostTable, Progress
 from autopar.sharding.stage_sharding import StageSharding
 from cost_models import Cluster, Device, Link, optimizer_state_bytes
 from cost_models.graphs import get_attribute, storage_key
-from cost_models.memory.footprint import GraphBytes
+from cost_models.memory.graph_bytes import GraphBytes
 
 
 class Weight(NamedTuple):

@@ -12,9 +12,8 @@ import torch
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from cost_models import Cluster, Device, Link
-from cost_models.graphs import device_of
-from cost_models.measuring.profiler import Loss
-from cost_models.memory.footprint import GraphBytes
+from cost_models.graphs import Loss, device_of
+from cost_models.memory.graph_bytes import GraphBytes
 
 Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 

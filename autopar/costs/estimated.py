@@ -20,9 +20,10 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
 from cost_models import Cluster, Link
 from cost_models.graphs import on_meta, private_copy, tensors_in
-from cost_models.kernels.roofline import efficiency_of, price, rates_of
-from cost_models.kernels.work import OperatorWork, count, count_call
-from cost_models.memory.footprint import GraphBytes, measure_bytes
+from cost_models.hardware.device_specs import efficiency_of, rates_of
+from cost_models.kernels.operator_work import OperatorWork, count, count_call
+from cost_models.kernels.roofline import price
+from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 from cost_models.memory.training_memory import FRAGMENTATION
 
 META = torch.device("meta")

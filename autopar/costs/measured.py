@@ -22,9 +22,9 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import get_attribute
-from cost_models.measuring.profiler import GraphTimes, measure, measure_accumulate
+from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
 from cost_models.measuring.repeated_operators import ReducedGraph, reduce_graph
-from cost_models.memory.footprint import GraphBytes, measure_bytes
+from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from cost_models.hardware.specs import describes
+from cost_models.hardware.device_specs import describes
 
 _PLACEHOLDER = re.compile(r"\d+\.\d+:.+")  # node.index:kind, as `Cluster` calls devices that are not at hand
 

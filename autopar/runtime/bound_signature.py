@@ -20,7 +20,7 @@ from autopar.planner.hint_constraints.sharding_followed import sharding_violatio
 from autopar.planner.hint_constraints.stages import resolve, violations
 from autopar.runtime.executable import Executable
 from autopar.runtime.workers import Worker
-from cost_models.hardware.devices import Device
+from cost_models.hardware.devices import Device, find_device
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def build(
     n_microbatches = 1 if one_microbatch(entry.batching, settings) else plan.n_microbatches
     executable = None
     if _is_plain(plan, n_microbatches, settings):
-        device = next(d.torch_device for d in devices if d.name == plan.used_devices[0])
+        device = find_device(devices, plan.used_devices[0]).torch_device
         if any(t.device != device for t in [*model.parameters(), *model.buffers()]):
             model.to(device)
     else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from autopar.runtime.memory_watch import MemoryWatch
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.step_recorder import timed
 from cost_models import Device
+from cost_models.hardware.devices import operator_threads
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def run_comparison(
     devices, example = costs.devices, call.example
     alone = Plan((Stage((devices[0].name,)),), n_microbatches=1)
     priced = {name: _priced(plan, example, costs, options) for name, plan in plans.items()}
-    with untouched(example.model), _threads(devices[0].threads):
+    with untouched(example.model), operator_threads(devices[0].threads):
         contestants = [_plain("one device", _priced(alone, example, costs, options), call, devices[0])]
         try:
             for name, plan in priced.items():
@@ -124,7 +125,7 @@ def tune(
     devices, example = costs.devices, call.example
     priced = {name: _priced(plan, example, costs, options) for name, plan in plans.items()}
     contestants: list[_Contestant] = []
-    with untouched(example.model), _threads(devices[0].threads):
+    with untouched(example.model), operator_threads(devices[0].threads):
         try:
             for name, plan in priced.items():
                 progress(f"preparing {name}", 0.0)
@@ -255,13 +256,3 @@ def _predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
     for name, peak in peaks.items():
         total[places[name]] += peak
     return dict(total)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

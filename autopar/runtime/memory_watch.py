@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture import torch_private
 from cost_models import Device
+from cost_models.hardware.devices import synchronize
 
 Watch = Callable[[str], AbstractContextManager[object]]
 """For the name of a device, the context in which its worker runs its part of a call."""
@@ -42,12 +43,12 @@ class MemoryWatch:
         gpus = {d.torch_device for d in self.devices if not d.shares_process_memory}
         before = {}
         for gpu in gpus:
-            torch.cuda.synchronize(gpu)
+            synchronize(gpu)
             torch.cuda.reset_peak_memory_stats(gpu)
             before[gpu] = torch.cuda.memory_allocated(gpu)
         yield
         for gpu in gpus:
-            torch.cuda.synchronize(gpu)
+            synchronize(gpu)
             here = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in resident if t.device == gpu}
             self._gpu_peaks[str(gpu)] = torch.cuda.max_memory_allocated(gpu) - before[gpu] + sum(here.values())
 

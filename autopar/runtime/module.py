@@ -36,7 +36,7 @@ from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed
 from autopar.runtime.user_warnings import OneTimeWarnings
 from autopar.runtime.workers import Worker
-from cost_models.hardware.devices import Device
+from cost_models.hardware.devices import Device, find_device
 
 Decide = Callable[[Example], Plan]
 
@@ -256,7 +256,7 @@ class PipelinedModule(nn.Module):
     def _only_device(self) -> Device:
         assert self._plan is not None
         name = self._plan.used_devices[0]
-        return next(d for d in self._devices if d.name == name)
+        return find_device(self._devices, name)
 
     def _run(
         self,
@@ -372,7 +372,7 @@ class PipelinedModule(nn.Module):
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
-            self._workers[name] = Worker(next(d for d in self._devices if d.name == name))
+            self._workers[name] = Worker(find_device(self._devices, name))
         return self._workers[name]
 
     def _forget_abandoned(self) -> None:

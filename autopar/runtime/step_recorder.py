@@ -26,7 +26,7 @@ from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.passes import LossFunction
 from autopar.runtime.step_profile import StageStep, StepProfile
 from autopar.schedule.clock import Action, Phase
-from cost_models.hardware.devices import Device
+from cost_models.hardware.devices import Device, synchronize
 
 T = TypeVar("T")
 Act = Callable[[Part, int], None]  # on a part and a micro-batch
@@ -145,16 +145,11 @@ class _NotedMail(Mailbox):
 
 def timed(step: Callable[[], T], devices: Sequence[Device]) -> tuple[T, float]:
     """What `step` returns, and its seconds: from when all GPUs are idle until they are again."""
-    _synchronize(devices)
+    synchronize(*devices)
     start = time.perf_counter()
     result = step()
-    _synchronize(devices)
+    synchronize(*devices)
     return result, time.perf_counter() - start
-
-
-def _synchronize(devices: Sequence[Device]) -> None:
-    for place in {device.torch_device for device in devices if device.torch_device.type == "cuda"}:
-        torch.cuda.synchronize(place)
 
 
 def _finish(device: Device) -> None:

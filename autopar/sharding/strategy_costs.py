@@ -20,10 +20,10 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.strategies import Strategy, repeated, strategies
 from cost_models import Cluster
 from cost_models.graphs import tensors_in
-from cost_models.kernels.efficiency import Efficiency
+from cost_models.kernels.efficiency_curves import Efficiency
 from cost_models.kernels.kernel import Kernel
+from cost_models.kernels.operator_work import OperatorWork
 from cost_models.kernels.roofline import Rates, kernel_seconds
-from cost_models.kernels.work import OperatorWork
 
 Ends = tuple[Placements, Placements]  # of a tensor where it is made or read, and of its gradient there
 

@@ -35,7 +35,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cost_models.hardware.specs import Network
+from cost_models.hardware.networks import Network
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cost_models.collectives.formulas import COLLECTIVES, Collective
+from cost_models.hardware.devices import synchronize
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 """Bytes of the tensors that collectives are measured with."""
@@ -117,17 +118,12 @@ def _measure(call: Callable[[], object], group: dist.ProcessGroup | None, device
     samples = []
     for turn in range(WARM_UP_ROUNDS + ROUNDS):
         dist.barrier(group)
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         call()
-        _synchronize(device)
+        synchronize(device)
         if turn >= WARM_UP_ROUNDS:
             samples.append(time.perf_counter() - start)
     slowest = torch.tensor([statistics.median(samples)], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return float(slowest)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

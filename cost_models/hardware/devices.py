@@ -1,18 +1,18 @@
-"""Devices as workers: what a job runs on, from the strings a user writes."""
+"""Devices: the workers of a job, parsed from a user's strings; their free memory, threads and synchronization."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from cost_models.errors import DeviceError
-from cost_models.memory.devices import available_memory
 
 DEFAULT_CPU_WORKERS = 2  # without a GPU: enough to overlap two stages, and operators still get threads of their own
 
@@ -60,6 +60,65 @@ def parse_devices(devices: Sequence[str | torch.device] | str | torch.device | N
         parsed.append(_device(place, index=seen[place], workers=workers[place], memory=memory[place]))
         seen[place] += 1
     return tuple(parsed)
+
+
+def find_device(devices: Sequence[Device], name: str) -> Device:
+    """The device called `name`.
+
+    Raises:
+        DeviceError: no such device; the message lists the names.
+    """
+    for device in devices:
+        if device.name == name:
+            return device
+    raise DeviceError(f"{name!r} is not among the devices {', '.join(device.name for device in devices)}")
+
+
+def synchronize(*devices: torch.device | Device) -> None:
+    """Wait until every CUDA device in `devices` is idle; CPU operators are complete when they return."""
+    for device in devices:
+        place = device.torch_device if isinstance(device, Device) else device
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+
+
+@contextmanager
+def operator_threads(count: int) -> Iterator[None]:
+    """Operators called from this thread use `count` CPU threads inside the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def available_memory(torch_device: torch.device) -> int:
+    """Bytes that this process can still allocate on a CPU or CUDA device.
+
+    CUDA: what the driver has free plus what PyTorch's allocator holds in its cache, since freed tensors go there and
+    not back to the driver.
+
+    Raises:
+        DeviceError: the device is neither CPU nor CUDA.
+    """
+    if torch_device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(torch_device)
+        cached = torch.cuda.memory_reserved(torch_device) - torch.cuda.memory_allocated(torch_device)
+        return free + cached
+    if torch_device.type == "cpu":
+        return _available_ram()
+    raise DeviceError(f"the memory of {str(torch_device)!r} is unknown; use a cpu or cuda device")
+
+
+def _available_ram(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """MemAvailable where Linux reports it (it counts reclaimable page cache), else the free pages, else all pages."""
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _device(place: torch.device, index: int, workers: int, memory: int) -> Device:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from cost_models.hardware.devices import Device
+from cost_models.hardware.devices import Device, synchronize
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 """Bytes of the tensors that a link is measured with: latency decides the small ones, bandwidth the large ones."""
@@ -138,7 +138,7 @@ def _copy_seconds(tensors: Sequence[torch.Tensor], target: torch.device) -> list
 
     def copy(tensor: torch.Tensor) -> None:
         tensor.to(target)
-        _synchronize(tensor.device, target)
+        synchronize(tensor.device, target)
 
     return _median_seconds(copy, tensors, COPY_ROUNDS)
 
@@ -149,7 +149,7 @@ def _memory_copy_seconds(tensor: torch.Tensor) -> float:
 
     def copy(original: torch.Tensor) -> None:
         duplicate.copy_(original)
-        _synchronize(original.device)
+        synchronize(original.device)
 
     return _median_seconds(copy, [tensor], COPY_ROUNDS)[0]
 
@@ -158,7 +158,7 @@ def _median_seconds(
     action: Callable[[torch.Tensor], None], tensors: Sequence[torch.Tensor], rounds: int
 ) -> list[float]:
     """Median seconds of `action` on each tensor; the tensors take turns, so that a busy moment strikes them alike."""
-    _synchronize(*(tensor.device for tensor in tensors))
+    synchronize(*(tensor.device for tensor in tensors))
     samples: list[list[float]] = [[] for _ in tensors]
     for turn in range(WARM_UP_ROUNDS + rounds):
         for tensor, sample in zip(tensors, samples, strict=True):
@@ -168,9 +168,3 @@ def _median_seconds(
             if turn >= WARM_UP_ROUNDS:
                 sample.append(elapsed)
     return [statistics.median(sample) for sample in samples]
-
-
-def _synchronize(*devices: torch.device) -> None:
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -17,10 +17,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cost_models.hardware.specs import DeviceSpec
-from cost_models.kernels.efficiency import Efficiency, filled
+from cost_models.kernels.efficiency_curves import Efficiency, filled
 from cost_models.kernels.kernel import ComputeKind, Kernel, MemoryKind
-from cost_models.kernels.work import OperatorWork, count
+from cost_models.kernels.operator_work import OperatorWork, count
 
 
 @dataclass(frozen=True)
@@ -42,23 +41,6 @@ class Rates:
             known = ", ".join(str(d) for d in self.peak_flops)
             raise ValueError(f"the device's FLOP/s are not known for {dtype}; known are {known}")
         return self.peak_flops[dtype]
-
-
-def rates_of(spec: DeviceSpec) -> Rates:
-    """What a data sheet states; float32 products on tensor cores where torch allows it just now.
-
-    Curves that were measured know the device's units already.
-    """
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    return Rates(spec.by_dtype(tf32), spec.bandwidth, spec.launch, 0 if spec.curves else spec.units)
-
-
-def efficiency_of(spec: DeviceSpec) -> Efficiency:
-    """How much of that its kernels reach: the curves that were measured of it, or else the usual ones, which end at
-    the fractions that its large kernels reach."""
-    if spec.curves:
-        return Efficiency.from_json(spec.curves)
-    return Efficiency.default(spec.flops_efficiency, spec.bandwidth_efficiency, spec.attention_efficiency)
 
 
 @dataclass(frozen=True)

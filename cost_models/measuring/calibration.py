@@ -6,19 +6,18 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 
-from cost_models.graphs import synchronize, tensors_in
-from cost_models.hardware.devices import Device
-from cost_models.hardware.specs import DeviceSpec
-from cost_models.kernels.efficiency import ComputeCurve, Efficiency, MemoryCurve
+from cost_models.graphs import tensors_in
+from cost_models.hardware.device_specs import DeviceSpec
+from cost_models.hardware.devices import Device, operator_threads, synchronize
+from cost_models.kernels.efficiency_curves import ComputeCurve, Efficiency, MemoryCurve
 from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS, ComputeKind, Kernel, Kind, MemoryKind
+from cost_models.kernels.operator_work import count_call
 from cost_models.kernels.roofline import Rates
-from cost_models.kernels.work import count_call
 from cost_models.measuring.cache import MeasurementCache, signature_key
 
 _aten = torch.ops.aten
@@ -82,7 +81,7 @@ def calibrate(device: Device, cache: MeasurementCache | None = None, budget: flo
     found = cache.get(key) if cache is not None else None
     if found is not None:
         return Calibration.from_json(found)
-    with _threads(device.threads):
+    with operator_threads(device.threads):
         result = _calibrate(device.torch_device, budget)
     if cache is not None:
         cache.put(key, result.to_json())
@@ -210,14 +209,3 @@ def _copy_bandwidth(place: torch.device, nbytes: int) -> float:
     """Bytes per second, read and written, of a copy between two tensors."""
     source, target = (torch.ones(nbytes // 4, device=place) for _ in range(2))
     return 2 * nbytes / min(_run([lambda: target.copy_(source)], place) for _ in range(10))
-
-
-@contextmanager
-def _threads(n: int) -> Iterator[None]:
-    """Operators use `n` threads inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -28,17 +28,15 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from cost_models.graphs import on_meta, private_copy, run_nodes, tensors_in
+from cost_models.graphs import Loss, on_meta, private_copy, run_nodes, tensors_in
 from cost_models.kernels.device_kernels import DeviceKernels
 from cost_models.memory.allocations import Allocations
-from cost_models.memory.devices import optimizer_state_elements
+from cost_models.memory.optimizer_state import optimizer_state_elements
 from cost_models.memory.recomputation import recomputing
 from cost_models.memory.training_memory import FRAGMENTATION, Precision, TrainingMemory
 
 BLOCK = {"cpu": 1, "cuda": 512}
 """By device type, what sizes are multiples of (kMinBlockSize in c10/cuda/CUDACachingAllocator.h)."""
-
-Loss = Callable[[tuple[Any, ...]], torch.Tensor]
 
 _MOMENTS = ("forward", "backward", "step")
 
@@ -212,7 +210,7 @@ class _Rehearsal:
 
     def forward_and_backward(self, loss: Loss | None) -> None:
         with torch.enable_grad(), DeviceKernels(self.device_type), self.notes:
-            self.outputs = run_nodes(self.graph, self.inputs, lambda *_: None)  # the caller holds them
+            self.outputs = run_nodes(self.graph, self.inputs)  # the caller holds them
             roots = _roots(self.outputs) if loss is None else [loss(self.outputs)]
             self.kept = self.notes.living()
             self.ends.append(len(self.notes.events))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cost_models.memory.devices import optimizer_state_elements
+from cost_models.memory.optimizer_state import optimizer_state_elements
 
 FRAGMENTATION = {"cpu": 0.0, "cuda": 0.05}
 """By device type, the fraction of everything else set aside for gaps between blocks. On a CPU a gap in the address

@@ -24,8 +24,9 @@ from benchmarks.output import Report, Table, to_markdown
 from benchmarks.peer_systems import Rank, Ranks, best_cut, block_seconds
 from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
 from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, choose_cuts
-from benchmarks.timing import interleave, ratio, slope, threads
+from benchmarks.timing import interleave, ratio, slope
 from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Effort, run_training
+from cost_models.hardware.devices import operator_threads
 
 COUNTS = (1, 2, 3)
 CUTS = 2
@@ -64,13 +65,6 @@ def test_ratio_pairs_the_times_of_a_round() -> None:
 def test_slope_is_that_of_the_line_the_points_lie_on(steepness: float, offset: float) -> None:
     xs = [2, 4, 8, 16, 32]
     assert slope(xs, [steepness * x + offset for x in xs]) == pytest.approx(steepness, abs=1e-9)
-
-
-def test_thread_setting_holds_inside_and_is_restored_after() -> None:
-    before = torch.get_num_threads()
-    with threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before
 
 
 # -- the sweep's cuts -------------------------------------------------------------------------------------------------
@@ -253,7 +247,7 @@ def test_what_is_not_installed_has_no_row_and_is_told(without_gpipe: None) -> No
 
 def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_plain_model_does() -> None:
     pytest.importorskip("torchgpipe")
-    with threads(1):
+    with operator_threads(1):
         _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None)
     assert [row.system for row in rows] == [AUTOPAR, GPIPE, GPIPE_WORKERS]
     assert max(error for row in rows for error in (row.loss_error, row.gradient_error)) < 1e-5
@@ -268,7 +262,7 @@ def test_a_system_that_computes_something_else_is_found(without_gpipe: None, mon
 
 @pytest.mark.slow
 def test_processes_compute_what_the_plain_model_does_and_tell_what_went_wrong(without_gpipe: None) -> None:
-    with threads(1), Ranks() as ranks:
+    with operator_threads(1), Ranks() as ranks:
         build = partial(peer_models.gpt, True)  # tied: a gradient from both processes
         subject = build()
         ranks.call(Rank.load, build)

@@ -19,7 +19,7 @@ from benchmarks.hybrid_plan import Job, Split, System
 from benchmarks.hybrid_search import Space, difference, search, splits
 from benchmarks.hybrid_tables import TableError, gpt_flops, read_cases
 from cost_models import Cluster, efficiency_of, known_devices, rates_of
-from cost_models.kernels.efficiency import filled
+from cost_models.kernels.efficiency_curves import filled
 from cost_models.kernels.kernel import Kernel
 from cost_models.kernels.roofline import kernel_seconds
 from cost_models.memory.training_memory import MIXED

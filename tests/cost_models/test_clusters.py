@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import Cluster, Device, DeviceError, DeviceSpec, Link, Network, known_devices, known_networks
-from cost_models.hardware import clusters as cluster_module
-from cost_models.kernels.efficiency import Efficiency
-from cost_models.kernels.roofline import Rates, efficiency_of, rates_of
+from cost_models.clusters import cluster as cluster_module
+from cost_models.hardware.device_specs import efficiency_of, rates_of
+from cost_models.kernels.efficiency_curves import Efficiency
+from cost_models.kernels.roofline import Rates
 from cost_models.measuring.calibration import Calibration
 
 GIB = 1 << 30

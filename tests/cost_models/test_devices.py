@@ -1,5 +1,6 @@
 """Devices: the workers that a user's words ask for, and the words that ask for none."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,31 @@ def test_the_cpu_model_is_read_where_the_system_tells_it(tmp_path: Path) -> None
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Acme 9000: fast\nmodel name\t: other\n")
     assert devices._cpu_model(cpuinfo) == "Acme 9000: fast"
     assert devices._cpu_model(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_operators_use_that_many_threads_inside_and_as_many_as_before_after_it(error: type[Exception] | None) -> None:
+    before = torch.get_num_threads()
+    with nullcontext() if error is None else pytest.raises(error), devices.operator_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        if error is not None:
+            raise error
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_only_gpus_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    devices.synchronize(torch.device("cpu"), torch.device("cuda", 1), *parse_devices(["cpu", "cuda:0"]))
+    assert waited == [torch.device("cuda", 1), torch.device("cuda", 0)]
+
+
+def test_a_device_is_found_by_its_name_or_the_names_are_listed() -> None:
+    workers = parse_devices(["cpu", "cpu"])
+    assert devices.find_device(workers, "cpu:1") is workers[1]
+    with pytest.raises(DeviceError, match=r"'cpu:2' is not among the devices cpu:0, cpu:1"):
+        devices.find_device(workers, "cpu:2")
 
 
 @pytest.mark.gpu

@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.analysis.operators import compute_nodes
 from autopar.capture.program import Program, capture
 from cost_models import MeasurementCache, parse_devices
-from cost_models.kernels import work as work_module
-from cost_models.kernels.efficiency import ComputeCurve, Efficiency, MemoryCurve
+from cost_models.kernels import operator_work as work_module
+from cost_models.kernels.efficiency_curves import ComputeCurve, Efficiency, MemoryCurve
 from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS, Kernel, formulas
+from cost_models.kernels.operator_work import OperatorWork, count, count_call
 from cost_models.kernels.roofline import Rates, estimate, kernel_seconds
-from cost_models.kernels.work import OperatorWork, count, count_call
 from cost_models.measuring import calibration
 from cost_models.measuring.calibration import Calibration, calibrate
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.memory.devices import optimizer_state_elements
+from cost_models.memory.optimizer_state import optimizer_state_elements
 from cost_models.memory.training_memory import (
     FRAGMENTATION,
     FULL,

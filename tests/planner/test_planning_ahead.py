@@ -18,7 +18,7 @@ from autopar import Cluster, DeviceError, InputError, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys
 from autopar.capture.program import Program, capture, module_path
 from cost_models import parse_devices
-from cost_models.hardware.specs import describes
+from cost_models.hardware.device_specs import describes
 
 H100 = Cluster.preset("2xH100")
 

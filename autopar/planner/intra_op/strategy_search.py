@@ -41,9 +41,9 @@ from autopar.sharding.strategies import Strategy
 from autopar.sharding.strategy_costs import Bound, OptionTable, StrategyCosts, bound
 from cost_models import Cluster, optimizer_state_bytes
 from cost_models.graphs import get_attribute, storage_key, tensors_in
-from cost_models.kernels.roofline import efficiency_of, rates_of
-from cost_models.kernels.work import OperatorWork, count
-from cost_models.memory.footprint import measure_bytes
+from cost_models.hardware.device_specs import efficiency_of, rates_of
+from cost_models.kernels.operator_work import OperatorWork, count
+from cost_models.memory.graph_bytes import measure_bytes
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from cost_models.hardware.devices import Device
-from cost_models.hardware.specs import DeviceSpec
+from cost_models.hardware.device_specs import DeviceSpec
+from cost_models.hardware.devices import Device, operator_threads, synchronize
 
 ROUNDS = 5  # the best of them counts: what the device can do, not how busy it is just now
 LAUNCHES = 200
@@ -22,9 +22,7 @@ def measure_spec(device: Device) -> DeviceSpec:
 
     Dtypes in which a product is slower than in float32 are left out: there float32 is what to compare with.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(device.threads)
-    try:
+    with operator_threads(device.threads):
         single = _product_rate(device.torch_device, torch.float32)
         peaks = {"float32": single}
         for dtype in (torch.float16, torch.bfloat16):
@@ -33,8 +31,6 @@ def measure_spec(device: Device) -> DeviceSpec:
                 peaks[str(dtype).removeprefix("torch.")] = rate
         bandwidth = _copy_rate(device.torch_device)
         launch = _launch_seconds(device.torch_device)
-    finally:
-        torch.set_num_threads(before)
     source = f"measured, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
     sources = dict.fromkeys(("peak_flops", "memory", "bandwidth", "launch"), source)
     return DeviceSpec(device.kind, peaks, device.memory, bandwidth, 1.0, 1.0, launch, sources=sources)
@@ -72,7 +68,6 @@ def _best(action: Callable[[], object], place: torch.device) -> float:
     for _ in range(1 + ROUNDS):
         start = time.perf_counter()
         action()
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
+        synchronize(place)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])

@@ -13,32 +13,36 @@ Either way it has devices, a link between any two of them, and the seconds of a 
 
 from __future__ import annotations
 
-import json
-import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, permutations
+from itertools import permutations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from cost_models.clusters.cluster_file import (
+    ClusterFile,
+    choose_network,
+    format_cluster_file,
+    node_text,
+    parse_node,
+    read_cluster_file,
+)
 from cost_models.collectives.formulas import Collective, Group, collective_seconds
 from cost_models.collectives.measured import MeasuredCollectives
 from cost_models.errors import DeviceError
+from cost_models.hardware.device_specs import DeviceSpec
 from cost_models.hardware.devices import Device, parse_devices
 from cost_models.hardware.links import Link, measure_links
-from cost_models.hardware.specs import DeviceSpec, Network, device_spec, network, read_devices, read_networks, table
+from cost_models.hardware.networks import Network
 from cost_models.measuring.cache import MeasurementCache
 from cost_models.measuring.calibration import calibrate
-from cost_models.measuring.device_spec import measure_spec
+from cost_models.measuring.peak_rates import measure_spec
 
 Level = Literal["device", "intra_node", "inter_node"]
-
-_TOML_KEYS = ("node", "nodes", "intra_node", "inter_node", "devices", "networks")
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,9 @@ class Cluster:
         Raises:
             DeviceError: an unknown device or network; the message lists the known ones.
         """
-        specs = _parse_node(node, {})
-        return cls(specs, nodes, _network(specs, "intra_node", intra_node), _network(specs, "inter_node", inter_node))
+        specs = parse_node(node, {})
+        inside = choose_network(specs, "intra_node", intra_node)
+        return cls(specs, nodes, inside, choose_network(specs, "inter_node", inter_node))
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Cluster:
@@ -108,31 +113,8 @@ class Cluster:
             DeviceError: everything that is wrong with the file.
             OSError: it cannot be read.
         """
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise DeviceError(f"{path} is no toml file: {error}") from error
-        own_devices, wrong_devices = read_devices(values.get("devices", {}))
-        own_networks, wrong_networks = read_networks(values.get("networks", {}))
-        problems = [f"{key} is no field; there are {', '.join(_TOML_KEYS)}" for key in values if key not in _TOML_KEYS]
-        problems += [f"devices.{problem}" for problem in wrong_devices]
-        problems += [f"networks.{problem}" for problem in wrong_networks]
-        if not isinstance(values.get("node"), str):
-            problems.append(f'node must be a string such as "8xH100", got {values.get("node")!r}')
-        nodes = values.get("nodes", 1)
-        if type(nodes) is not int or nodes < 1:
-            problems.append(f"nodes must be an integer >= 1, got {nodes!r}")
-        for key in ("intra_node", "inter_node"):
-            if not isinstance(values.get(key, ""), str):
-                problems.append(f"{key} must be the name of a network, got {values[key]!r}")
-        if problems:
-            raise DeviceError(f"{path}: " + "; ".join(problems))
-        try:
-            specs = _parse_node(values["node"], own_devices)
-            inside, across = (_network(specs, k, values.get(k), own_networks) for k in ("intra_node", "inter_node"))
-        except DeviceError as error:
-            raise DeviceError(f"{path}: {error}") from error
-        return cls(specs, nodes, inside, across)
+        read = read_cluster_file(path)
+        return cls(read.node, read.nodes, read.intra_node, read.inter_node)
 
     @classmethod
     def from_devices(
@@ -254,12 +236,7 @@ class Cluster:
     @property
     def title(self) -> str:
         """The devices in short: "16 nodes of 8xH100"."""
-        return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self._node_text}"
-
-    @property
-    def _node_text(self) -> str:
-        runs = [(name, len(list(run))) for name, run in groupby(spec.name for spec in self.node)]
-        return "+".join(f"{count}x{name}" for name, count in runs)
+        return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {node_text(self.node)}"
 
     def to_toml(self) -> str:
         """The text of a file that `from_toml` reads back as an equal cluster, without measurements and devices at hand.
@@ -267,19 +244,7 @@ class Cluster:
         Raises:
             DeviceError: networks of one name differ, or a device's name holds "+".
         """
-        networks = {n.name: n for n in (self.inter_node, self.intra_node)}
-        if networks[self.inter_node.name] != self.inter_node:
-            raise DeviceError(f"two networks are both called {self.inter_node.name!r}; name them differently")
-        if plus := [name for name in self.specs if "+" in name]:
-            raise DeviceError(f"a device that a file can name has no '+' in its name, got {plus[0]!r}")
-        lines = [f"node = {_toml(self._node_text)}", f"nodes = {self.nodes}"]
-        lines += [f"{key} = {_toml(getattr(self, key).name)}" for key in ("intra_node", "inter_node")]
-        values: list[tuple[str, DeviceSpec | Network]] = [("devices", spec) for spec in self.specs.values()]
-        values += [("networks", n) for n in networks.values()]
-        for kind, value in values:
-            lines += ["", f"[{kind}.{_toml(value.name)}]"]
-            lines += [f"{key} = {_toml(item)}" for key, item in table(value).items()]
-        return "\n".join(lines) + "\n"
+        return format_cluster_file(ClusterFile(self.node, self.nodes, self.intra_node, self.inter_node))
 
     def __str__(self) -> str:
         rows = [("device", "a node", "memory", "bandwidth", "peak TFLOP/s (reached)")]
@@ -316,39 +281,3 @@ class _Links(Mapping[tuple[str, str], Link]):
     def __len__(self) -> int:
         n = len(self._cluster.devices)
         return n * (n - 1)
-
-
-def _parse_node(text: str, own: Mapping[str, DeviceSpec]) -> tuple[DeviceSpec, ...]:
-    """The devices of a node written as "8xH100" or "4xA100-80+4xT4"."""
-    specs: list[DeviceSpec] = []
-    for part in text.split("+"):
-        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(.*?)\s*", part, re.DOTALL)
-        assert match is not None  # the pattern takes any text
-        count, name = match.groups()
-        specs += [device_spec(name, own)] * int(count or 1)
-    if not specs:
-        raise DeviceError(f"{text!r} has no devices; give a count of 1 or more")
-    return tuple(specs)
-
-
-def _network(
-    specs: Sequence[DeviceSpec],
-    level: Literal["intra_node", "inter_node"],
-    given: str | Network | None,
-    own: Mapping[str, Network] | None = None,
-) -> Network:
-    """The network that was given, as a value or by name, or else the slowest that the devices usually come with."""
-    if isinstance(given, Network):
-        return given
-    if given is not None:
-        return network(given, own)
-    return min((network(getattr(spec, level), own) for spec in specs), key=lambda n: n.bandwidth)
-
-
-def _toml(value: Any) -> str:
-    """A value as toml: a string, a number, a truth value or a flat table."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml(str(key))} = {_toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return json.dumps(value) if isinstance(value, bool) else repr(value)

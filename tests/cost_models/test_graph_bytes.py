@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from autopar.capture.program import capture
 from cost_models.graphs import on_meta, private_copy, storage_key
 from cost_models.kernels.device_kernels import DeviceKernels
-from cost_models.memory.footprint import GraphBytes, measure_bytes
+from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 
 RECURRENT = {"lstm", "gru"}  # a CPU's kernels of LSTM keep a workspace of their own
 

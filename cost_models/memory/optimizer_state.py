@@ -1,15 +1,9 @@
-"""How many bytes a device has free, and how many an optimizer adds to every parameter."""
+"""What an optimizer keeps for every parameter."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
-
-import torch
-
-from cost_models.errors import DeviceError
 
 OPTIMIZER_STATE: dict[str, int] = {
     "none": 0,
@@ -52,31 +46,3 @@ def optimizer_state_elements(optimizer: str, shape: Sequence[int]) -> int:
     if optimizer not in OPTIMIZER_STATE:
         raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     return OPTIMIZER_STATE[optimizer] * elements
-
-
-def available_memory(torch_device: torch.device) -> int:
-    """Bytes that this process can still allocate on a CPU or CUDA device.
-
-    CUDA: what the driver has free plus what PyTorch's allocator holds in its cache, since freed tensors go there and
-    not back to the driver.
-
-    Raises:
-        DeviceError: the device is neither CPU nor CUDA.
-    """
-    if torch_device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(torch_device)
-        cached = torch.cuda.memory_reserved(torch_device) - torch.cuda.memory_allocated(torch_device)
-        return free + cached
-    if torch_device.type == "cpu":
-        return _available_ram()
-    raise DeviceError(f"the memory of {str(torch_device)!r} is unknown; use a cpu or cuda device")
-
-
-def _available_ram(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """MemAvailable where Linux tells it (it counts reclaimable page cache), else the free pages, else all pages."""
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

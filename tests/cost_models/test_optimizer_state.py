@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cost_models import OPTIMIZERS, DeviceError, available_memory, optimizer_state_bytes
-from cost_models.memory import devices
+from cost_models.hardware import devices
 
 MAKERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

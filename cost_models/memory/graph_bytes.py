@@ -48,7 +48,7 @@ def measure_bytes(
         if key not in resident and storage.nbytes():
             pending[key] = storage.nbytes()
 
-    def on_node(node: fx.Node, value: Any, _: float) -> None:
+    def on_node(node: fx.Node, value: Any) -> None:
         tensors = tensors_in(value)
         output[node.name] = sum(t.numel() * t.element_size() for t in tensors)
         storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}

@@ -22,13 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from cost_models.graphs import private_copy, run_nodes, synchronize, tensors_in
-from cost_models.hardware.devices import Device
+from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
+from cost_models.hardware.devices import Device, synchronize
 
 # Seconds of a pass from which on the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
-
-Loss = Callable[[tuple[Any, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,14 +81,18 @@ class GraphRunner:
         stamps: list[tuple[float, str]] = []
         seen: set[Any] = set()
 
-        def on_node(node: fx.Node, value: Any, seconds: float) -> None:
-            forward[node.name] = seconds
+        def timed_call(node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            start = time.perf_counter()
+            value = function(*args, **kwargs)
+            synchronize(self.device)
+            forward[node.name] = time.perf_counter() - start
             if self.training:
                 _watch(value, node.name, seen, stamps)
+            return value
 
         begin = self._now()
         with torch.set_grad_enabled(self.training):
-            outputs = run_nodes(self.module, self.inputs, on_node)
+            outputs = run_nodes(self.module, self.inputs, call=timed_call)
             start = time.perf_counter()
             value = loss(outputs[: self.n_outputs]) if loss is not None else None
             synchronize(self.device)

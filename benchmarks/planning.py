@@ -21,8 +21,9 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan
-from autopar.costs.cost_graph import CostGraph, Weight
+from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
+from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 from benchmarks.output import Report, Table
@@ -177,24 +178,22 @@ def _graph(case: Case, random: np.random.Generator) -> tuple[nx.DiGraph, dict[st
             seconds[node] = 1e-3 * share * float(random.uniform(0.8, 1.2))
             storage += 1
             nbytes = 4e5 * case.batch * (4 if name in ("up", "gelu") else 1)
-            graph.add_node(
-                node,
+            cost = OperatorCost(
                 key=f"layers.{layer}/{name}#0",
                 operator=name,
                 module=f"layers.{layer}",
                 source="",
                 position=len(graph),
                 replicable=False,
-                grad=True,
-                batched=True,
-                output=nbytes,
-                gradient=nbytes,
-                fresh=nbytes,
+                output_bytes=nbytes,
+                gradient_bytes=nbytes,
+                allocated_bytes=nbytes,
                 saved={storage: nbytes},
                 parameters={node: Weight(int(parameter), True, (int(parameter) // 4,))} if parameter else {},
                 weight_share=0.5 if parameter else 0.0,
                 repeatable=True,
             )
+            graph.add_node(node, cost=cost)
             for source in reads:
                 if source in here:
                     graph.add_edge(here[source], node, nbytes=nbytes)

@@ -167,10 +167,10 @@ def _candidates(costs: CostGraph, grid: Grid) -> Iterator[_Candidate]:
     table = costs.tables[0]
     forward, backward, _ = table.at(costs.batch_size)
     seconds = atoms.sums(table.nodes, forward + backward)
-    nodes = costs.graph.nodes
-    first = [nodes[atom[0]]["module"] for atom in atoms.nodes]
-    last = [nodes[atom[-1]]["module"] for atom in atoms.nodes]
-    keys = [tuple(nodes[n]["key"] for n in atom) for atom in atoms.nodes]
+    operators = costs.operators
+    first = [operators[atom[0]].module for atom in atoms.nodes]
+    last = [operators[atom[-1]].module for atom in atoms.nodes]
+    keys = [tuple(operators[n].key for n in atom) for atom in atoms.nodes]
     line = tuple(key for atom in keys for key in atom)
     names = [d.name for d in costs.devices]
     counts = [m for m in grid.counts if m <= costs.batch_size]

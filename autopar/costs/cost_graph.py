@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx as nx
 import torch
@@ -29,29 +29,11 @@ from autopar.analysis.operators import (
 )
 from autopar.capture.program import Program, module_path, source_line
 from autopar.costs.cost_table import CostSource, CostTable, Progress
+from autopar.costs.operator_cost import OperatorCost, Weight, operator_costs
 from autopar.sharding.stage_sharding import StageSharding
-from cost_models import Cluster, Device, Link, optimizer_state_bytes
+from cost_models import Cluster, Device, Link
 from cost_models.graphs import get_attribute, storage_key
 from cost_models.memory.graph_bytes import GraphBytes
-
-
-class Weight(NamedTuple):
-    """A parameter or buffer that an operator reads."""
-
-    nbytes: int  # whole
-    trained: bool
-    shape: tuple[int, ...]
-    parts: int = 1  # into which it is cut; a device has one
-    state_parts: int = 1  # into which the optimizer's state is cut
-
-    @property
-    def held(self) -> float:
-        """Bytes on each device."""
-        return self.nbytes / self.parts
-
-    def state(self, optimizer: str) -> float:
-        """Bytes of the optimizer's state on each device."""
-        return optimizer_state_bytes(optimizer, self.nbytes, self.shape) / self.state_parts if self.trained else 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +53,7 @@ class Way:
 class CostGraph:
     """What a model costs on given devices. Node names are those of the captured graph."""
 
-    graph: nx.DiGraph  # node attributes: see `_annotate`
+    graph: nx.DiGraph  # node attribute `cost`: an OperatorCost; edge attribute `nbytes`; others: see `_annotate`
     batch_size: int
     training: bool
     tables: tuple[CostTable, ...]
@@ -81,6 +63,11 @@ class CostGraph:
     cluster: Cluster | None = None  # over whose networks replicas reduce their gradients; None: within one process
     ways: tuple[Way, ...] = ()  # if given, a device is a mesh, called by its first device, and works in one of these
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of every mesh, in order
+
+    @cached_property
+    def operators(self) -> Mapping[str, OperatorCost]:
+        """By node name, in program order."""
+        return operator_costs(self.graph)
 
     @cached_property
     def one_link(self) -> Link | None:
@@ -152,15 +139,11 @@ def build(
 
 
 def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: GraphBytes, batch: int) -> None:
-    """One node an operator; attributes:
+    """Add one node per operator, with its `OperatorCost` as the attribute `cost`, and the attributes of the graph.
 
-    key, operator, module, source; position in program order; replicable, grad; weight_share (the fraction of its
-    backward's time that only gradients of parameters need, see `weight_shares`); repeatable (it may run again for its
-    backward); bytes for the whole batch: output (of its result), gradient (of what flows back), fresh (newly
-    allocated), saved = {storage: bytes}; parameters = {name: Weight};
-    batched: the bytes grow with the batch. Edges carry the bytes that flow.
-    Graph attributes: fused (groups of nodes that stay together), order (pairs of nodes of which the first must not run
-    in a later stage although the second does not read it), outputs (nodes that the caller reads).
+    Edges carry `nbytes`, the bytes that flow. Attributes of the graph: fused (groups of nodes that stay together),
+    order (pairs of nodes; the first must not run in a later stage than the second, although the second does not read
+    it), outputs (nodes that the caller reads).
     """
     module = program.graph_module
     keys = operator_keys(program)
@@ -168,31 +151,29 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
     unrepeatable = set(unrepeatable_nodes(program.graph))
     scale = batch / counted.rows
     for position, node in enumerate(compute_nodes(program.graph)):
-        # A batch dimension that does not lead may be hidden in a tuple: then the bytes are taken to grow.
+        # The batch may be hidden in a tuple, in a dimension that does not lead: assume then that the bytes grow.
         batched = batching.batch_dims.get(node.name) is not None or not isinstance(node.meta.get("val"), torch.Tensor)
         factor = scale if batched else 1.0
         output = counted.output[node.name] * factor
-        graph.add_node(
-            node.name,
+        cost = OperatorCost(
             key=keys[node],
             operator=operator_name(node),
             module=module_path(node),
             source=source_line(node),
             position=position,
             replicable=node in free,
-            grad=node in grad,
-            weight_share=shares[node],
             repeatable=node not in unrepeatable,
-            batched=batched,
-            output=output,
-            gradient=output if node in grad else 0.0,
-            fresh=counted.fresh[node.name] * factor,
+            weight_share=shares[node],
+            output_bytes=output,
+            gradient_bytes=output if node in grad else 0.0,
+            allocated_bytes=counted.fresh[node.name] * factor,
             saved={storage: nbytes * scale for storage, nbytes in counted.saved[node.name]},
             parameters=_parameters(module, node),
         )
+        graph.add_node(node.name, cost=cost)
         for source in node.all_input_nodes:
             if source.name in graph:
-                graph.add_edge(source.name, node.name, nbytes=graph.nodes[source.name]["output"])
+                graph.add_edge(source.name, node.name, nbytes=graph.nodes[source.name]["cost"].output_bytes)
     graph.graph["fused"] = [{n.name for n in g} for g in fused_groups(program, batching.storages)]
     graph.graph["order"] = [(a.name, b.name) for a, b in write_order(program, batching.storages)]
     output_node = program.graph.output_node()

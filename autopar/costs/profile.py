@@ -18,6 +18,7 @@ from autopar.analysis.operators import captured_device, on_device
 from autopar.capture import torch_private
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
+from autopar.costs.operator_cost import operator_costs
 from autopar.errors import InputError
 from autopar.plan.display import shown
 from cost_models import Link
@@ -143,20 +144,20 @@ def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
         backward[kind] = dict(zip(table.nodes, map(float, b), strict=True))
 
     def cost(name: str, inside: Sequence[str]) -> Cost:
-        nodes = [costs.graph.nodes[n] for n in inside]
-        parameters = {p: weight.nbytes for node in nodes for p, weight in node["parameters"].items()}
-        saved = {storage: nbytes for node in nodes for storage, nbytes in node["saved"].items()}
+        nodes = [costs.operators[n] for n in inside]
+        parameters = {p: weight.nbytes for node in nodes for p, weight in node.parameters.items()}
+        saved = {storage: nbytes for node in nodes for storage, nbytes in node.saved.items()}
         return Cost(
             name,
             len(inside),
             sum(parameters.values()),
             int(sum(saved.values())),
-            int(sum(costs.graph.nodes[n]["output"] for n in _read_outside(costs.graph, inside))),
+            int(sum(costs.operators[n].output_bytes for n in _read_outside(costs.graph, inside))),
             {kind: sum(forward[kind][n] for n in inside) for kind in kinds},
             {kind: sum(backward[kind][n] for n in inside) for kind in kinds},
         )
 
-    operators = {name: cost(costs.graph.nodes[name]["key"], [name]) for name in names}
+    operators = {name: cost(costs.operators[name].key, [name]) for name in names}
     modules = tuple(cost(path, inside) for path, inside in _by_module(costs.graph).items())
     passes = tuple(
         Pass(t.kind, t.workers, rows, float(f.sum() + loss[0]), float(b.sum() + loss[1]))
@@ -191,8 +192,8 @@ def _links(costs: CostGraph) -> dict[tuple[str, str], Link]:
 def _by_module(graph: nx.DiGraph) -> dict[str, list[str]]:
     """Module -> nodes inside it at any depth. Parents come before children, and siblings in program order."""
     inside: dict[str, list[str]] = defaultdict(list)
-    for name, data in graph.nodes(data=True):
-        names = data["module"].split(".") if data["module"] else []
+    for name, operator in operator_costs(graph).items():
+        names = operator.module.split(".") if operator.module else []
         for depth in range(len(names) + 1):
             inside[".".join(names[:depth])].append(name)
     first = {path: place for place, path in enumerate(inside)}
@@ -213,14 +214,14 @@ def _read_outside(graph: nx.DiGraph, inside: Sequence[str]) -> list[str]:
 def _drawable(graph: nx.DiGraph, operators: dict[str, Cost], kind: str) -> nx.DiGraph:
     """The graph with strings and numbers alone, as file formats want it."""
     drawn = nx.DiGraph()
-    for name, data in graph.nodes(data=True):
+    for name, operator in operator_costs(graph).items():
         cost = operators[name]
         drawn.add_node(
             name,
-            label=data["key"],
-            module=data["module"],
-            operator=data["operator"],
-            source=data["source"],
+            label=operator.key,
+            module=operator.module,
+            operator=operator.operator,
+            source=operator.source,
             forward=cost.forward[kind],
             backward=cost.backward[kind],
             parameter_bytes=cost.parameter_bytes,

@@ -94,8 +94,8 @@ def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], condition
     of sharded stages, and of what they send, are those that the plan has: `costs` are of whole operators.
     """
     line: list[list[str]] = [[] for _ in plan.stages]
-    for name, data in costs.graph.nodes(data=True):
-        if not data["replicable"]:
+    for name, operator in costs.operators.items():
+        if not operator.replicable:
             line[stage_of[name]].append(name)
     atoms = gather(costs, tuple(map(tuple, line)))
     arrangement = Arrangement(
@@ -179,7 +179,6 @@ def as_plan(
 ) -> Plan:
     """The arrangement and what its timeline predicts."""
     m = arrangement.n_microbatches
-    order = {name: data["position"] for name, data in costs.graph.nodes(data=True)}
     peaks = timeline.peak_memory or ()
     contents = _contents(atoms, arrangement, conditions.optimizer)
     stages = []
@@ -190,12 +189,12 @@ def as_plan(
         times = atom_times(costs, atoms, kind, arrangement.busy, costs.batch_size / m)
         content, again, rows = contents[index], arrangement.recompute[index], _rows(costs.batch_size, m)
         memory = _stage_memory(costs, atoms.of(kind), inside, content, again, rows)
-        nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=order.__getitem__)
+        nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         stages.append(
             Stage(
                 devices=tuple(device for name in names for device in costs.devices_of(name)),
                 sharding=costs.way[kind].sharding(nodes) if kind in costs.way else None,
-                operators=tuple(costs.graph.nodes[n]["key"] for n in nodes),
+                operators=tuple(costs.operators[n].key for n in nodes),
                 recompute=again,
                 forward_time=float(times.forward[mine].sum()),
                 backward_time=float(times.backward[mine].sum()),

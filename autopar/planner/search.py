@@ -149,7 +149,7 @@ def _check(costs: CostGraph, options: SearchOptions) -> None:
             for name, seconds in zip(table.nodes, array.min(axis=0), strict=True):
                 if not (math.isfinite(seconds) and seconds >= 0):
                     raise InputError(
-                        f"the {what} time of {costs.graph.nodes[name]['key']} on {table.kind} is {seconds} s; "
+                        f"the {what} time of {costs.operators[name].key} on {table.kind} is {seconds} s; "
                         "times must be finite and not negative"
                     )
 
@@ -175,8 +175,8 @@ def _infeasible(searching: Searching) -> InfeasibleError:
     cuts = problem.space.cuts
     inside = (cuts[found.stage.stop] & ~cuts[found.stage.start]).nonzero()[0]
     names = [name for atom in inside for name in searching.atoms.nodes[atom]]
-    names.sort(key=lambda name: costs.graph.nodes[name]["position"])
-    modules = [p for p in dict.fromkeys(costs.graph.nodes[n]["module"] for n in names) if p] or ["the whole model"]
+    names.sort(key=lambda name: costs.operators[name].position)
+    modules = [p for p in dict.fromkeys(costs.operators[n].module for n in names) if p] or ["the whole model"]
     return InfeasibleError(
         f"no plan fits the memory: with {m} micro-batches, stage {found.index} ({modules[0]} .. {modules[-1]}) needs "
         f"{_megabytes(found.needed)} on {problem.kinds[found.stage.kind].name} and has {_megabytes(found.available)}, "

@@ -156,7 +156,7 @@ def test_hints_are_followed() -> None:
     first, last = nodes[2], nodes[-1]
     pinned = Constraints({first: 0, last: 1}, frozenset(), ())
     plan = make_plan(costs, dataclasses.replace(STEP, constraints=pinned))
-    keys = {n: costs.graph.nodes[n]["key"] for n in nodes}
+    keys = {n: costs.operators[n].key for n in nodes}
     assert len(plan.stages) == 2
     assert keys[first] in plan.stages[0].operators
     assert keys[last] in plan.stages[1].operators

@@ -175,5 +175,5 @@ def test_the_cost_graph_carries_the_shares() -> None:
     batching = study(program, [x])
     source = Measured(program, batching, [x], parse_devices(["cpu"]), training=True, n_microbatches=1)
     costs = build(program, batching, source, training=True)
-    carried = {name: costs.graph.nodes[name]["weight_share"] for name in costs.graph}
+    carried = {name: operator.weight_share for name, operator in costs.operators.items()}
     assert carried == {node.name: share for node, share in weight_shares(program).items()}

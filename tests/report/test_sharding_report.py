@@ -185,7 +185,7 @@ def test_a_diff_names_meshes_and_operators_that_are_split_otherwise() -> None:
 def priced(sharded: bool = True, **numbers: Any) -> Plan:
     """A plan of two stages, the first of which is sharded, priced with costs of single devices."""
     costs = synthetic_costs(Case(4, devices=(5,), batch=8))
-    nodes = [name for name, data in costs.graph.nodes(data=True) if not data["replicable"]]
+    nodes = [name for name, operator in costs.operators.items() if not operator.replicable]
     stage_of = {name: int(place >= len(nodes) // 2) for place, name in enumerate(nodes)}
     names = [device.name for device in costs.devices]
     sharding = StageSharding((4,), ("model",)) if sharded else None

@@ -18,8 +18,9 @@ from torch import nn
 
 import autopar
 from autopar import Comparison, InputError, Plan, PlanError
-from autopar.costs.cost_graph import CostGraph, Weight
+from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
+from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.plan.plan import Stage
 from autopar.planner.predict import ACTION_OVERHEAD, Conditions, predict
 from autopar.planner.search import make_plan
@@ -43,8 +44,7 @@ def line_of(*seconds: float, skips: tuple[tuple[int, int], ...] = ()) -> CostGra
     """
     graph = nx.DiGraph()
     for i in range(len(seconds)):
-        graph.add_node(
-            f"n{i}",
+        cost = OperatorCost(
             key=f"m{i}/op#0",
             operator="op",
             module=f"m{i}",
@@ -53,14 +53,13 @@ def line_of(*seconds: float, skips: tuple[tuple[int, int], ...] = ()) -> CostGra
             replicable=False,
             weight_share=0.5,
             repeatable=True,
-            grad=True,
-            batched=True,
-            output=800.0,
-            gradient=800.0,
-            fresh=800.0,
+            output_bytes=800.0,
+            gradient_bytes=800.0,
+            allocated_bytes=800.0,
             saved={i: 1600.0},
             parameters={f"p{i}": Weight(4000, True, (1000,))},
         )
+        graph.add_node(f"n{i}", cost=cost)
     for a, b in {*((i, i + 1) for i in range(len(seconds) - 1)), *skips}:
         graph.add_edge(f"n{a}", f"n{b}", nbytes=800.0)
     graph.graph.update(fused=[], outputs=[f"n{len(seconds) - 1}"])
@@ -129,7 +128,7 @@ def test_pricing_a_plan_that_the_search_made_gives_its_own_numbers(options: Sear
     costs = line_of(0.2, 0.1, 0.3, 0.1, 0.2)
     plan = make_plan(costs, options)
     key_of = {key: index for index, stage in enumerate(plan.stages) for key in stage.operators}
-    stage_of = {name: key_of[data["key"]] for name, data in costs.graph.nodes(data=True)}
+    stage_of = {name: key_of[operator.key] for name, operator in costs.operators.items()}
     again = predict(costs, plan, stage_of, options.conditions)
     assert again.predicted_step_time == pytest.approx(plan.predicted_step_time)
     assert [s.peak_memory for s in again.stages] == [s.peak_memory for s in plan.stages]

@@ -15,7 +15,8 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
-from autopar.costs.cost_graph import CostGraph, Weight
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.operator_cost import Weight
 from autopar.errors import InputError
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.stage_bytes import Shared, Value
@@ -67,7 +68,7 @@ class Atoms:
     def weight_shares(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
         """Of every node's backward the share that computes gradients of parameters."""
         if names not in self._shares:
-            self._shares[names] = np.array([costs.graph.nodes[name]["weight_share"] for name in names])
+            self._shares[names] = np.array([costs.operators[name].weight_share for name in names])
         return self._shares[names]
 
     def graph(self, weight: np.ndarray) -> AtomGraph:
@@ -90,7 +91,7 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
         circle = [name for name, _ in nx.find_cycle(graph)]
         raise InputError(f"the cost graph has a circle: {' -> '.join([*circle, circle[0]])}; nothing in it could run")
     seconds = _seconds(costs)
-    line = [name for name, data in graph.nodes(data=True) if not data["replicable"]]
+    line = [name for name, operator in costs.operators.items() if not operator.replicable]
     if not line or not sum(seconds[name] for name in line) > 0:
         raise InputError("no operator of the cost graph takes any time; measure the model or give its times")
     groups = [*graph.graph["fused"], *constraints.together, *_by_pin(constraints.stage_of)]
@@ -115,24 +116,24 @@ def gather(
 
     `order`: (node, node that runs later). The last group returns the model's outputs.
     """
-    graph = costs.graph
     atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
     saved: dict[int, float] = {}
     savers: dict[int, set[int]] = defaultdict(set)
     parameters: dict[str, Weight] = {}
     readers: dict[str, set[int]] = defaultdict(set)
     transient = np.zeros(len(nodes))
-    for name, data in graph.nodes(data=True):
+    for name, operator in costs.operators.items():
         if name not in atom_of:
             continue
         atom = atom_of[name]
-        for storage, nbytes in data["saved"].items():
+        for storage, nbytes in operator.saved.items():
             saved[storage] = max(nbytes, saved.get(storage, 0.0))
             savers[storage].add(atom)
-        for parameter, weight in data["parameters"].items():
+        for parameter, weight in operator.parameters.items():
             parameters[parameter] = weight
             readers[parameter].add(atom)
-        transient[atom] = max(transient[atom], data["fresh"] + data["output"] + data["gradient"])
+        working = operator.allocated_bytes + operator.output_bytes + operator.gradient_bytes
+        transient[atom] = max(transient[atom], working)
     pairs = {(atom_of[a], atom_of[b]) for a, b in order if a in atom_of and b in atom_of}
     stage_of, recompute = constraints.stage_of, constraints.recompute
     return Atoms(
@@ -144,7 +145,7 @@ def gather(
         transient,
         tuple(sorted({(atom_of[name], stage) for name, stage in stage_of.items() if name in atom_of})),
         tuple(sorted({atom_of[name] for name in recompute if name in atom_of})),
-        tuple(sorted({atom for name, atom in atom_of.items() if not graph.nodes[name]["repeatable"]})),
+        tuple(sorted({atom for name, atom in atom_of.items() if not costs.operators[name].repeatable})),
     )
 
 
@@ -152,7 +153,7 @@ def _seconds(costs: CostGraph) -> dict[str, float]:
     """Of every operator that is not replicable, on the first kind of device."""
     table = costs.tables[0]
     times = dict(zip(table.nodes, table.forward[-1] + table.backward[-1], strict=True))
-    return {n: float(times[n]) for n, data in costs.graph.nodes(data=True) if not data["replicable"]}
+    return {n: float(times[n]) for n, operator in costs.operators.items() if not operator.replicable}
 
 
 def _by_pin(stage_of: Mapping[str, int]) -> list[frozenset[str]]:
@@ -190,13 +191,12 @@ def _coarser(
 
     Of the two cuts beside a small atom the one where more crosses goes.
     """
-    graph = costs.graph
     atom_of = {name: i for i, atom in enumerate(atoms) for name in atom}
     before: list[dict[int, float]] = [{} for _ in atoms]  # atom -> bytes that it sends here
     after: list[dict[int, float]] = [{} for _ in atoms]
     for a, b in order:
         if a in atom_of and b in atom_of and atom_of[a] != atom_of[b]:
-            nbytes = float(graph.nodes[a]["output"])
+            nbytes = float(costs.operators[a].output_bytes)
             source, target = atom_of[a], atom_of[b]
             before[target][source] = after[source][target] = before[target].get(source, 0.0) + nbytes
     marks = [_marks(atom, constraints) for atom in atoms]
@@ -267,7 +267,7 @@ def _values(costs: CostGraph, atom_of: Mapping[str, int]) -> tuple[Value, ...]:
             consumers.add(last)
         consumers.discard(atom)
         if consumers:
-            data = graph.nodes[name]
-            gradient = data["gradient"] if costs.training else 0.0
-            values.append(Value(atom, tuple(sorted(consumers)), data["output"], gradient))
+            operator = costs.operators[name]
+            gradient = operator.gradient_bytes if costs.training else 0.0
+            values.append(Value(atom, tuple(sorted(consumers)), operator.output_bytes, gradient))
     return tuple(values)

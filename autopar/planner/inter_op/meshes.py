@@ -29,6 +29,7 @@ from autopar.analysis.operators import captured_device, on_device
 from autopar.capture.folding import Folded, fold
 from autopar.costs.cost_graph import CostGraph, Way
 from autopar.costs.cost_table import Calls, CostTable
+from autopar.costs.operator_cost import OperatorCost
 from autopar.planner.intra_op.explain import Solved
 from autopar.planner.intra_op.solution import exchanges_within
 from autopar.planner.intra_op.strategy_search import Collective, Facts, Sharding, ShardingProblem, Task
@@ -206,22 +207,26 @@ class Meshes:
             if work is None:
                 continue
             repeated[node] = (work.forward + work.backward) * (1 - round(1 / work.share) / mesh.size)
-            data["output"] /= cut[kept]
-            data["gradient"] /= cut[kept]
-            data["fresh"] *= work.kept
-            data["saved"] = {storage: nbytes * work.kept for storage, nbytes in data["saved"].items()}
-            weights = dict(data["parameters"])
+            whole: OperatorCost = data["cost"]
+            weights = dict(whole.parameters)
             for parameter in self._reads[node]:
                 storage, stored = self._subject.storages.get(parameter), held.get(folded.kept(parameter))
                 if stored is not None and storage in weights:
                     weights[storage] = weights[storage]._replace(parts=stored[0], state_parts=stored[1])
-            data["parameters"] = weights
+            data["cost"] = replace(
+                whole,
+                output_bytes=whole.output_bytes / cut[kept],
+                gradient_bytes=whole.gradient_bytes / cut[kept],
+                allocated_bytes=whole.allocated_bytes * work.kept,
+                saved={storage: nbytes * work.kept for storage, nbytes in whole.saved.items()},
+                parameters=weights,
+            )
         seconds = np.array([[[of.get(folded.kept(n), 0.0) for n in table.nodes]] for of in (forward, backward)])
         _, _, loss = table.at(rows)
 
         def solved() -> Solved:
             problem = ShardingProblem(task, mesh, self._facts_of(task))
-            kept = {data["key"]: folded.kept(node) for node, data in graph.nodes(data=True)}
+            kept = {operator.key: folded.kept(node) for node, operator in self._costs.operators.items()}
             return Solved(problem, found, kept, math.inf if fastest else found.nbytes)
 
         return Way(
@@ -238,17 +243,17 @@ class Meshes:
         self, nodes: Sequence[str], task: Task, found: Sharding, repeated: Mapping[str, float]
     ) -> StageSharding:
         """What was found, of the operators `nodes`, which make a stage."""
-        folded, graph = self._folded, self._costs.graph
+        folded, operators = self._folded, self._costs.operators
         texts = {kept: _text(strategy) for kept, strategy in found.strategies.items()}
         names = dict.fromkeys(name for node in nodes for name in self._reads[node])
         stored = {name: found.stored[folded.kept(name)] for name in names if folded.kept(name) in found.stored}
         exchanges = tuple(self._exchanges(nodes, task, found))
         share = [1 / task.n_microbatches if exchange.once else 1.0 for exchange in exchanges]
-        again = {graph.nodes[node]["key"]: repeated.get(node, 0.0) for node in nodes}
+        again = {operators[node].key: repeated.get(node, 0.0) for node in nodes}
         return StageSharding(
             found.mesh.shape,
             found.mesh.names,
-            tuple((graph.nodes[n]["key"], text) for n in nodes if (text := texts.get(folded.kept(n)))),
+            tuple((operators[n].key, text) for n in nodes if (text := texts.get(folded.kept(n)))),
             tuple(
                 (name, stored_text(one))
                 for name, one in stored.items()
@@ -263,7 +268,7 @@ class Meshes:
 
     def _exchanges(self, nodes: Sequence[str], task: Task, found: Sharding) -> Iterator[Exchange]:
         """The collectives of operators by the names that plans have."""
-        folded, axes, graph = self._folded, found.mesh.names, self._costs.graph
+        folded, axes, operators = self._folded, found.mesh.names, self._costs.operators
         by_reader: dict[str, list[Collective]] = defaultdict(list)
         for collective in found.collectives:
             by_reader[collective.reader if collective.reader in found.work else collective.tensor].append(collective)
@@ -271,11 +276,11 @@ class Meshes:
         for exchange in exchanges_within(task, self._facts_of(task), found, {}):
             within[exchange.operator].append(exchange)
         for name in nodes:
-            key, kept = graph.nodes[name]["key"], folded.kept(name)
+            key, kept = operators[name].key, folded.kept(name)
             operands = {kept: key}  # of what is returned
             for n in self._nodes[name].all_input_nodes:
                 given = n.op in ("get_attr", "placeholder")
-                told = str(n.target) if given else graph.nodes[n.name]["key"]
+                told = str(n.target) if given else operators[n.name].key
                 operands[folded.kept(str(n.target) if given else n.name)] = told
             for c in by_reader[kept]:
                 for m in c.moves * c.each if c.tensor in operands else ():

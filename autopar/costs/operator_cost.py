@@ -1,0 +1,57 @@
+"""The cost of one operator, apart from its seconds: what it is, which bytes it makes, keeps and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import networkx as nx
+
+from cost_models import optimizer_state_bytes
+
+
+class Weight(NamedTuple):
+    """A parameter or buffer that an operator reads."""
+
+    nbytes: int  # bytes of the whole tensor
+    trained: bool
+    shape: tuple[int, ...]
+    parts: int = 1  # shards of the tensor; each device holds one
+    state_parts: int = 1  # shards of the optimizer's state
+
+    @property
+    def held(self) -> float:
+        """Bytes on each device."""
+        return self.nbytes / self.parts
+
+    def state(self, optimizer: str) -> float:
+        """Bytes of the optimizer's state on each device."""
+        return optimizer_state_bytes(optimizer, self.nbytes, self.shape) / self.state_parts if self.trained else 0.0
+
+
+@dataclass(frozen=True)
+class OperatorCost:
+    """An operator of the cost graph. Bytes are those of the whole batch on one device of its stage.
+
+    The seconds lie in cost tables, because they depend on the device kind and on the micro-batch size.
+    """
+
+    key: str  # `module.path/operator#k`
+    operator: str  # e.g. "linear"
+    module: str  # path; "" for the model itself
+    source: str  # line of the user's code; "" if unknown
+    position: int  # in program order, from 0
+    replicable: bool  # every stage computes it for itself: positions, masks, sizes
+    repeatable: bool  # it may run again for its backward
+    weight_share: float  # fraction of its backward's time that only gradients of parameters need
+    output_bytes: float  # of its result
+    gradient_bytes: float  # of the gradient that flows back to its result; 0 if none does
+    allocated_bytes: float  # newly allocated while it runs
+    saved: Mapping[int, float]  # storage -> bytes kept for the backward
+    parameters: Mapping[str, Weight]  # by storage: a tied parameter has one entry
+
+
+def operator_costs(graph: nx.DiGraph) -> dict[str, OperatorCost]:
+    """The cost of every operator by node name, in program order."""
+    return dict(graph.nodes(data="cost"))

@@ -1,107 +1,133 @@
-"""What users pass to the public calls, checked: everything wrong is told before anything is done."""
+"""The options of `parallelize`, `plan`, `compare`, `profile` and the command line: names, types, defaults and checks.
+
+parallelize(model, n_microbatches=4) ---+
+plan(model, tune=2), compare(...) ------+--> PlanOptions --> SearchOptions (planner): what one search needs
+autopar plan --n-microbatches 4 --------+               \\--> RunSettings (runtime): how the model is run
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypedDict, get_type_hints
 
-import torch
-from torch import nn
-
-from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
-from autopar.planner.search_options import SearchOptions
-from autopar.runtime.module import PipelinedModule
-from autopar.runtime.passes import LossFunction
+from autopar.plan.plan import Plan
 from autopar.schedule.builders import SCHEDULES
-from cost_models import OPTIMIZERS, Cluster, Device, DeviceError, parse_devices
+from cost_models import OPTIMIZERS
 
-Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
-
+BatchDim = int | dict[str, int | None] | None
 BATCH_NORM = ("per-microbatch", "deferred", "exact")
 
 
-def need_example(what: str, args: object, kwargs: object) -> None:
-    if args is None and kwargs is None:
-        raise InputError(f"{what} needs an example call: give example_args= or example_kwargs=")
+class CompareKeywords(TypedDict, total=False):
+    """The options of `compare`."""
+
+    n_microbatches: int | None
+    schedule: str | None
+    max_replicas: int | None
+    memory_limit: float | None
+    batch_norm: str
+    batch_dim: BatchDim
+    cache: bool
 
 
-def need_target(loss_fn: LossFunction | None, target: object) -> None:
-    if loss_fn is not None and target is None:
-        raise InputError("loss_fn needs target=: what loss_fn(output, target) compares the output with")
+class PlanKeywords(CompareKeywords, total=False):
+    """The options of `plan`: all that there are."""
+
+    max_shards: int | None
+    optimizer: str
+    tune: int
+    candidates: Mapping[str, Plan] | None
+    verify: bool
+    compile: bool | str
+    watch_nan: bool
 
 
-def example_call(args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise InputError(f"example_args must be a tuple of arguments, got {type(args).__name__}; write (x,)")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise InputError(f"example_kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
-    return tuple(args or ()), dict(kwargs or {})
+HELP = {  # the texts of `--help`, for the options of the command line
+    "n_microbatches": "Number of micro-batches per batch.",
+    "schedule": f"Pipeline schedule: {', '.join(SCHEDULES)}.",
+    "max_replicas": "Maximum number of devices per stage; 1 for a pure pipeline.",
+    "max_shards": "With --cluster: maximum number of devices that share the operators of a stage; 1 for no sharding.",
+    "memory_limit": "Usable memory of each device in bytes, such as 8e9.",
+    "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
+    "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",
+    "tune": "Run this many of the best plans and use the fastest.",
+    "cache": "Read measurements from disk and store new ones there.",
+}
 
 
-def checked(
-    model: nn.Module,
-    devices: Devices,
-    n_microbatches: int | None,
-    schedule: str | None,
-    max_replicas: int | None,
-    memory_limit: float | None,
-    optimizer: str,
-    batch_norm: str,
-) -> tuple[tuple[Device, ...], SearchOptions]:
-    options = checked_options(model, n_microbatches, schedule, max_replicas, memory_limit, optimizer, batch_norm)
-    check_values(model)
-    return at_hand(devices), options
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user fixes. Raises InputError that lists everything wrong. `parallelize` documents every option."""
+
+    n_microbatches: int | None = None  # None, here and below: the search chooses
+    schedule: str | None = None
+    max_replicas: int | None = None
+    max_shards: int | None = None
+    memory_limit: float | None = None  # bytes on each device; None: what the device has free
+    optimizer: str = "adamw"
+    batch_norm: str = "per-microbatch"
+    batch_dim: BatchDim = None
+    tune: int = 0
+    candidates: Mapping[str, Plan] | None = None
+    verify: bool = True
+    compile: bool | str = False
+    watch_nan: bool = False
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise InputError("; ".join(problems))
+
+    @classmethod
+    def of(cls, call: str, known: type, keywords: Mapping[str, Any]) -> Self:
+        """The options that `call` received as keywords; `known` is the TypedDict of those that it takes.
+
+        Raises InputError for an unknown name, with the closest name that is known.
+        """
+        names = list(get_type_hints(known))
+        problems = []
+        for name in (name for name in keywords if name not in names):
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(names)}"
+            problems.append(f"{call} has no option {name!r}; {hint}")
+        if problems:
+            raise InputError("; ".join(problems))
+        return cls(**keywords)
+
+    @property
+    def that_run(self) -> list[str]:
+        """Options in use that run plans, and so need the devices."""
+        return [name for name in ("tune", "candidates") if getattr(self, name)]
+
+    def _problems(self) -> Iterator[str]:
+        for name in ("n_microbatches", "max_replicas", "max_shards"):
+            value = getattr(self, name)
+            if value is not None and not _whole(value, least=1):
+                yield f"{name} must be a whole number of at least 1, got {value!r}"
+        for name, choices in (("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("batch_norm", BATCH_NORM)):
+            value = getattr(self, name)
+            if value not in choices and not (name == "schedule" and value is None):
+                yield f"{name} must be one of {', '.join(choices)}, got {value!r}"
+        limit = self.memory_limit
+        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+            yield f"memory_limit must be a positive number of bytes, got {limit!r}"
+        if not isinstance(self.compile, (bool, str)):
+            yield f"compile must be True, False or the name of a backend, got {self.compile!r}"
+        yield from self._tuning_problems()
+
+    def _tuning_problems(self) -> Iterator[str]:
+        if not _whole(self.tune, least=0):
+            yield f"tune must be a whole number of at least 0, got {self.tune!r}"
+        elif self.candidates and not self.tune:
+            yield "candidates are compared by running them; give tune=1 or more"
+        for name, plan in (self.candidates or {}).items():
+            if not isinstance(plan, Plan):
+                yield f"candidates[{name!r}] must be a Plan, got {type(plan).__name__}"
 
 
-def checked_options(
-    model: nn.Module,
-    n_microbatches: int | None,
-    schedule: str | None,
-    max_replicas: int | None,
-    memory_limit: float | None,
-    optimizer: str,
-    batch_norm: str,
-) -> SearchOptions:
-    check_model(model)
-    for name, value in (("n_microbatches", n_microbatches), ("max_replicas", max_replicas)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise InputError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if memory_limit is not None and not memory_limit > 0:
-        raise InputError(f"memory_limit must be a positive number of bytes, got {memory_limit!r}")
-    check_optimizer(optimizer)
-    if batch_norm not in BATCH_NORM:
-        raise InputError(f"batch_norm must be one of {', '.join(BATCH_NORM)}, got {batch_norm!r}")
-    return SearchOptions(n_microbatches, schedule, max_replicas, memory_limit, optimizer)
-
-
-def check_optimizer(optimizer: str) -> None:
-    if optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
-
-
-def check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, PipelinedModule):
-        raise InputError("the model is pipelined already; give model.unwrap()")
-
-
-def check_values(model: nn.Module) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta or is_fake(tensor):
-            raise InputError(
-                f"'{name}' has no values (it is on the meta device, or fake): load the model's weights to run it here, "
-                "or give autopar.plan a Cluster.preset(...) to plan ahead"
-            )
-
-
-def at_hand(devices: Devices) -> tuple[Device, ...]:
-    """The devices to run on."""
-    if not isinstance(devices, Cluster):
-        return parse_devices(devices)
-    if not devices.at_hand:
-        raise DeviceError(f"{devices.title} is not at hand: autopar.plan plans for it, to be run where it is")
-    return devices.at_hand
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

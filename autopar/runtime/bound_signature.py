@@ -15,6 +15,7 @@ from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.hints.module_hints import read_hints
 from autopar.lower.stages import Lowered, lower
+from autopar.options import BatchDim, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.sharding_followed import sharding_violations
 from autopar.planner.hint_constraints.stages import resolve, violations
@@ -27,11 +28,15 @@ from cost_models.hardware.devices import Device, find_device
 class RunSettings:
     """How a model is run, whatever the plan."""
 
-    batch_dim: int | dict[str, int | None] | None = None
+    batch_dim: BatchDim = None
     batch_norm: str = "per-microbatch"  # or "deferred" or "exact"
     compile: bool | str = False  # stages go through torch.compile; or the name of its backend
     watch_nan: bool = False
     verify: bool = True
+
+    @classmethod
+    def of(cls, options: PlanOptions) -> RunSettings:
+        return cls(options.batch_dim, options.batch_norm, options.compile, options.watch_nan, options.verify)
 
 
 @dataclass

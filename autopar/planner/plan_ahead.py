@@ -1,0 +1,33 @@
+"""A plan for a cluster that is not at hand, from the data sheets of its devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.analysis.example import Example
+from autopar.costs.cost_table import SILENT, Progress
+from autopar.costs.estimated import estimate_costs
+from autopar.options import PlanOptions
+from autopar.plan.fingerprint import fingerprint
+from autopar.plan.plan import Plan
+from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
+from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.joint import plan_with_meshes
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import search_options
+from cost_models import Cluster
+
+
+def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progress: Progress = SILENT) -> Plan:
+    """The fastest plan for a call of a model on `cluster`. Raises PlanError and InfeasibleError."""
+    example, search = search_options(example, options, len(cluster.devices))
+    if asks_for_sharding(example):
+        return plan_as_sharded(example, cluster.devices, search, cluster)
+    costs = estimate_costs(example, cluster, n_microbatches=search.n_microbatches, progress=progress)
+    if options.max_shards == 1:
+        best = make_plan(costs, search)
+    else:
+        subject = subject_of(example, options.optimizer)
+        best = plan_with_meshes(costs, search, subject, max_shards=options.max_shards, progress=progress)
+    note = f"estimated from the data sheets of {cluster.title}, not measured"
+    return replace(best, notes=(note, *best.notes), model=fingerprint(example.model))

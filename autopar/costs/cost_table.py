@@ -24,7 +24,11 @@ def SILENT(what: str, done: float) -> None:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Times of all operators on one kind of device with `workers` of its siblings busy, at several batch sizes."""
+    """Times of all operators on one kind of device with `workers` of its siblings busy, at several batch sizes.
+
+    Raises:
+        ValueError: the sizes do not ascend.
+    """
 
     kind: str
     workers: int
@@ -33,6 +37,10 @@ class CostTable:
     forward: np.ndarray  # [rows, nodes] s
     backward: np.ndarray  # [rows, nodes] s
     loss: np.ndarray  # [rows, 2] s, forward and backward
+
+    def __post_init__(self) -> None:
+        if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):
+            raise ValueError(f"a cost table needs one or more ascending micro-batch sizes > 0, got {self.rows}")
 
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
         """(forward [nodes], backward [nodes], loss) at a micro-batch of `rows` samples.

@@ -112,7 +112,9 @@ def _sizes(
     else:
         parts = sorted({max(1, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
     few = [(1, parts[len(parts) // 2])] if together > 1 else []
-    return whole + few + [(together, size) for size in parts if (together, size) not in whole + few]
+    return list(
+        dict.fromkeys(whole + few + [(together, size) for size in parts])
+    )  # each once: one micro-batch is whole
 
 
 class _Measuring:

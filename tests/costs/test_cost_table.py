@@ -1,0 +1,97 @@
+"""Cost tables between and beyond the measured micro-batch sizes, and which sizes are measured."""
+
+from collections import defaultdict
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+import autopar
+from autopar.costs import measured
+from autopar.costs.cost_table import CostTable
+from cost_models import parse_devices
+
+rows = st.lists(st.integers(1, 512), min_size=1, max_size=5, unique=True).map(sorted).map(tuple)
+amounts = st.floats(0, 1)
+
+
+def table_of(rows: tuple[int, ...], fixed: float, per_row: float) -> CostTable:
+    """Operators whose seconds are a line: the forward of two, twice as much in the backward, and a loss."""
+    line = fixed + per_row * np.array(rows, dtype=float)[:, None]
+    return CostTable("a kind", 1, ("a", "b"), rows, line * [1, 3], line * [2, 6], line * [1, 2])
+
+
+@given(rows, amounts, amounts, st.integers(1, 2000))
+def test_costs_on_a_line_are_met_exactly_at_any_size(
+    rows: tuple[int, ...], fixed: float, per_row: float, at: int
+) -> None:
+    fixed = fixed if len(rows) > 1 else 0.0  # one size tells no fixed part: costs are proportional to the samples
+    forward, backward, loss = table_of(rows, fixed, per_row).at(at)
+    expected = fixed + per_row * at
+    assert forward == pytest.approx(np.array([1, 3]) * expected, abs=1e-9)
+    assert backward == pytest.approx(np.array([2, 6]) * expected, abs=1e-9)
+    assert loss == pytest.approx((expected, 2 * expected), abs=1e-9)
+
+
+@pytest.mark.parametrize("wrong", [(), (4, 4), (8, 4), (0, 4)])
+def test_a_table_needs_ascending_sizes(wrong: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ascending micro-batch sizes"):
+        table_of(wrong, 0.0, 1.0)
+
+
+@given(st.integers(1, 4), st.integers(0, 100), st.booleans(), st.none() | st.integers(1, 100))
+@example(n_devices=2, batch=6, splittable=True, n_microbatches=1)
+def test_every_size_is_measured_once(n_devices: int, batch: int, splittable: bool, n_microbatches: int | None) -> None:
+    """For each number of busy workers, the sizes differ, so that a line can be drawn between any two of them."""
+    if n_microbatches is not None:
+        n_microbatches = min(n_microbatches, max(batch, 1))
+    program: Any = SimpleNamespace(batch_size=batch)
+    batching: Any = SimpleNamespace(splittable=splittable)
+    jobs = measured._sizes(parse_devices(["cpu"] * n_devices), program, batching, n_microbatches)
+    by_workers: dict[int, list[int]] = defaultdict(list)
+    for workers, size in jobs:
+        by_workers[workers].append(size)
+    assert all(len(set(sizes)) == len(sizes) for sizes in by_workers.values())
+    assert all(1 <= size <= max(batch, 1) for sizes in by_workers.values() for size in sizes)
+    assert max(batch, 1) in by_workers[1]
+    if splittable and n_microbatches is not None and batch > 1:
+        assert -(-batch // n_microbatches) in by_workers[n_devices]
+
+
+class Block(nn.Module):
+    """An inverted residual as MobileNetV2 has it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        wide = 2 * channels
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()),
+            *(nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()),
+            *(nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+def test_batch_norm_in_training_runs_as_one_micro_batch() -> None:
+    """Outputs, gradients and running statistics are those of the plain model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Block(4), Block(4), nn.Flatten(), nn.Linear(4 * 36, 5)).train()
+    plain, x = deepcopy(model), torch.randn(6, 3, 8, 8)
+    pipelined = autopar.parallelize(model, ["cpu", "cpu"], n_microbatches=1, example_args=(x,))
+    expected, y = plain(x), pipelined(x)
+    torch.testing.assert_close(y, expected)
+    expected.square().mean().backward()
+    y.square().mean().backward()
+    for (name, truth), mine in zip(plain.named_parameters(), pipelined.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, truth.grad, msg=name)
+    buffers = dict(pipelined.named_buffers())
+    for name, value in plain.named_buffers():
+        torch.testing.assert_close(buffers[name], value, msg=name)

@@ -1,4 +1,4 @@
-"""What all tests share: one thread an operator, measurements kept out of the user's cache, and no model downloads."""
+"""What all tests share: workers, one thread per operator, examples of hypothesis, their own cache, no downloads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,58 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from examples import PROFILE
+from hypothesis import settings
 
 # Set before a test module imports transformers, which reads it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.load_profile(PROFILE)
+
+MOST_WORKERS = 4  # each imports torch and transformers: 0.5 GB
+
+# pytest-xdist hands whole files to workers in the order of collection. The files that take longest go first, so that
+# no worker starts one of them when the others are about to end.
+LONGEST_FIRST = (
+    "planner/test_planning_ahead.py",
+    "lower/test_sharded_corners.py",
+    "lower/test_sharded_models.py",
+    "lower/test_sharded_execution.py",
+    "runtime/test_models.py",
+    "planner/test_partition.py",
+    "planner/test_meshes.py",
+    "runtime/test_faults_at_random.py",
+    "cost_models/test_step_memory.py",
+    "capture/test_rnn.py",
+    "cost_models/test_roofline.py",
+    "planner/test_search.py",
+    "planner/test_recompute.py",
+    "analysis/test_batch_proof.py",
+    "runtime/test_ending.py",
+    "cost_models/test_footprint.py",
+    "runtime/test_schedules_run.py",
+    "planner/test_sharding_explain.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The number of workers that `-n auto` starts: none for single files, as each worker imports torch first."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return int(os.environ["PYTEST_XDIST_AUTO_NUM_WORKERS"])
+    paths = [argument.partition("::")[0] for argument in config.args]
+    if all(path.endswith(".py") for path in paths):
+        return 0
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+
+    def rank(item: pytest.Item) -> int:
+        return ranks.get("/".join(item.path.parts[-2:]), len(ranks))
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session", autouse=True)

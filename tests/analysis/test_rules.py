@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_calls import Sizes, sample_call
@@ -70,7 +71,7 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in RANDOM])
-@settings(max_examples=4, deadline=None, database=None)
+@settings(max_examples=examples(4), deadline=None, database=None)
 @given(sizes=sizes, seed=st.integers(0, 9))
 def test_shards_of_every_operator_put_together_are_the_whole(name: str, sizes: Sizes, seed: int) -> None:
     for make in EXAMPLES.get(name, [sample_call(name)]):
@@ -109,7 +110,7 @@ def test_rules_of_random_operators_fit_their_shapes(name: str) -> None:
             assert [math.prod(rule.sizes[i] for i in dim) for dim in dims] == list(tensor.shape)
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=examples(40), deadline=None, database=None)
 @given(st.lists(st.integers(1, 6), min_size=0, max_size=4), st.data())
 def test_views_are_folded_from_common_indices_in_row_major_order(before: list[int], data: st.DataObject) -> None:
     numel, after, left = math.prod(before), [], math.prod(before)
@@ -145,7 +146,7 @@ def test_a_line_is_read_for_the_shapes_at_hand(line: str, shapes: Any, results: 
     assert str(read(line, range(len(shapes)), shapes, results)) == text
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=examples(25), deadline=None, database=None)
 @given(*[st.integers(1, 60)] * 2, st.booleans())
 def test_quotients_are_those_of_all_batch_sizes(a: int, b: int, symbolic: bool) -> None:
     import sympy

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,7 +156,7 @@ def test_parts_sum_up_to_the_step_and_nothing_beats_the_bound(split: Split) -> N
 
 
 @given(st.sampled_from(list(splits(job(), Space()))))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_no_split_that_can_run_beats_its_bound(split: Split) -> None:
     bound = stages_of(job(), split).bound(split, split.microbatches(16))
     assert bound <= predict(job(), split).seconds * (1 + 1e-9)

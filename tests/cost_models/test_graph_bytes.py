@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, Case, bert, ragged_mask, tokens
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         return scaled_dot_product_attention(q, k, v, mask, **self.options)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(20))
 @given(
     dims=st.sampled_from([(3, 4), (2, 4), (4,), ()]),
     lengths=st.tuples(st.integers(1, 9), st.integers(1, 9)),

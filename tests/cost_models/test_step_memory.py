@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ragged_mask
@@ -229,7 +230,7 @@ def test_a_chain_of_operators_needs_what_its_closed_form_says() -> None:
     """n tanh of S bytes: the forward ends with input and n results; the backward begins with all of them and two
     gradients; w is one number."""
 
-    @settings(deadline=None, max_examples=20)
+    @settings(deadline=None, max_examples=examples(8))
     @given(st.integers(1, 12), st.integers(1, 50))
     def check(depth: int, width: int) -> None:
         class Chain(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import mlp
@@ -67,7 +68,7 @@ def cut_into(layout: tuple[int, ...], found: Sharding, dims: int) -> tuple[int, 
 # -- what is asked for is chosen --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(st.sampled_from([s for s in itertools.product((1, 2, 4), repeat=3) if math.prod(s) in (2, 4)]))
 def test_a_single_operator_reads_its_operands_as_asked(parts: tuple[int, int, int]) -> None:
     m, k, n = parts

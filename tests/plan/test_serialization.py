@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from models import gpt2, mlp, tokens
 from plans import hand_plans, plans, searched_plans
@@ -34,7 +35,7 @@ def test_a_plan_survives_json(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10))
 @given(plans)
 def test_files_of_version_1_are_read(plan: Plan) -> None:
     data = json.loads(plan.to_json())
@@ -42,7 +43,7 @@ def test_files_of_version_1_are_read(plan: Plan) -> None:
     assert Plan.from_json(json.dumps(data)) == plan
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10))
 @given(searched_plans())
 def test_what_may_be_left_out_may_also_be_null_or_empty(plan: Plan) -> None:
     data = json.loads(plan.to_json())

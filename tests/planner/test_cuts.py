@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_oracle import closed_sets
@@ -43,7 +44,7 @@ def assert_cuts(graph: AtomGraph, cuts: np.ndarray) -> None:
     assert all(a in s for s in found for a, b in graph.edges if b in s)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(graphs())
 def test_all_cuts_are_the_sets_closed_under_predecessors(graph: AtomGraph) -> None:
     expected = closed_sets(graph.n, set(graph.edges))
@@ -56,7 +57,7 @@ def test_all_cuts_are_the_sets_closed_under_predecessors(graph: AtomGraph) -> No
         assert all_cuts(graph, len(expected) - 1) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(graphs(12), st.integers(4, 40), st.data())
 def test_the_promising_cuts_are_cuts(graph: AtomGraph, limit: int, data: st.DataObject) -> None:
     first = first_cuts(graph, limit)
@@ -72,7 +73,7 @@ def test_the_promising_cuts_are_cuts(graph: AtomGraph, limit: int, data: st.Data
     assert set(as_sets(plan)) <= set(as_sets(near))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(graphs(9))
 def test_crossing_bytes_are_those_made_before_a_cut_and_read_after_it(graph: AtomGraph) -> None:
     cuts = all_cuts(graph, 10_000)
@@ -104,7 +105,7 @@ def test_merging_makes_one_atom_of_what_waits_for_each_other() -> None:
     assert graph.values[0].consumers == (1, 3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(graphs(11), st.integers(2, 3))
 def test_refining_ends_between_the_first_plan_and_the_best_of_all(graph: AtomGraph, devices: int) -> None:
     def problem_of(cuts: np.ndarray) -> Problem:

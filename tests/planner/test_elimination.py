@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,14 +145,14 @@ def small(draw: st.DrawFn) -> tuple[SelectionProblem, float]:
     return SelectionProblem(choices.seconds, choices.bytes, choices.edges, fixed), memory
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(small())
 def test_selection_is_the_best_of_all_choices(problem: tuple[SelectionProblem, float]) -> None:
     choices, memory = problem
     assert_least(choices, memory, least_by_trial(choices, memory))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(small(), st.sampled_from([1, 4, 12]))
 def test_tables_that_must_not_be_large_change_no_answer(problem: tuple[SelectionProblem, float], entries: int) -> None:
     choices, memory = problem

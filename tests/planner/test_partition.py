@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_oracle import OracleStage, Stages, all_partitions, lacking, objective, problems, stage_time
@@ -30,7 +31,7 @@ def least_objective(problem: Problem, counts: tuple[int, ...]) -> float:
     return min((objective(problem, s) for s in fitting), default=math.inf)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problems())
 def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -> None:
     counts = problem.counts
@@ -42,7 +43,7 @@ def test_solve_equals_brute_force_over_all_convex_partitions(problem: Problem) -
         assert found.bound == found.objective
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problems(), st.data())
 def test_solve_equals_brute_force_for_fewer_devices(problem: Problem, data: st.DataObject) -> None:
     counts = tuple(data.draw(st.integers(0, count)) for count in problem.counts)
@@ -51,7 +52,7 @@ def test_solve_equals_brute_force_for_fewer_devices(problem: Problem, data: st.D
         assert (math.inf if found is None else found.objective) == pytest.approx(least_objective(problem, counts))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problems())
 def test_solutions_are_plans_that_cost_what_they_say(problem: Problem) -> None:
     found = solve(problem)
@@ -67,7 +68,7 @@ def test_solutions_are_plans_that_cost_what_they_say(problem: Problem) -> None:
     assert [s.time for s in found.stages] == pytest.approx([stage_time(problem, s) for s in stages])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problems(), st.floats(0.0, 0.3))
 def test_a_tolerance_keeps_its_bound_and_stays_within_it(problem: Problem, tolerance: float) -> None:
     best, near = solve(problem), solve(problem, tolerance=tolerance)
@@ -77,7 +78,7 @@ def test_a_tolerance_keeps_its_bound_and_stays_within_it(problem: Problem, toler
         assert near.objective * (1 - tolerance) <= best.objective * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problems(), st.floats(0.5, 2.0))
 def test_a_cutoff_keeps_plans_below_it_and_only_those(problem: Problem, factor: float) -> None:
     best = solve(problem)
@@ -89,7 +90,7 @@ def test_a_cutoff_keeps_plans_below_it_and_only_those(problem: Problem, factor: 
     assert found is None or found.objective == pytest.approx(best.objective)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problems())
 def test_no_plan_is_below_the_relaxed_bound(problem: Problem) -> None:
     best = solve(problem)
@@ -97,7 +98,7 @@ def test_no_plan_is_below_the_relaxed_bound(problem: Problem) -> None:
         assert relaxed_bound(problem, problem.counts) <= best.objective * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problems())
 def test_infeasibility_is_explained_by_the_least_lack_of_memory(problem: Problem) -> None:
     counts = problem.counts
@@ -113,7 +114,7 @@ def test_infeasibility_is_explained_by_the_least_lack_of_memory(problem: Problem
         assert found.available == problem.kinds[found.stage.kind].memory
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problems())
 def test_the_largest_stage_alone_may_be_the_objective(problem: Problem) -> None:
     problem = dataclasses.replace(problem, sum_counts=False)
@@ -144,7 +145,7 @@ def shape(solution: Solution | None) -> list[tuple[int, int, int]]:
     return [(s.start, s.stop, s.replicas) for s in solution.stages]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4))
 def test_costly_transfers_and_scarce_memory_are_traded_exactly_in_deep_pipelines(seed: int, m: int) -> None:
     random = np.random.default_rng(seed)

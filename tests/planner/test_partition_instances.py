@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_oracle import closed_sets
@@ -91,7 +92,7 @@ def least_load(instance: dict[str, Any]) -> float:
     return best(frozenset(), instance["maxFPGAs"], instance["maxCPUs"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(instances())
 def test_the_largest_load_is_the_least_of_all_convex_splits(instance: dict[str, Any]) -> None:
     if not any(node["fpgaLatency"] or node["cpuLatency"] for node in instance["nodes"]):

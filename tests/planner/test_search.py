@@ -11,6 +11,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -98,7 +99,7 @@ def test_a_loss_outside_the_pipeline_makes_every_schedule_hold_what_gpipe_holds(
     assert any(stage.recompute for stage in tight.stages)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_the_number_of_micro_batches_is_any_up_to_the_batch(batch: int, devices: int, inside: bool) -> None:
     costs = costs_of(3, (devices,), batch)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import assert_same_gradients, assert_same_outputs, gradients, mlp
@@ -65,7 +66,7 @@ def both_ways(pm: PipelinedModule, target: torch.Tensor, *args: Any, **kwargs: A
 def test_every_batch_size_at_every_step_gives_the_originals_outputs_loss_and_gradients(n_microbatches: int) -> None:
     pm = pipelined(Simple(), n_microbatches)
 
-    @settings(max_examples=10, deadline=None, derandomize=True)
+    @settings(max_examples=examples(6), deadline=None, derandomize=True)
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     def check(batches: list[int]) -> None:
         for batch in batches:

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import networkx as nx
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -202,7 +203,7 @@ def test_a_phased_schedule_runs_all_forwards_first_and_still_finishes(
         assert both.actions == make_schedule("gpipe", m, replicas).actions
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(pipelines(max_ranks=3, max_replicas=2), st.integers(2, 6), st.data())
 def test_validate_accepts_a_reordered_table_exactly_if_it_finishes_within_the_limit(
     pipeline: tuple[str, tuple[int, ...], int], m: int, data: st.DataObject

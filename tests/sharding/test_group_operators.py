@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_calls import Call, Sizes, aten, call, places, x
@@ -123,7 +124,7 @@ def check_all(made: Call, mesh: tuple[int, ...]) -> None:
 
 
 sizes = st.lists(st.integers(4, 7), min_size=3, max_size=3)
-proof = settings(max_examples=4, deadline=None, database=None)
+proof = settings(max_examples=examples(4), deadline=None, database=None)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -94,7 +95,7 @@ def moved(parts: Parts, move: RedistributionStep, mesh: Sequence[int]) -> Parts:
 meshes = st.sampled_from([(2,), (4,), (2, 2), (2, 3), (1, 4), (2, 2, 2)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(meshes, st.sampled_from([(12,), (4, 12), (12, 3, 8)]), st.data())
 def test_moves_along_the_way_turn_any_layout_into_any_other(
     shape: tuple[int, ...], sizes: tuple[int, ...], data: st.DataObject

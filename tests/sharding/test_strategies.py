@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_calls import Sizes, sample_call
@@ -51,7 +52,7 @@ def check(target: Any, args: Any, kwargs: Any, rule: Any, whole: list[torch.Tens
 
 
 @pytest.mark.parametrize("name", [n for n in RULES if n not in RANDOM and n not in _NEW])
-@settings(max_examples=2, deadline=None, database=None)
+@settings(max_examples=examples(2), deadline=None, database=None)
 @given(mesh=st.sampled_from([(2,), (2, 2), (3, 2)]), seed=st.integers(0, 9))
 def test_parts_that_every_strategy_makes_put_together_are_the_whole(
     name: str, mesh: tuple[int, ...], seed: int

@@ -6,10 +6,9 @@ kind, on how many of its siblings are busy and on the micro-batch size, and lie 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import networkx as nx
 import torch
@@ -29,24 +28,11 @@ from autopar.analysis.operators import (
 )
 from autopar.capture.program import Program, module_path, source_line
 from autopar.costs.cost_table import CostSource, CostTable, Progress
+from autopar.costs.device_group import DeviceGroup, StageConfiguration
 from autopar.costs.operator_cost import OperatorCost, Weight, operator_costs
-from autopar.sharding.stage_sharding import StageSharding
 from cost_models import Cluster, Device, Link
 from cost_models.graphs import get_attribute, storage_key
 from cost_models.memory.graph_bytes import GraphBytes
-
-
-@dataclass(frozen=True)
-class Way:
-    """How the devices of a mesh do a micro-batch together."""
-
-    name: str
-    kind: str  # of the devices
-    n_microbatches: int  # of the batch: so large are they
-    sharding: Callable[[Sequence[str]], StageSharding]  # of operators, by node, that make a stage
-    table: CostTable  # seconds of every operator, collectives included; its kind is `name`
-    graph: nx.DiGraph  # like that of the CostGraph, with the bytes of each device
-    solved: Callable[[], Any]  # what its strategies were chosen in (`search.sharding_explain.Solved`)
 
 
 @dataclass(frozen=True)
@@ -54,15 +40,15 @@ class CostGraph:
     """What a model costs on given devices. Node names are those of the captured graph."""
 
     graph: nx.DiGraph  # node attribute `cost`: an OperatorCost; edge attribute `nbytes`; others: see `_annotate`
-    batch_size: int
+    batch_size: int  # samples
     training: bool
-    tables: tuple[CostTable, ...]
+    tables: tuple[CostTable, ...]  # of single devices
     devices: tuple[Device, ...]
-    links: Mapping[tuple[str, str], Link]
+    links: Mapping[tuple[str, str], Link]  # (from, to), names of devices
     accumulate: float  # s per byte: adding one gradient to another in place
     cluster: Cluster | None = None  # over whose networks replicas reduce their gradients; None: within one process
-    ways: tuple[Way, ...] = ()  # if given, a device is a mesh, called by its first device, and works in one of these
-    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of every mesh, in order
+    meshes: tuple[tuple[str, ...], ...] = ()  # names of the devices of each mesh; none if devices work alone
+    configurations: tuple[StageConfiguration, ...] = ()  # of the meshes; the search picks one for each stage
 
     @cached_property
     def operators(self) -> Mapping[str, OperatorCost]:
@@ -70,54 +56,53 @@ class CostGraph:
         return operator_costs(self.graph)
 
     @cached_property
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        """What may run a micro-batch of a stage: the meshes, or every device alone."""
+        together = self.meshes or tuple((device.name,) for device in self.devices)
+        return tuple(
+            DeviceGroup(names, self._device_of[names[0]].kind, min(self._device_of[name].memory for name in names))
+            for names in together
+        )
+
+    @cached_property
     def one_link(self) -> Link | None:
-        """The link between any two devices, if all are alike."""
-        links = self.links_among(self.devices)
+        """The link between any two groups, if all are alike."""
+        links = self.links_among(self.groups)
         return links.pop() if len(links) == 1 else None
 
-    def links_among(self, devices: Sequence[Device]) -> set[Link]:
-        """The different links between any two of `devices`."""
+    def links_among(self, groups: Sequence[DeviceGroup]) -> set[Link]:
+        """The different links between any two of `groups`."""
         if self.cluster is not None:
-            return self.cluster.links_among(devices)
-        names = {device.name for device in devices}
+            return self.cluster.links_among(self.first_devices(groups))
+        names = {group.first for group in groups}
         return {link for (a, b), link in self.links.items() if a != b and a in names and b in names}
 
-    def links_into(self, devices: Sequence[Device]) -> set[Link]:
-        """The different links from any device into one of `devices`."""
+    def links_into(self, groups: Sequence[DeviceGroup]) -> set[Link]:
+        """The different links from any group into one of `groups`."""
         if self.cluster is not None:
-            return self.cluster.links_among(self.devices)
-        names = {device.name for device in devices}
+            return self.links_among(self.groups)
+        names = {group.first for group in groups}
         return {link for (a, b), link in self.links.items() if a != b and b in names}
 
-    def devices_of(self, name: str) -> tuple[str, ...]:
-        """The devices of a mesh, or the device of that name."""
-        return self.members.get(name, (name,))
-
-    def lines(self, names: Sequence[str]) -> int:
-        """Collectives that run at once where such meshes reduce their gradients, each of the n-th device of every one,
-        through the networks that a node's devices share."""
-        assert self.cluster is not None
-        if len({self.cluster.node_of(name) for name in names}) == 1:
-            return 1
-        first = self.devices_of(names[0])
-        return sum(self.cluster.node_of(name) == self.cluster.node_of(first[0]) for name in first)
+    def first_devices(self, groups: Sequence[DeviceGroup]) -> list[Device]:
+        return [self._device_of[group.first] for group in groups]
 
     @cached_property
-    def way(self) -> Mapping[str, Way]:
+    def configuration(self) -> Mapping[str, StageConfiguration]:
         """By name."""
-        return {way.name: way for way in self.ways}
+        return {one.name: one for one in self.configurations}
+
+    def table(self, name: str, workers: int) -> CostTable:
+        """The table of a stage configuration, or of a device kind for `workers` busy siblings: measured at that number,
+        or else at the nearest one."""
+        if name in self.configuration:
+            return self.configuration[name].table
+        mine = [t for t in self.tables if t.kind == name]
+        return min(mine, key=lambda t: (abs(t.workers - workers), -t.workers))
 
     @cached_property
-    def kind_of(self) -> Mapping[str, str]:
-        """By device's name."""
-        return {device.name: device.kind for device in self.devices}
-
-    def table(self, kind: str, workers: int) -> CostTable:
-        """The table for `workers` busy siblings: measured at that number, or else at the nearest above or below."""
-        if kind in self.way:
-            return self.way[kind].table
-        mine = [t for t in self.tables if t.kind == kind]
-        return min(mine, key=lambda t: (abs(t.workers - workers), -t.workers))
+    def _device_of(self) -> Mapping[str, Device]:
+        return {device.name: device for device in self.devices}
 
 
 def build(

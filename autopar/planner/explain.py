@@ -185,7 +185,7 @@ def _idle(plan: Plan) -> list[str]:
 
 def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     """What the best plan on more devices loses, and to what."""
-    more = [c for c in candidates if c.arrangement.n_devices > chosen.arrangement.n_devices]
+    more = [c for c in candidates if c.arrangement.n_groups > chosen.arrangement.n_groups]
     if not more:
         return "no plan that fits uses more devices"
     rival = min(more, key=lambda c: c.timeline.step_time)

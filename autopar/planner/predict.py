@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
+from autopar.costs.device_group import DeviceGroup
+from autopar.costs.gradient_reduction import reduction_seconds
 from autopar.plan.plan import Plan, Stage, StageTransfer
 from autopar.planner.inter_op.atoms import Atoms, gather
 from autopar.planner.sharded_stages import with_sharded
@@ -22,7 +24,6 @@ from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Transfer
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import StageMemory, Timeline
-from cost_models import Device
 
 # Seconds that the runtime itself needs for one micro-batch in one stage, forward and backward: taking messages, making
 # leaves, starting autograd (`python -m benchmarks overhead` measures it).
@@ -34,41 +35,48 @@ class Arrangement:
     """Where and how the atoms run: some of them in each stage, each stage on its devices."""
 
     stages: tuple[tuple[int, ...], ...]  # atoms
-    devices: tuple[tuple[str, ...], ...]  # names, of each stage; of stages s and s + ranks the same
+    groups: tuple[tuple[DeviceGroup, ...], ...]  # replicas of each stage; of stages s and s + ranks the same
     n_microbatches: int
     schedule: str
     recompute: tuple[bool, ...]  # of each stage
-    ways: tuple[str, ...] = ()  # of each stage, where devices are meshes
+    configurations: tuple[str, ...] = ()  # of each stage, by name, where groups are meshes
 
     @property
-    def ranks(self) -> tuple[tuple[str, ...], ...]:
-        """The devices of each place in the pipeline."""
-        return tuple(dict.fromkeys(self.devices))
+    def ranks(self) -> tuple[tuple[DeviceGroup, ...], ...]:
+        """The groups of each place in the pipeline."""
+        return tuple(dict.fromkeys(self.groups))
 
     @property
     def chunks(self) -> int:
-        """Stages of each device."""
+        """Stages of each group."""
         return len(self.stages) // len(self.ranks)
 
     @property
-    def n_devices(self) -> int:
+    def n_groups(self) -> int:
         return sum(map(len, self.ranks))
 
-    def by_way(self, atoms: Atoms) -> list[tuple[Atoms, set[int]]]:
-        """The atoms as they are in every way, and the stages that work so."""
-        if not self.ways:
+    @property
+    def n_devices(self) -> int:
+        return sum(len(group.devices) for rank in self.ranks for group in rank)
+
+    def by_configuration(self, atoms: Atoms) -> list[tuple[Atoms, set[int]]]:
+        """For every stage configuration in use the atoms with its bytes, and the numbers of its stages."""
+        if not self.configurations:
             return [(atoms, set(range(len(self.stages))))]
-        return [(atoms.of(w), {s for s, own in enumerate(self.ways) if own == w}) for w in dict.fromkeys(self.ways)]
+        return [
+            (atoms.of(name), {stage for stage, own in enumerate(self.configurations) if own == name})
+            for name in dict.fromkeys(self.configurations)
+        ]
 
     @property
     def busy(self) -> int:
-        """Devices that compute at the same time: one micro-batch is on one device after the other."""
-        return self.n_devices if self.n_microbatches > 1 else 1
+        """Groups that compute at the same time: a single micro-batch is on one group after the other."""
+        return self.n_groups if self.n_microbatches > 1 else 1
 
     @property
     def plain(self) -> bool:
         """Whether the runtime calls the model itself."""
-        return self.n_devices == 1 and self.n_microbatches == 1 and not any(self.recompute)
+        return self.n_groups == 1 and self.n_microbatches == 1 and not any(self.recompute)
 
 
 @dataclass(frozen=True)
@@ -98,9 +106,10 @@ def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], condition
         if not operator.replicable:
             line[stage_of[name]].append(name)
     atoms = gather(costs, tuple(map(tuple, line)))
+    group_of = {group.first: group for group in costs.groups}
     arrangement = Arrangement(
         tuple((s,) for s in range(len(line))),
-        tuple(stage.devices for stage in plan.stages),
+        tuple(tuple(group_of[name] for name in stage.devices) for stage in plan.stages),
         min(plan.n_microbatches, max(costs.batch_size, 1)),
         plan.schedule,
         tuple(stage.recompute for stage in plan.stages),
@@ -133,7 +142,7 @@ def simulated(
     rows = _rows(costs.batch_size, m)
     overhead = 0.0 if arrangement.plain else ACTION_OVERHEAD
     split = arrangement.schedule == "zb-h1"
-    kinds = _kinds(costs, arrangement)
+    kinds = _kinds(arrangement)
     by_rows = {
         (k, r): atom_times(costs, atoms, k, arrangement.busy, r) for k in dict.fromkeys(kinds) for r in set(rows)
     }
@@ -150,7 +159,7 @@ def simulated(
                 tuple(f + overhead for f in forward),
                 tuple(b + overhead * (2 if split else 1) for b in backward),
                 tuple(w + overhead for w in weight) if split else (),
-                _sync_time(costs, content, arrangement.devices[index]),
+                reduction_seconds(costs, content.trained, arrangement.groups[index]),
             )
         )
         memory.append(_stage_memory(costs, atoms.of(kinds[index]), inside, content, again, rows))
@@ -182,8 +191,8 @@ def as_plan(
     peaks = timeline.peak_memory or ()
     contents = _contents(atoms, arrangement, conditions.optimizer)
     stages = []
-    for index, (inside, kind, names) in enumerate(
-        zip(arrangement.stages, _kinds(costs, arrangement), arrangement.devices, strict=True)
+    for index, (inside, kind, groups) in enumerate(
+        zip(arrangement.stages, _kinds(arrangement), arrangement.groups, strict=True)
     ):
         mine = list(inside)
         times = atom_times(costs, atoms, kind, arrangement.busy, costs.batch_size / m)
@@ -192,8 +201,8 @@ def as_plan(
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         stages.append(
             Stage(
-                devices=tuple(device for name in names for device in costs.devices_of(name)),
-                sharding=costs.way[kind].sharding(nodes) if kind in costs.way else None,
+                devices=tuple(device for group in groups for device in group.devices),
+                sharding=costs.configuration[kind].sharding(nodes) if kind in costs.configuration else None,
                 operators=tuple(costs.operators[n].key for n in nodes),
                 recompute=again,
                 forward_time=float(times.forward[mine].sum()),
@@ -202,12 +211,12 @@ def as_plan(
                 parameter_bytes=int(content.parameters),
                 activation_bytes=memory.activation[0],
                 peak_memory=max((peaks[slot] for slot in timeline.schedule.slots_of(index)), default=0),
-                sync_time=_sync_time(costs, content, names),
+                sync_time=reduction_seconds(costs, content.trained, groups),
             )
         )
     links = []
     for (source, target), (forward, backward) in _stage_links(atoms, arrangement).items():
-        ends = (arrangement.devices[source][0], arrangement.devices[target][0])
+        ends = (arrangement.groups[source][0].first, arrangement.groups[target][0].first)
         seconds = 0.0  # within a device
         if ends[0] != ends[1]:
             seconds = costs.links[ends].seconds(forward / m) + (
@@ -219,8 +228,8 @@ def as_plan(
         n_microbatches=m,
         schedule=arrangement.schedule,
         batch_size=costs.batch_size,
-        devices=tuple(name for d in costs.devices for name in costs.devices_of(d.name)),
-        device_kinds=tuple(d.kind for d in costs.devices for _ in costs.devices_of(d.name)),
+        devices=tuple(device.name for device in costs.devices),
+        device_kinds=tuple(device.kind for device in costs.devices),
         training=costs.training,
         predicted_step_time=timeline.step_time,
         single_device_time=_single_device_time(costs, atoms),
@@ -280,22 +289,9 @@ def atom_times(costs: CostGraph, atoms: Atoms, kind: str, workers: int, rows: fl
     return Times(f, b, w)
 
 
-def sync_seconds_per_byte(costs: CostGraph, devices: Sequence[Device]) -> float:
-    """Once a step, for every gradient byte of a stage and every replica beyond the first.
-
-    The gradient is added up, and where devices do not share their memory it is sent there and the parameter back.
-    """
-    if all(device.shares_process_memory for device in devices):
-        return costs.accumulate
-    if costs.one_link is not None:
-        return float(costs.accumulate + 2 / costs.one_link.bandwidth)
-    slowest = min((link.bandwidth for link in costs.links_among(devices)), default=np.inf)
-    return float(costs.accumulate + 2 / slowest)
-
-
-def _kinds(costs: CostGraph, arrangement: Arrangement) -> list[str]:
-    """Of each stage, or its way: its replicas are devices that cost the same, or are taken to."""
-    return list(arrangement.ways) or [costs.kind_of[names[0]] for names in arrangement.devices]
+def _kinds(arrangement: Arrangement) -> list[str]:
+    """The stage configuration of each stage, or its device kind: that of its first replica."""
+    return list(arrangement.configurations) or [groups[0].kind for groups in arrangement.groups]
 
 
 def _rows(batch: int, m: int) -> list[int]:
@@ -309,7 +305,7 @@ def _stage_links(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int]
     each device of one sends what a device of the other has."""
     stage_of = {atom: i for i, inside in enumerate(arrangement.stages) for atom in inside}
     found: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for own, mine in arrangement.by_way(atoms):
+    for own, mine in arrangement.by_configuration(atoms):
         for value in own.values:
             source = stage_of[value.producer]
             for target in sorted(({stage_of[c] for c in value.consumers} & mine) - {source}):
@@ -319,7 +315,8 @@ def _stage_links(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int]
 
 
 def _transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list[Transfer]:
-    m, devices = arrangement.n_microbatches, arrangement.devices
+    m = arrangement.n_microbatches
+    devices = [[group.first for group in groups] for groups in arrangement.groups]
     transfers = []
     for (source, target), (forward, backward) in _stage_links(atoms, arrangement).items():
         links = {costs.links[a, b] for a in devices[source] for b in devices[target] if a != b}
@@ -344,7 +341,7 @@ def _contents(atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[_C
     """What each device of every stage holds and receives."""
     stage_of = {atom: i for i, inside in enumerate(arrangement.stages) for atom in inside}
     contents = [_Content() for _ in arrangement.stages]
-    for own, mine in arrangement.by_way(atoms):
+    for own, mine in arrangement.by_configuration(atoms):
         for shared, weight in own.parameters:
             for stage in {stage_of[atom] for atom in shared.atoms} & mine:
                 contents[stage].parameters += shared.nbytes
@@ -359,17 +356,6 @@ def _contents(atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[_C
                 contents[stage].received += value.nbytes
                 contents[stage].received_gradient += value.grad_nbytes
     return contents
-
-
-def _sync_time(costs: CostGraph, content: _Content, names: Sequence[str]) -> float:
-    """Seconds once a step: the gradients of the replicas are added up."""
-    if not costs.training or len(names) == 1:
-        return 0.0
-    if costs.cluster is not None:
-        return costs.cluster.seconds("all_reduce", content.trained, names, costs.lines(names))
-    chosen = set(names)
-    devices = [device for device in costs.devices if device.name in chosen]
-    return (len(names) - 1) * content.trained * sync_seconds_per_byte(costs, devices)
 
 
 def _stage_memory(

@@ -15,8 +15,9 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.plan.plan import Plan, RunnerUp
 from autopar.planner.explain import explanation
 from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
 from autopar.planner.inter_op.partition import explain_infeasible
-from autopar.planner.intra_op.explain import InsideExplained, operator_explainer
+from autopar.planner.intra_op.explain import InsideExplained, Solved, operator_explainer
 from autopar.planner.predict import as_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
@@ -66,13 +67,17 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan
             optimality=sentence,
             runners_up=runners_up,
         )
-        inside = _operators_explained(costs, candidate.arrangement.ways) if costs.ways else None
+        inside = _operators_explained(costs, candidate.arrangement.configurations) if costs.meshes else None
         plans.append(plan.explained_by(explanation(searching, candidate, candidates, make_plan), inside))
     return plans
 
 
-def _operators_explained(costs: CostGraph, ways: Sequence[str]) -> Callable[[Plan, str], InsideExplained]:
-    return operator_explainer(lambda stage: costs.way[ways[stage]].solved())
+def _operators_explained(costs: CostGraph, configurations: Sequence[str]) -> Callable[[Plan, str], InsideExplained]:
+    def solved(stage: int) -> Solved | None:
+        configuration = costs.configuration[configurations[stage]]
+        return configuration.solved() if isinstance(configuration, MeshConfiguration) else None
+
+    return operator_explainer(solved)
 
 
 def _choose(candidates: Sequence[Candidate]) -> Candidate:
@@ -83,7 +88,7 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate:
         fastest = min((c.timeline.step_time for c in candidates), default=0.0)
         return [c for c in some if c.timeline.step_time <= fastest * (1 + share)]
 
-    single = [c for c in candidates if c.arrangement.n_devices == 1]
+    single = [c for c in candidates if c.arrangement.n_groups == 1]
     if within(_WORTH, single):
         plain = [c for c in single if c.arrangement.plain]
         near = within(_WORTH_SPLITTING, plain) or within(_WORTH, single)
@@ -107,7 +112,7 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     found: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.timeline.step_time, c.arrangement.n_microbatches)):
         arrangement = candidate.arrangement
-        key = (arrangement.stages, arrangement.devices, arrangement.recompute, arrangement.schedule)
+        key = (arrangement.stages, arrangement.groups, arrangement.recompute, arrangement.schedule)
         found.setdefault(key, candidate)
     return list(found.values())
 

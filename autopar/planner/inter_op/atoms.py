@@ -52,11 +52,11 @@ class Atoms:
     pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage)
     recomputed: tuple[int, ...] = ()
     unrepeatable: tuple[int, ...] = ()  # their stage may not recompute
-    by_way: Mapping[str, Atoms] = field(default_factory=dict)  # the same atoms with the bytes of each way's devices
+    by_configuration: Mapping[str, Atoms] = field(default_factory=dict)  # the same atoms, bytes of its devices
 
-    def of(self, way: str) -> Atoms:
-        """As they are on devices that work in a way (`CostGraph.ways`), or on any others."""
-        return self.by_way.get(way, self)
+    def of(self, name: str) -> Atoms:
+        """The atoms with the bytes that each device has under a stage configuration, or on devices of a kind."""
+        return self.by_configuration.get(name, self)
 
     def sums(self, names: tuple[str, ...], times: np.ndarray) -> np.ndarray:
         """Seconds of every atom from seconds of every node; replicable operators are left out."""
@@ -102,8 +102,8 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
     # Joined operators may stand apart in the program: numbered as they can run, the last one is at the end.
     runs = gather(costs, merged, constraints, order).graph(np.zeros(len(merged))).order
     ordered = [merged[atom] for atom in runs]
-    ways = {way.name: gather(replace(costs, graph=way.graph), ordered, constraints, order) for way in costs.ways}
-    return replace(gather(costs, ordered, constraints, order), by_way=ways)
+    own = {c.name: gather(replace(costs, graph=c.graph), ordered, constraints, order) for c in costs.configurations}
+    return replace(gather(costs, ordered, constraints, order), by_configuration=own)
 
 
 def gather(

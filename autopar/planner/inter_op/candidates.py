@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
+from autopar.costs.device_group import DeviceGroup
 from autopar.plan.validation import places
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.inter_op.cuts import AtomGraph
-from autopar.planner.inter_op.device_assignment import group_devices, kind_of, place
+from autopar.planner.inter_op.device_assignment import assign_groups
+from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
 from autopar.planner.inter_op.partition import relaxed_bound, solve
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Solution, Space
 from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, most_cuts, refine
@@ -23,7 +25,6 @@ from autopar.planner.predict import Arrangement, Times, atom_times, simulated
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 from autopar.schedule.timeline import Timeline
-from cost_models import Device
 
 # Of the partitions found those are simulated whose objective is at most this much above the best.
 _PROMISING = 0.04
@@ -66,9 +67,9 @@ class Searching:
         self.costs = costs
         self.options = options
         self.atoms = make_atoms(costs, options.constraints)
-        self.groups = group_devices(costs.devices)
-        self.kinds = tuple(kind_of(costs, group, min(map(self._memory, group))) for group in self.groups)
-        self.full: Used = tuple(len(group) for group in self.groups)
+        self.pools = pools_of(costs.groups)
+        self.kinds = tuple(kind_of_pool(costs, pool, min(map(self._memory, pool))) for pool in self.pools)
+        self.full: Used = tuple(len(pool) for pool in self.pools)
         self.effort = EXACT if math.prod(c + 1 for c in self.full) <= EXACT_STATES else COARSE
         if options.one_of_several:
             self.effort = ONE_OF_SEVERAL
@@ -82,9 +83,11 @@ class Searching:
         self._space = self._space_of(cuts)
         self.counts = self._microbatch_counts()
         self.schedules = self._schedules()
-        self.most_replicas = options.max_replicas or len(costs.devices)
+        self.most_replicas = options.max_replicas or len(costs.groups)
         self._known_times: dict[tuple[str, int, float], Times] = {}
-        self._known_spaces: dict[tuple[int, str], tuple[Space, Space]] = {}  # by space and way; kept, for ids to last
+        self._known_spaces: dict[
+            tuple[int, str], tuple[Space, Space]
+        ] = {}  # by space and configuration; kept, for ids to last
         self._bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
 
     # -- searching --------------------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ class Searching:
         for counts in self._device_counts():
             for m in self._by_promise(self.counts):
                 self._search(m, counts, found)
-        if len(self.counts) < self.most_counts() and not self.costs.ways:
+        if len(self.counts) < self.most_counts() and not self.costs.meshes:
             self._between(found)
         if not self.complete:
             self._refine(found)
@@ -146,7 +149,7 @@ class Searching:
         for name in self.schedules[:1] if total == 1 else self.schedules:
             if name != "interleaved-1f1b" or total == 1:
                 yield Config(name, m, counts)
-            elif m > 1 and sum(c > 0 for c in counts) == 1 and not self._space.pinned and not self.costs.ways:
+            elif m > 1 and sum(c > 0 for c in counts) == 1 and not self._space.pinned and not self.costs.meshes:
                 for chunks in self.effort.chunks:
                     if total * chunks < self.n_cuts:
                         yield Config(name, m, counts, chunks)
@@ -217,23 +220,22 @@ class Searching:
     def _candidates(self, config: Config, found: PartitionResult) -> Iterator[Candidate]:
         """The partition under its schedule and, where that is free, under the others that run the same stages."""
         stages = tuple(tuple(np.flatnonzero(inside).tolist()) for inside in found.stages())
-        devices = place(self.costs, self.groups, self.atoms, stages, found, config.chunks)
-        ways = tuple(found.problem.kinds[s.kind].name for s in found.solution.stages) if self.costs.ways else ()
-        names = [config.schedule]
+        groups = assign_groups(self.costs, self.pools, self.atoms, stages, found, config.chunks)
+        names = tuple(found.problem.kinds[s.kind].name for s in found.solution.stages) if self.costs.meshes else ()
+        schedules = [config.schedule]
         if self.options.schedule is None and self._searched_as("gpipe") == config.schedule != "gpipe":
-            names.append("gpipe")
-        for name in names:
+            schedules.append("gpipe")
+        for schedule in schedules:
             recompute = tuple(s.recompute for s in found.solution.stages)
-            arrangement = Arrangement(stages, devices, config.n_microbatches, name, recompute, ways)
+            arrangement = Arrangement(stages, groups, config.n_microbatches, schedule, recompute, names)
             timeline = simulated(self.costs, self.atoms, arrangement, self.options.conditions)
             if self._fits(arrangement, timeline):
-                yield Candidate(replace(config, schedule=name), found, arrangement, timeline)
+                yield Candidate(replace(config, schedule=schedule), found, arrangement, timeline)
 
     def _fits(self, arrangement: Arrangement, timeline: Timeline) -> bool:
-        memory = {d.name: self._memory(d) for d in self.costs.devices}
-        names = [name for rank in arrangement.ranks for name in rank]
-        peaks = timeline.peak_memory or (0,) * len(names)
-        return all(peak <= memory[name] * (1 + 1e-9) for name, peak in zip(names, peaks, strict=True))
+        groups = [group for rank in arrangement.ranks for group in rank]
+        peaks = timeline.peak_memory or (0,) * len(groups)
+        return all(peak <= self._memory(group) * (1 + 1e-9) for group, peak in zip(groups, peaks, strict=True))
 
     # -- what is searched -------------------------------------------------------------------------------------------
 
@@ -264,16 +266,21 @@ class Searching:
         )
 
     def _kinds(self, m: int, space: Space) -> tuple[DeviceKind, ...]:
-        """Kinds of devices; of meshes every way in which they do one of `m` micro-batches."""
+        """Kinds of devices; of meshes every stage configuration for `m` micro-batches."""
         found = []
         for pool, kind in enumerate(self.kinds):
-            for way in self.costs.ways:
-                if way.kind == kind.name and way.n_microbatches == m:
-                    own = (id(space), way.name)
-                    if own not in self._known_spaces:
-                        self._known_spaces[own] = space, self._space_of(space.cuts, way.name)
-                    found.append(replace(kind, name=way.name, pool=pool, space=self._known_spaces[own][1]))
+            for configuration in self.costs.configurations:
+                if configuration.kind == kind.name and configuration.n_microbatches == m:
+                    own = self._configured_space(space, configuration.name)
+                    found.append(replace(kind, name=configuration.name, pool=pool, space=own))
         return tuple(found) or self.kinds
+
+    def _configured_space(self, space: Space, configuration: str) -> Space:
+        if space is not self._space:  # cuts near one plan, which no other problem has
+            return self._space_of(space.cuts, configuration)
+        if configuration not in self._configured:
+            self._configured[configuration] = self._space_of(space.cuts, configuration)
+        return self._configured[configuration]
 
     def _times(self, kind: str, busy: int, rows: float) -> Times:
         key = (kind, busy, rows)
@@ -281,8 +288,8 @@ class Searching:
             self._known_times[key] = atom_times(self.costs, self.atoms, kind, busy, rows)
         return self._known_times[key]
 
-    def _space_of(self, cuts: np.ndarray, way: str = "") -> Space:
-        costs, atoms = self.costs, self.atoms.of(way)
+    def _space_of(self, cuts: np.ndarray, configuration: str = "") -> Space:
+        costs, atoms = self.costs, self.atoms.of(configuration)
         trained = [shared for shared, weight in atoms.parameters if weight.trained and costs.training]
         resident = []
         for shared, weight in atoms.parameters:
@@ -301,8 +308,8 @@ class Searching:
             unrepeatable=atoms.unrepeatable,
         )
 
-    def _memory(self, device: Device) -> float:
-        return min(device.memory, self.options.memory_limit or math.inf)
+    def _memory(self, group: DeviceGroup) -> float:
+        return min(group.memory, self.options.memory_limit or math.inf)
 
     def _schedules(self) -> list[str]:
         """Those to search for; gpipe's partitions are those of 1f1b where they fit."""
@@ -329,8 +336,8 @@ class Searching:
             return [self.options.n_microbatches]
         if self.options.one_microbatch_because:
             return [1]
-        if self.costs.ways:
-            return sorted({way.n_microbatches for way in self.costs.ways})
+        if self.costs.meshes:
+            return sorted({configuration.n_microbatches for configuration in self.costs.configurations})
         most = self.most_counts()
         if most <= self.effort.counts + 4:
             return list(range(1, most + 1))
@@ -382,7 +389,7 @@ class Searching:
     def describe(self, candidate: Candidate) -> str:
         """A plan in a line."""
         arrangement = candidate.arrangement
-        ranks = [[device for name in rank for device in self.costs.devices_of(name)] for rank in arrangement.ranks]
+        ranks = [[device for group in rank for device in group.devices] for rank in arrangement.ranks]
         where = places(ranks, arrangement.chunks)
         n_stages, m = len(arrangement.stages), arrangement.n_microbatches
         text = f"{n_stages} stage{'s' if n_stages > 1 else ''} on {where}, {m} micro-batch{'es' if m > 1 else ''}, "

@@ -85,9 +85,7 @@ class Searching:
         self.schedules = self._schedules()
         self.most_replicas = options.max_replicas or len(costs.groups)
         self._known_times: dict[tuple[str, int, float], Times] = {}
-        self._known_spaces: dict[
-            tuple[int, str], tuple[Space, Space]
-        ] = {}  # by space and configuration; kept, for ids to last
+        self._configured: dict[str, Space] = {}  # the space with the bytes of a stage configuration, by its name
         self._bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
 
     # -- searching --------------------------------------------------------------------------------------------------

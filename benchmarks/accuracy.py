@@ -16,7 +16,7 @@ from benchmarks.zoo import Subject, gpt2, resnet, t5
 
 DEVICES = ["cpu", "cpu"]
 MODELS: tuple[Callable[[bool], Subject], ...] = (resnet, gpt2, t5)
-# What is fixed of a plan beside the free one: pure pipelines under every schedule, few and many micro-batches.
+# What each plan fixes, next to the free one: pure pipelines under every schedule, few and many micro-batches.
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"max_replicas": 1},
     {"max_replicas": 1, "schedule": "gpipe", "n_microbatches": 2},

@@ -23,13 +23,13 @@ CALLS = 50  # timed together where one call is short
 
 
 @dataclass(frozen=True)
-class Effort:
+class Scale:
     counts: tuple[int, ...]  # n_microbatches
     rounds: int
 
 
-FULL = Effort((2, 4, 8, 16, 32), 60)
-QUICK = Effort((2, 8, 32), 5)
+FULL = Scale((2, 4, 8, 16, 32), 60)
+QUICK = Scale((2, 8, 32), 5)
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Result:
     wrapped_step: float  # s, train_step wrapped for one device, beyond the plain model's forward and backward
 
 
-def run_overhead(effort: Effort) -> Report:
+def run_overhead(scale: Scale) -> Report:
     with operator_threads(1):
-        result = measure(effort)
-    counts = effort.counts
+        result = measure(scale)
+    counts = scale.counts
     microbatches = [
         Table(
             f"Step of two stages of {layers} linear layer{'s' if layers > 1 else ''}, {WIDTH} wide, {BATCH} samples",
@@ -70,9 +70,9 @@ def run_overhead(effort: Effort) -> Report:
     return Report("Overhead on tiny stages", (*microbatches, wrapped), dataclasses.asdict(result))
 
 
-def measure(effort: Effort) -> Result:
-    times = {layers: step_times(effort, layers) for layers in LAYERS}
-    call, step = _wrapped(*example(LAYERS[-1]), effort.rounds)
+def measure(scale: Scale) -> Result:
+    times = {layers: step_times(scale, layers) for layers in LAYERS}
+    call, step = _wrapped(*example(LAYERS[-1]), scale.rounds)
     slopes = {layers: [slope(list(t), list(t.values())) for t in pair] for layers, pair in times.items()}
     return Result(
         {layers: pipeline for layers, (pipeline, _) in times.items()},
@@ -91,13 +91,13 @@ def example(layers: int) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
     return model, torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 
 
-def step_times(effort: Effort, layers: int) -> tuple[dict[int, float], dict[int, float]]:
+def step_times(scale: Scale, layers: int) -> tuple[dict[int, float], dict[int, float]]:
     """Median seconds by n_microbatches: pipelined, and accumulated by the plain model."""
     model, x, y = example(layers)
-    steps = {(True, m): _pipeline_step(model, x, y, m, layers) for m in effort.counts}
-    steps |= {(False, m): _accumulation_step(model, x, y, m) for m in effort.counts}
-    seconds = interleave(steps, effort.rounds, _clear(model))
-    pipeline, accumulation = ({m: median(seconds[piped, m]) for m in effort.counts} for piped in (True, False))
+    steps = {(True, m): _pipeline_step(model, x, y, m, layers) for m in scale.counts}
+    steps |= {(False, m): _accumulation_step(model, x, y, m) for m in scale.counts}
+    seconds = interleave(steps, scale.rounds, _clear(model))
+    pipeline, accumulation = ({m: median(seconds[piped, m]) for m in scale.counts} for piped in (True, False))
     return pipeline, accumulation
 
 

@@ -1,7 +1,7 @@
 """The other pipelines over the blocks of a subject: torchgpipe in this process, torch.distributed.pipelining in two.
 
 this process   A ............ A ......     measures; computes itself for autopar and torchgpipe
-rank 0         . C .......... . C ....     blocked on a pipe until it is told to step
+rank 0         . C .......... . C ....     blocked on a pipe until a step is requested
 rank 1         . C .......... . C ....
 """
 
@@ -127,7 +127,7 @@ def worker_a_stage(step: Callable[[], float]) -> float:
 
 @contextmanager
 def _one_thread_a_worker() -> Iterator[None]:
-    """torchgpipe's workers are fresh threads, and convolutions in them use all cores until told otherwise."""
+    """torchgpipe's workers are fresh threads, whose convolutions use all cores unless limited."""
     import torchgpipe.worker
 
     work = torchgpipe.worker.worker
@@ -146,7 +146,7 @@ GLOO_SCHEDULES = ("1F1B", "GPipe")
 
 
 class Rank:
-    """What one of the two processes does when told to."""
+    """The requests that each of the two processes serves."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -171,7 +171,8 @@ class Rank:
             self._schedules[name, n_microbatches] = schedule(stage, n_microbatches, loss_fn=subject.loss)
 
     def step(self, schedule: str, n_microbatches: int) -> float | None:
-        """The mean loss, in the last rank. A tied parameter's gradient is summed over both, which nobody else does."""
+        """The mean loss, in the last rank. A tied parameter's gradient is summed over both here, as
+        torch.distributed.pipelining does not."""
         subject = self._loaded()
         losses: list[torch.Tensor] = []
         run = self._schedules[schedule, n_microbatches].step
@@ -196,7 +197,7 @@ class Rank:
 
 
 class Ranks:
-    """Two processes over gloo, each on one thread, that do what they are told and wait without spinning.
+    """Two processes over gloo, each on one thread, that serve requests and wait without spinning.
 
     RuntimeError: with the traceback, where one fails; the other may then wait for it until `close`.
     """

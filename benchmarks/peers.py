@@ -54,7 +54,7 @@ _N_CHECKED = 8  # parameters whose gradients are compared
 
 
 @dataclass(frozen=True)
-class Effort:
+class Scale:
     counts: tuple[int, ...]  # n_microbatches of the models
     rounds: int
     tiny_counts: tuple[int, ...]  # of the tiny stages
@@ -63,13 +63,13 @@ class Effort:
     block_rounds: int  # of timing blocks for the cut of torch.distributed.pipelining
 
 
-FULL = Effort((2, 4, 8), 4, (2, 4, 8, 16, 32), 40, 3.0, 3)
-QUICK = Effort((2, 4), 2, (2, 4), 2, 0.1, 1)
+FULL = Scale((2, 4, 8), 4, (2, 4, 8, 16, 32), 40, 3.0, 3)
+QUICK = Scale((2, 4), 2, (2, 4), 2, 0.1, 1)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way to run the step of a model in so many micro-batches. Where it was not installed, there is none."""
+    """One system that runs a model's step with n micro-batches. A system that is not installed has no row."""
 
     system: str
     n_microbatches: int
@@ -113,15 +113,15 @@ class System:
 
 
 def run_peers(quick: bool) -> Report:
-    effort = QUICK if quick else FULL
+    scale = QUICK if quick else FULL
     models = [partial(build, quick) for build in (peer_models.resnet, peer_models.gpt, peer_models.bert)]
     with ExitStack() as stack:
         stack.enter_context(operator_threads(1))
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, AUTOPAR_CACHE_DIR=cache))
         ranks = stack.enter_context(Ranks()) if dist.is_available() and dist.is_gloo_available() else None
-        title, tiny = compare(peer_models.tiny, effort.tiny_counts, effort.tiny_rounds, effort, ranks)
-        found = dict(compare(build, effort.counts, effort.rounds, effort, ranks) for build in models)
+        title, tiny = compare(peer_models.tiny, scale.tiny_counts, scale.tiny_rounds, scale, ranks)
+        found = dict(compare(build, scale.counts, scale.rounds, scale, ranks) for build in models)
     tables = [_tiny_table(title, tiny), *(_model_table(*model) for model in found.items())]
     tables += [_ratio_table(found), _bound_table(found)]
     rows = {name: [_values(row) for row in rows] for name, rows in {title: tiny, **found}.items()}
@@ -130,7 +130,7 @@ def run_peers(quick: bool) -> Report:
 
 
 def compare(
-    build: Builder, counts: tuple[int, ...], rounds: int, effort: Effort, ranks: Ranks | None
+    build: Builder, counts: tuple[int, ...], rounds: int, scale: Scale, ranks: Ranks | None
 ) -> tuple[str, list[Row]]:
     """The model's title, and rows for every number of micro-batches and every system that is installed.
 
@@ -143,12 +143,12 @@ def compare(
     rows: list[Row] = []
     for m in counts:
         log.info("%s, %d micro-batches: preparing", title, m)
-        rows += _measured(subject, m, rounds, effort, ranks)
+        rows += _measured(subject, m, rounds, scale, ranks)
         gc.collect()  # modules and graphs refer to each other, and what comes next needs the memory
     return title, rows
 
 
-def _measured(subject: Subject, m: int, rounds: int, effort: Effort, ranks: Ranks | None) -> Iterator[Row]:
+def _measured(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Ranks | None) -> Iterator[Row]:
     workload = subject.workload
 
     def clear() -> None:
@@ -161,7 +161,7 @@ def _measured(subject: Subject, m: int, rounds: int, effort: Effort, ranks: Rank
     here = partial(gradients_of, workload.model, names)
     module, plan = _autopar(subject, m)
     systems = {AUTOPAR: System(f"{plan.places}, {plan.schedule}", _train_step(module, subject), here)}
-    systems |= _gpipe(subject, m, effort.balancing, here) | _gloo(subject, m, effort.block_rounds, ranks, names)
+    systems |= _gpipe(subject, m, scale.balancing, here) | _gloo(subject, m, scale.block_rounds, ranks, names)
     errors = _errors(subject, m, systems, here, clear)
     alone, noted = Alone(module, workload), Noted(module, systems[AUTOPAR].step)
     log.info("%s, %d micro-batches: comparing", workload.title, m)
@@ -220,8 +220,8 @@ def _some(names: list[str]) -> list[str]:
 
 def _autopar(subject: Subject, m: int) -> tuple[PipelinedModule, Plan]:
     workload = subject.workload
-    given = Plan.from_split(subject.split, n_microbatches=m) if subject.split else None
-    options: dict[str, Any] = {"plan": given} if given else {"max_replicas": 1, "n_microbatches": m}
+    split = Plan.from_split(subject.split, n_microbatches=m) if subject.split else None
+    options: dict[str, Any] = {"plan": split} if split else {"max_replicas": 1, "n_microbatches": m}
     module = autopar.parallelize(
         workload.model,
         list(DEVICES),

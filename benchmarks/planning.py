@@ -2,7 +2,7 @@
 
 Llamas are planned for from end to end: capture on the meta device, estimates from data sheets, search. The other cost
 graphs are made up: transformer layers (norm, query, key and value side by side, attention, projection, two
-matrix products, residual sums) whose times vary by a fifth, cut up finely enough to have as many operators as asked.
+matrix products, residual sums) whose times vary by a fifth, cut finely enough for the requested number of operators.
 """
 
 from __future__ import annotations

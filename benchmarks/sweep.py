@@ -1,18 +1,22 @@
-"""The grid of plans that the automatic one has to stand against, every point of it run.
+"""The grid of hand-made plans that the automatic plan has to beat. Every point of it is run.
 
 cut:            one stage | another, at several shares of the model's time; or no cut and two replicas
 n_microbatches: 1 2 3 4 6 8 12
+
+All points run in turn with the automatic plans and the plain model, round by round (`timing.interleave`), so that
+every number of the figure and of the tables comes from the same minutes on the same machine:
+
+    round 1: plain | automatic | pure pipeline | point 1 | point 2 | ... | point n
+    round 2: plain | automatic | pure pipeline | point 1 | ...
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -27,9 +31,7 @@ from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.predict import Conditions, predict
 from autopar.runtime import module as runtime
 from benchmarks.models import Workload
-from benchmarks.timing import interleave, ratio
-
-log = logging.getLogger(__name__)
+from benchmarks.timing import Step, ratio
 
 PIPELINE, REPLICAS = "pipeline", "replicas"
 SHARES = (0.35, 0.65)  # of the model's time, before the earliest and the latest cut
@@ -39,101 +41,97 @@ SHARES = (0.35, 0.65)  # of the model's time, before the earliest and the latest
 class Grid:
     cuts: int
     counts: tuple[int, ...]  # n_microbatches
-    steps: int  # at every point
-    finalists: int  # of each shape, measured again
-    rounds: int  # of measuring them again
 
 
 @dataclass(frozen=True)
-class Point:
-    """One plan of the grid. With one micro-batch stages do not overlap: only the middle cut is measured there."""
+class GridPlan:
+    """One plan of the grid. With one micro-batch stages do not overlap: the grid has only the middle cut there."""
 
     shape: str  # PIPELINE or REPLICAS
     share: float | None  # of the model's time before the cut
     module: str  # where the second stage begins
-    n_microbatches: int
-    measured: float  # s, the fastest of a few steps
+    plan: Plan
     predicted: float  # s
 
     def __str__(self) -> str:
         where = "two replicas" if self.share is None else f"cut at {self.share:.0%} ({self.module})"
-        return f"{where}, n_microbatches {self.n_microbatches}"
+        return f"{where}, n_microbatches {self.plan.n_microbatches}"
 
 
 @dataclass(frozen=True)
-class Final:
-    """A plan that was measured again, in turn with the other finalists."""
+class Point:
+    """A plan of the grid as measured."""
 
     name: str
-    shape: str
-    measured: float  # s, median
-    over_auto: float  # median over rounds of its time / that of the automatic plan
+    shape: str  # PIPELINE or REPLICAS
+    share: float | None  # of the model's time before the cut
+    n_microbatches: int
+    predicted: float  # s
+    measured: float  # s, median over the rounds
+    over_auto: float  # median over the rounds of its time / the automatic plan's
+    steps: tuple[float, ...]  # s, one per round
 
 
 @dataclass(frozen=True)
 class Sweep:
+    """The best of the grid is chosen by the very rounds that it is compared in, which favours it over the automatic
+    plan."""
+
     points: tuple[Point, ...]
-    finals: tuple[Final, ...]
     auto_over_best: float  # step time of the automatic plan / of the best of the grid, median over rounds
     pure_over_best: float  # of the automatic pure pipeline / of the best pipeline of the grid
 
-    def best(self, shape: str, seconds: Callable[[Point], float]) -> dict[int, float]:
-        """The least `seconds` of a shape, by n_microbatches."""
-        found: dict[int, float] = {}
+    def best(self, shape: str, seconds: Callable[[Point], float]) -> dict[int, Point]:
+        """The point of a shape with the fewest `seconds`, by n_microbatches."""
+        best: dict[int, Point] = {}
         for point in self.points:
-            if point.shape == shape:
-                count = point.n_microbatches
-                found[count] = min(seconds(point), found.get(count, math.inf))
-        return dict(sorted(found.items()))
+            count = point.n_microbatches
+            if point.shape == shape and (count not in best or seconds(point) < seconds(best[count])):
+                best[count] = point
+        return dict(sorted(best.items()))
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    shape: str
-    share: float | None
-    module: str
-    plan: Plan
-    stage_of: dict[str, int]  # of the operators, by their names in the cost graph
-
-
-def run_sweep(
-    workload: Workload,
-    devices: Sequence[str],
-    costs: CostGraph,
-    grid: Grid,
-    auto: PipelinedModule,
-    pure: PipelinedModule,
-) -> Sweep:
-    """Measure every plan of the grid on two `devices`, and the best of them again in turn with `auto` and `pure`."""
-    found: list[tuple[Point, Plan]] = []
-    with _captured_once():
-        candidates = list(_candidates(costs, grid))
-        for index, candidate in enumerate(candidates):
-            point = _measured(workload, devices, costs, candidate, grid.steps)
-            log.info("%d/%d %s: %.4g s", index + 1, len(candidates), point, point.measured)
-            found.append((point, candidate.plan))
-        found.sort(key=lambda pair: pair[0].measured)
-        best = [pair for s in (PIPELINE, REPLICAS) for pair in [p for p in found if p[0].shape == s][: grid.finalists]]
-        modules = [autopar.parallelize(workload.model, list(devices), plan=plan) for _, plan in best]
-        steps = {"automatic": _step(workload, auto), "automatic, pure pipeline": _step(workload, pure)}
-        steps |= {str(point): _step(workload, module) for (point, _), module in zip(best, modules, strict=True)}
-        seconds_of = interleave(steps, grid.rounds, workload.clear)
-        for module in modules:
+@contextmanager
+def grid_steps(workload: Workload, devices: Sequence[str], plans: Sequence[GridPlan]) -> Iterator[dict[str, Step]]:
+    """A training step of every plan, by the plan's name. All modules stay ready while the context is open."""
+    modules: dict[str, PipelinedModule] = {}
+    try:
+        for plan in plans:
+            modules[str(plan)] = autopar.parallelize(workload.model, list(devices), plan=plan.plan)
+        with _captured_once():  # by the first step of each, the warm-up
+            yield {name: training_step(workload, module) for name, module in modules.items()}
+    finally:
+        for module in modules.values():
             module.close()
-    shapes = dict(zip(steps, ["", PIPELINE, *(point.shape for point, _ in best)], strict=True))
-    finals = tuple(
-        Final(name, shapes[name], float(np.median(seconds)), ratio(seconds, seconds_of["automatic"]))
-        for name, seconds in seconds_of.items()
+
+
+def training_step(workload: Workload, module: PipelinedModule) -> Step:
+    return lambda: module.train_step(**workload.inputs, target=workload.target, loss_fn=workload.loss)
+
+
+def summary(
+    plans: Sequence[GridPlan],
+    seconds: Mapping[str, tuple[float, ...]],
+    auto: tuple[float, ...],
+    pure: tuple[float, ...],
+) -> Sweep:
+    """`seconds`: of every plan by its name; `auto`, `pure`: of the automatic plans; all in the same rounds."""
+    points = tuple(
+        Point(
+            str(plan),
+            plan.shape,
+            plan.share,
+            plan.plan.n_microbatches,
+            plan.predicted,
+            float(np.median(seconds[str(plan)])),
+            ratio(seconds[str(plan)], auto),
+            seconds[str(plan)],
+        )
+        for plan in plans
     )
-    rivals = finals[2:]
-    fastest = min(rivals, key=lambda f: f.measured)
-    fastest_pipeline = min((f for f in rivals if f.shape == PIPELINE), key=lambda f: f.measured)
-    return Sweep(
-        tuple(point for point, _ in found),
-        finals,
-        ratio(seconds_of["automatic"], seconds_of[fastest.name]),
-        ratio(seconds_of["automatic, pure pipeline"], seconds_of[fastest_pipeline.name]),
-    )
+    fastest = min(points, key=attrgetter("measured"))
+    fastest_pipeline = min((p for p in points if p.shape == PIPELINE), key=attrgetter("measured"))
+    return Sweep(points, ratio(auto, fastest.steps), ratio(pure, fastest_pipeline.steps))
 
 
 def choose_cuts(seconds: np.ndarray, modules: Sequence[tuple[str, str]], n: int) -> list[int]:
@@ -162,7 +160,8 @@ def _shared_depth(one: Sequence[str], other: Sequence[str]) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
-def _candidates(costs: CostGraph, grid: Grid) -> Iterator[_Candidate]:
+def grid_plans(costs: CostGraph, grid: Grid) -> Iterator[GridPlan]:
+    """Every plan of the grid, with its predicted step."""
     atoms = make_atoms(costs)
     table = costs.tables[0]
     forward, backward, _ = table.at(costs.batch_size)
@@ -182,42 +181,27 @@ def _candidates(costs: CostGraph, grid: Grid) -> Iterator[_Candidate]:
         stage_of = {name: int(index >= cut) for index, atom in enumerate(atoms.nodes) for name in atom}
         for m in counts:
             if m > 1 or cut == cuts[len(cuts) // 2]:
-                yield _Candidate(PIPELINE, share, first[cut], Plan(stages, m), stage_of)
+                yield _grid_plan(costs, PIPELINE, share, first[cut], Plan(stages, m), stage_of)
     together = (Stage(tuple(names[:2]), line),)
     for m in counts:
         if m > 1:
-            yield _Candidate(REPLICAS, None, "", Plan(together, m), {n: 0 for atom in atoms.nodes for n in atom})
+            everything = {n: 0 for atom in atoms.nodes for n in atom}
+            yield _grid_plan(costs, REPLICAS, None, "", Plan(together, m), everything)
 
 
-def _measured(workload: Workload, devices: Sequence[str], costs: CostGraph, candidate: _Candidate, steps: int) -> Point:
-    expected = predict(costs, candidate.plan, candidate.stage_of, Conditions(loss_inside=True)).predicted_step_time
-    assert expected is not None
-    seconds = _fastest(workload, devices, candidate.plan, steps)
-    return Point(candidate.shape, candidate.share, candidate.module, candidate.plan.n_microbatches, seconds, expected)
-
-
-def _fastest(workload: Workload, devices: Sequence[str], plan: Plan, steps: int) -> float:
-    """Seconds of the fastest step, which excludes the first one's preparations if `steps` > 1."""
-    module = autopar.parallelize(workload.model, list(devices), plan=plan)
-    step = _step(workload, module)
-    seconds = []
-    for _ in range(steps):
-        workload.clear()
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    module.close()
-    return min(seconds)
-
-
-def _step(workload: Workload, module: PipelinedModule) -> Callable[[], object]:
-    return lambda: module.train_step(**workload.inputs, target=workload.target, loss_fn=workload.loss)
+def _grid_plan(
+    costs: CostGraph, shape: str, share: float | None, module: str, plan: Plan, stage_of: dict[str, int]
+) -> GridPlan:
+    """`stage_of`: the stage of every operator, by its name in the cost graph."""
+    predicted = predict(costs, plan, stage_of, Conditions(loss_inside=True)).predicted_step_time
+    assert predicted is not None
+    return GridPlan(shape, share, module, plan, predicted)
 
 
 @contextmanager
 def _captured_once() -> Iterator[None]:
-    """Within, all pipelined modules are of one model called in one way, and share its capture, which takes longer than
-    a step does."""
+    """Inside, all pipelined modules wrap one model that is called in one way: they share its capture, which takes
+    longer than a step."""
     known: list[Any] = []
 
     def once(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whole training steps: the plain model against autopar's plans, predicted and measured; and the sweep."""
+"""Whole training steps of the plain model, of autopar's plans and of a sweep of hand-made plans, all in turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ from autopar.planner.search_options import SearchOptions
 from benchmarks.figures import split_size_curve
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table
-from benchmarks.sweep import Grid, Sweep, run_sweep
-from benchmarks.timing import interleave, ratio
+from benchmarks.sweep import Grid, Sweep, grid_plans, grid_steps, summary, training_step
+from benchmarks.timing import Step, interleave, ratio
 from cost_models import MeasurementCache, parse_devices
 from cost_models.hardware.devices import operator_threads
 
@@ -41,19 +41,19 @@ FREE, PURE, PURE_CALL = "autopar", "autopar, pure pipeline", "autopar, pure pipe
 
 
 @dataclass(frozen=True)
-class Effort:
-    rounds: int  # of the comparison
-    aside: int  # rounds of what is compared beside it: two threads, and the module wrapped for one device
+class Scale:
+    rounds: int  # of the plain model, autopar's plans and all of the grid
+    rounds_apart: int  # of two intra-op threads, and of the module wrapped for one device, each against the plain model
     grid: Grid
 
 
-FULL = Effort(5, 7, Grid(cuts=7, counts=(1, 2, 3, 4, 6, 8, 12), steps=2, finalists=2, rounds=3))
-QUICK = Effort(2, 2, Grid(cuts=2, counts=(1, 2, 4), steps=2, finalists=1, rounds=2))
+FULL = Scale(5, 7, Grid(cuts=7, counts=(1, 2, 3, 4, 6, 8, 12)))
+QUICK = Scale(2, 2, Grid(cuts=2, counts=(1, 2, 4)))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run the step."""
+    """One system that runs the step."""
 
     name: str
     plan: str  # in words, "" for the plain model
@@ -61,7 +61,7 @@ class Row:
     predicted: float | None  # s
     measured: float  # s, median
     speedup: float  # median over rounds of the plain model's time on one thread / this
-    steps: tuple[float, ...]  # s, each measured in turn with the other rows, or for PLAIN_THREADS with PLAIN alone
+    steps: tuple[float, ...]  # s, one per round with the other rows and the sweep; for PLAIN_THREADS with PLAIN alone
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,24 @@ class Result:
         return next(row for row in self.rows if row.name == name)
 
 
-def run_training(workload: Workload, effort: Effort) -> Report:
+def run_training(workload: Workload, scale: Scale) -> Report:
     with operator_threads(1), _empty_cache():
-        result = measure(workload, effort)
+        result = measure(workload, scale)
+    plain, auto = result.row(PLAIN), result.row(FREE)
     return Report(
         f"Training step of {result.title}",
-        (_comparison(result), _costs_of_planning(result), *_sweep_tables(result.sweep)),
+        (_comparison(result), _costs_of_planning(result), _sweep_table(result.sweep)),
         dataclasses.asdict(result),
         lambda path: split_size_curve(
-            result.sweep, result.title, result.row(PLAIN).measured, result.row(FREE).n_microbatches or 1, path
+            result.sweep, result.title, plain.steps, auto.steps, auto.n_microbatches or 1, path
         ),
     )
 
 
-def measure(workload: Workload, effort: Effort) -> Result:
+def measure(workload: Workload, scale: Scale) -> Result:
     """All of it, on `DEVICES`; the model's gradients are cleared, its running statistics move.
 
-    All ways to run the step share the one model: its parameters stay in place, so that only one copy is held.
+    All systems share the one model: its parameters stay in place, so that only one copy is held.
     """
     log.info("planning with an empty cache")
     first, first_plan = _timed_plan(workload)
@@ -102,29 +103,31 @@ def measure(workload: Workload, effort: Effort) -> Result:
     free, second_plan = _timed_plan(workload)
     pure, _ = _timed_plan(workload, max_replicas=1)
     costs = _cost_graph(workload)
-    # The caller's loss needs the whole output, so that this way has its own best plan.
+    # The caller's loss needs the whole output, so pm() and loss.backward() have a best plan of their own.
     by_call = make_plan(costs, SearchOptions(max_replicas=1))
     called = autopar.parallelize(workload.model, list(DEVICES), plan=by_call)
     assert free.plan is not None
     assert pure.plan is not None
     plans: dict[str, Plan | None] = {PLAIN: None, FREE: free.plan, PURE: pure.plan, PURE_CALL: by_call}
-    steps: dict[str, Callable[[], object]] = {
+    systems: dict[str, Step] = {
         PLAIN: workload.step,
-        FREE: lambda: free.train_step(**workload.inputs, target=workload.target, loss_fn=workload.loss),
-        PURE: lambda: pure.train_step(**workload.inputs, target=workload.target, loss_fn=workload.loss),
+        FREE: training_step(workload, free),
+        PURE: training_step(workload, pure),
         PURE_CALL: lambda: workload.loss(called(**workload.inputs), workload.target).backward(),
     }
-    log.info("comparing")
-    seconds = interleave(steps, effort.rounds, workload.clear)
+    grid = list(grid_plans(costs, scale.grid))
+    with grid_steps(workload, DEVICES, grid) as steps:
+        log.info("%d rounds of %d systems in turn", scale.rounds, len(systems) + len(steps))
+        seconds = interleave({**systems, **steps}, scale.rounds, workload.clear)
+    sweep = summary(grid, seconds, seconds[FREE], seconds[PURE])
     predicted = {name: plan.predicted_step_time for name, plan in plans.items() if plan}
     predicted[PLAIN] = free.plan.single_device_time
     rows = [_row(name, plan, predicted.get(name), seconds[name], seconds[PLAIN]) for name, plan in plans.items()]
     log.info("wrapping for one device")
-    wrap = _wrap_cost(workload, effort.aside)
-    sweep = run_sweep(workload, DEVICES, costs, effort.grid, free, pure)
+    wrap = _wrap_cost(workload, scale.rounds_apart)
     # Last and apart: OpenMP's second thread keeps spinning for a while, which may slow down what follows.
-    steps = {PLAIN: workload.step, PLAIN_THREADS: lambda: _step_on_threads(workload, len(DEVICES))}
-    seconds = interleave(steps, effort.aside, workload.clear)
+    systems = {PLAIN: workload.step, PLAIN_THREADS: lambda: _step_on_threads(workload, len(DEVICES))}
+    seconds = interleave(systems, scale.rounds_apart, workload.clear)
     rows.append(_row(PLAIN_THREADS, None, None, seconds[PLAIN_THREADS], seconds[PLAIN]))
     for module in (free, pure, called):
         module.close()
@@ -135,7 +138,7 @@ def measure(workload: Workload, effort: Effort) -> Result:
 def _row(
     name: str, plan: Plan | None, predicted: float | None, seconds: tuple[float, ...], plain: tuple[float, ...]
 ) -> Row:
-    """`plain`: what the plain model took on one thread in the same rounds."""
+    """`plain`: s of the plain model on one thread, in the same rounds."""
     count = plan.n_microbatches if plan else None
     return Row(name, words(plan) if plan else "", count, predicted, median(seconds), ratio(plain, seconds), seconds)
 
@@ -160,7 +163,7 @@ def _timed_plan(workload: Workload, **options: Any) -> tuple[PipelinedModule, fl
 
 
 def _cost_graph(workload: Workload) -> CostGraph:
-    """What the plans were made from, out of the cache."""
+    """The costs that the plans were made from, read from the cache."""
     with MeasurementCache() as cache, untouched(workload.model):
         program = capture(workload.model, (), workload.inputs)
         bound = program.bind((), workload.inputs)
@@ -186,7 +189,7 @@ def _step_on_threads(workload: Workload, count: int) -> None:
 
 def _wrap_cost(workload: Workload, rounds: int) -> float:
     module = autopar.parallelize(workload.model, ["cpu"], example_kwargs=workload.inputs)
-    steps: dict[str, Callable[[], object]] = {
+    steps: dict[str, Step] = {
         "plain": workload.step,
         "wrapped": lambda: workload.loss(module(**workload.inputs), workload.target).backward(),
     }
@@ -217,8 +220,9 @@ def _comparison(result: Result) -> Table:
         "Forward and backward",
         ("", "plan", "measured s", "range s", "predicted s", "predicted / measured", "speed-up"),
         tuple(rows),
-        "Measured in turn; medians. The speed-up is the median of the ratios to the plain model on one thread, each "
-        "of two steps in one round; two threads were measured apart.",
+        f"Medians of {len(result.row(PLAIN).steps)} rounds, in which these systems and all plans of the sweep ran in "
+        "turn. The speed-up is the median over the rounds of the plain model's time on one thread / the system's; two "
+        "threads were measured in rounds of their own.",
     )
 
 
@@ -234,20 +238,21 @@ def _costs_of_planning(result: Result) -> Table:
     )
 
 
-def _sweep_tables(sweep: Sweep) -> tuple[Table, Table]:
-    finals = Table(
-        "The automatic plan against the best of the sweep, measured again in turn",
-        ("", "measured s", "/ automatic"),
-        tuple((f.name, f"{f.measured:.3f}", f"{f.over_auto:.3f}") for f in sweep.finals),
-        f"Automatic / best of the sweep: {sweep.auto_over_best:.3f}. Pure pipelines only: {sweep.pure_over_best:.3f}.",
-    )
-    points = Table(
+def _sweep_table(sweep: Sweep) -> Table:
+    return Table(
         "The sweep, fastest first",
-        ("", "measured s", "predicted s", "predicted / measured"),
+        ("", "measured s", "range s", "/ automatic", "predicted s", "predicted / measured"),
         tuple(
-            (str(p), f"{p.measured:.3f}", f"{p.predicted:.3f}", f"{p.predicted / p.measured:.2f}")
-            for p in sorted(sweep.points, key=lambda point: point.measured)
+            (
+                point.name,
+                f"{point.measured:.3f}",
+                f"{min(point.steps):.3f}-{max(point.steps):.3f}",
+                f"{point.over_auto:.3f}",
+                f"{point.predicted:.3f}",
+                f"{point.predicted / point.measured:.2f}",
+            )
+            for point in sorted(sweep.points, key=lambda point: point.measured)
         ),
-        "The fastest of a few steps each.",
+        f"Medians of the same rounds as above. Automatic / best of the sweep: {sweep.auto_over_best:.3f}; pure "
+        f"pipelines only: {sweep.pure_over_best:.3f}. These rounds also choose the best of the sweep, which favours it.",
     )
-    return finals, points

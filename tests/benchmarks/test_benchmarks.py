@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from autopar.plan.plan import Plan, Stage
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
 from benchmarks import overhead, peer_models, peers, zoo
@@ -23,13 +24,14 @@ from benchmarks.models import Workload
 from benchmarks.output import Report, Table, to_markdown
 from benchmarks.peer_systems import Rank, Ranks, best_cut, block_seconds
 from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
-from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, choose_cuts
+from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, GridPlan, choose_cuts, summary
 from benchmarks.timing import interleave, ratio, slope
-from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Effort, run_training
+from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Scale, run_training
 from cost_models.hardware.devices import operator_threads
 
 COUNTS = (1, 2, 3)
 CUTS = 2
+ROUNDS = 2
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def report(workload: Workload) -> Report:
-    return run_training(workload, Effort(2, 1, Grid(CUTS, COUNTS, steps=1, finalists=1, rounds=1)))
+    return run_training(workload, Scale(ROUNDS, 1, Grid(CUTS, COUNTS)))
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def test_training_compares_every_way_to_run_the_step(report: Report) -> None:
     for name in (FREE, PURE, PURE_CALL):
         assert rows[name]["predicted"] > 0
     assert rows[PLAIN]["speedup"] == 1
-    assert all(len(row["steps"]) == (1 if name == PLAIN_THREADS else 2) for name, row in rows.items())
+    assert all(len(row["steps"]) == (1 if name == PLAIN_THREADS else ROUNDS) for name, row in rows.items())
 
 
 def test_sweep_measures_every_cut_and_replicas_at_every_number_of_microbatches(report: Report) -> None:
@@ -112,6 +114,21 @@ def test_sweep_measures_every_cut_and_replicas_at_every_number_of_microbatches(r
     assert [m for _, m, _ in found].count(1) == 1  # stages do not overlap: one cut tells all
     assert sorted(p["n_microbatches"] for p in points if p["shape"] == REPLICAS) == [2, 3]
     assert all(p["predicted"] > 0 for p in points)
+    assert all(len(p["steps"]) == ROUNDS for p in points)
+
+
+def test_the_sweep_is_compared_with_the_automatic_plan_round_by_round() -> None:
+    stage = Stage(("cpu:0",), ("a",))
+    plans = [GridPlan(PIPELINE, 0.5, "b", Plan((stage,), m), 1.0) for m in (2, 4)]
+    plans.append(GridPlan(REPLICAS, None, "", Plan((stage,), 2), 1.0))
+    # The second round met a machine half as fast.
+    times = [(3.0, 6.0, 3.0), (2.0, 5.0, 2.0), (1.0, 2.0, 1.5)]
+    sweep = summary(plans, dict(zip(map(str, plans), times, strict=True)), auto=(1.0, 2.0, 1.0), pure=(4.0, 10.0, 5.0))
+    assert [point.measured for point in sweep.points] == [3.0, 2.0, 1.5]
+    assert [point.over_auto for point in sweep.points] == [3.0, 2.0, 1.0]
+    assert sweep.auto_over_best == 1.0
+    assert sweep.pure_over_best == 2.0
+    assert {m: point.measured for m, point in sweep.best(PIPELINE, lambda p: p.measured).items()} == {2: 3.0, 4: 2.0}
 
 
 def test_training_leaves_parameters_as_they_were(workload: Workload, report: Report) -> None:
@@ -124,7 +141,7 @@ def test_training_leaves_parameters_as_they_were(workload: Workload, report: Rep
 
 
 def test_overhead_has_a_time_for_every_number_of_microbatches() -> None:
-    result = overhead.measure(overhead.Effort((2, 4), 1))
+    result = overhead.measure(overhead.Scale((2, 4), 1))
     for times in (result.pipeline, result.accumulation):
         assert set(times) == set(overhead.LAYERS)
         assert all(set(t) == {2, 4} and min(t.values()) > 0 for t in times.values())
@@ -246,7 +263,6 @@ def test_what_is_not_installed_has_no_row_and_is_told(without_gpipe: None) -> No
 
 
 def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_plain_model_does() -> None:
-    pytest.importorskip("torchgpipe")
     with operator_threads(1):
         _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None)
     assert [row.system for row in rows] == [AUTOPAR, GPIPE, GPIPE_WORKERS]

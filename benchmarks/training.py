@@ -254,5 +254,5 @@ def _sweep_table(sweep: Sweep) -> Table:
             for point in sorted(sweep.points, key=lambda point: point.measured)
         ),
         f"Medians of the same rounds as above. Automatic / best of the sweep: {sweep.auto_over_best:.3f}; pure "
-        f"pipelines only: {sweep.pure_over_best:.3f}. These rounds also choose the best of the sweep, which favours it.",
+        f"pipelines only: {sweep.pure_over_best:.3f}. These rounds also choose the best, which favours it.",
     )

@@ -35,20 +35,15 @@ LONGEST_FIRST = (
     "planner/test_recompute.py",
     "analysis/test_batch_proof.py",
     "runtime/test_ending.py",
-    "cost_models/test_footprint.py",
+    "cost_models/test_graph_bytes.py",
     "runtime/test_schedules_run.py",
     "planner/test_sharding_explain.py",
 )
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of workers that `-n auto` starts: none for single files, as each worker imports torch first."""
-    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return int(os.environ["PYTEST_XDIST_AUTO_NUM_WORKERS"])
-    paths = [argument.partition("::")[0] for argument in config.args]
-    if all(path.endswith(".py") for path in paths):
-        return 0
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto` starts one worker per core, also where two cores are threads of one processor core."""
     return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 

@@ -98,7 +98,7 @@ def choose_case(name: str) -> None:
 
 
 def _choose(model: nn.Module, tokens: torch.Tensor, case: Case) -> str:
-    program = capture(model, (tokens,), {}, look_into_one=True)
+    program = capture(model, (tokens,), {}, trace_equal_layers_once=True)
     module = on_device(program.graph_module, captured_device(program), META)
     n = math.prod(case.mesh)
     cluster = Cluster.preset("8xH100", nodes=-(-n // 8))

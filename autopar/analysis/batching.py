@@ -1,10 +1,13 @@
-"""Which dimension of every tensor counts samples, and whether the batch may be split into micro-batches.
+"""Whether the batch may be split into micro-batches, and which dimension of every tensor counts samples.
 
-First the graph is asked (`proof`): where samples meet in it, the operator is named and the batch stays whole. Then it
-is run on a few samples together and on two parts of them. A dimension whose size follows the number of samples is a
-batch dimension. Splitting is safe where every output of the parts, put together again, equals the output of the whole;
-where it does not, the first operator that differs is named. That backs the proof, and decides where the graph leaves it
-open. Batch norm in training is left out of this: its policy is the caller's choice.
+1. Prove it from the graph alone (`batch_proof`). If an operator combines samples, the batch stays whole and the
+   operator is named.
+2. Run the graph on a few samples together, and on the same samples in two parts. A dimension whose size follows the
+   number of samples is a batch dimension. If every output of the whole equals the combined outputs of the parts, the
+   batch may be split; otherwise the first operator with a different value is named.
+
+Step 2 verifies a proof, and decides where the proof is open. Batch norm in training uses its running statistics there:
+how its statistics are computed is the caller's choice.
 """
 
 from __future__ import annotations
@@ -16,37 +19,29 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.analysis.batch_proof import Proof, prove
+from autopar.analysis.batch_proof import OutputCombination, Proof, prove
+from autopar.analysis.node_values import DROPOUT, changed_dims, close, observe, probe, storages_of
 from autopar.analysis.operators import is_random, operator_name, written_arguments
-from autopar.analysis.probe import DROPOUT, changed_dims, close, observe, probe, storages_of
+from autopar.analysis.sample_states import DIVIDES
 from autopar.capture.cleanup import aten
 from autopar.capture.program import Program, describe, module_path
-from cost_models.measuring.repeated_operators import TensorShape
+from autopar.capture.repeated_layers.measure_once import TensorShape
 
 Values = dict[fx.Node, Any]
 
 
 @dataclass(frozen=True)
-class Output:
-    """How one flat output of the micro-batches becomes that of the whole batch."""
-
-    combine: str  # "cat", "mean" (weighted by samples), "sum", "first" (the same for all), "constant"
-    batch_dim: int | None = None
-    weight: int | None = None  # of a "mean": the flat output that counts what it averages; None: samples
-
-
-@dataclass(frozen=True)
 class Batching:
-    """What a few samples showed about a Program."""
+    """How the batch of a Program may be split."""
 
-    outputs: tuple[Output, ...]
-    obstacle: str  # "" or why the batch cannot be split; names the operator
-    batch_norms: tuple[str, ...]  # modules whose statistics are those of each micro-batch
+    outputs: tuple[OutputCombination, ...]
+    obstacle: str  # why the batch cannot be split, with the operator; "" if it can
+    batch_norms: tuple[str, ...]  # modules that normalise by the statistics of each micro-batch
     batch_dims: dict[str, int | None] = field(repr=False)  # node name -> batch dimension
     storages: dict[str, frozenset[int]] = field(repr=False)  # node name -> storages its tensors live in
-    least_rows: int = 1  # a micro-batch has at least so many samples
-    unproven: str = ""  # why a comparison of a few samples had to decide; "" where the graph alone told
-    shapes: dict[str, TensorShape] = field(repr=False, default_factory=dict)  # node name -> sizes by samples
+    least_rows: int = 1  # smallest possible number of samples in a micro-batch
+    unproven: str = ""  # why the proof was open, so that a comparison on a few samples decided; "" if proven
+    shapes: dict[str, TensorShape] = field(repr=False, default_factory=dict)  # node name -> shape by number of samples
 
     @property
     def splittable(self) -> bool:
@@ -54,7 +49,7 @@ class Batching:
 
 
 def is_training_batch_norm(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether `node` normalises by the statistics of the batch it gets."""
+    """Whether `node` normalises by the statistics of its input batch."""
     if node.target is aten.batch_norm.default:
         return bool(node.args[5])
     if node.op == "call_module":
@@ -64,10 +59,10 @@ def is_training_batch_norm(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 def study(program: Program, leaves: list[Any], *, verify: bool = True) -> Batching:
-    """Look at the graph of `program`, then run it on a few of the samples in `leaves` (the flat inputs of a call) and
-    compare whole with parts.
+    """Prove from the graph whether the batch may be split, then run it on a few samples and compare.
 
-    `verify`: compare the outputs although the graph alone proves how they combine.
+    `leaves`: the flat inputs of a call, from which the samples are taken. `verify`: compare outputs that are proven,
+    too.
     """
     module = program.graph_module
     norms = tuple(module_path(n) or n.name for n in module.graph.nodes if is_training_batch_norm(n, module))
@@ -76,38 +71,42 @@ def study(program: Program, leaves: list[Any], *, verify: bool = True) -> Batchi
     if size < 2:
         why = "the batch has one sample" if size else "no input has a batch dimension"
         return _whole_only(program, leaves, flat, norms, why)
-    obstacle = "" if program.any_batch else f"the model is made for batches of {size} samples"
+    obstacle = "" if program.any_batch else f"the captured model takes batches of {size} samples only"
     proof = prove(program)
     if proof.verdict == "refuted":
         return _whole_only(program, leaves, flat, norms, obstacle or proof.why)
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
         return _without_values(program, leaves, flat, norms, proof, obstacle)
-    # (samples in the smaller part, together); where a part of one sample fails, parts of two may do.
+    # (samples in the smaller part, samples in both). If a part of one sample fails, one of two samples may succeed.
     attempts = [(1, min(size, 3))] + ([(2, min(size, 5))] if size >= 4 else [])
-    told = [_told(program, index, output, proof, verify) for index, output in enumerate(flat)]
+    proven = [_proven(program, index, output, proof, verify) for index, output in enumerate(flat)]
     for least_rows, rows in attempts:
         try:
             findings = [
-                _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows, told)
+                _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows, proven)
                 for reverse in (False, True)
             ]
-        except Exception as error:  # whatever the model raises at another batch size is the answer
+        except Exception as error:  # the model may raise anything at a batch size that it does not support
             node = getattr(error, "autopar_node", None)
             where = describe(node) if node is not None else "the model"
-            obstacle = obstacle or f"{where} works only for {size} samples ({str(error).splitlines()[0][:200]})"
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            obstacle = obstacle or f"{where} works only for {size} samples ({reason})"
             continue
-        found = _agreed(program, flat, findings, norms, least_rows)
-        if found.splittable and not obstacle:
-            return replace(found, unproven="" if proof.verdict == "proven" else proof.why)
-        obstacle = obstacle or found.obstacle
+        batching = _agreed(program, flat, findings, norms, least_rows)
+        if batching.splittable and not obstacle:
+            return replace(batching, unproven="" if proof.verdict == "proven" else proof.why)
+        obstacle = obstacle or batching.obstacle
     return _whole_only(program, leaves, flat, norms, obstacle)
 
 
 def _without_values(
     program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], proof: Proof, obstacle: str
 ) -> Batching:
-    """What sizes alone show, of tensors on the meta device. Where the proof is open nothing can be compared: the batch
-    is taken for one that may be split, which the model's values will decide where there are some."""
+    """What sizes alone show, for tensors on the meta device.
+
+    Without values nothing can be compared: if the proof is open, assume that the batch may be split. A run on real
+    devices studies the model again, with values.
+    """
     rows = min(program.batch_size, 3)
     whole, part = (observe(program.graph_module, _rows(program, leaves, 0, n)) for n in (rows, rows - 1))
     dims: dict[str, int | None] = {}
@@ -116,20 +115,21 @@ def _without_values(
         dims[node.name] = changed[0] if len(changed) == 1 else None
     outputs = []
     for index, output in enumerate(flat):
-        found = _told(program, index, output, proof, verify=False)
-        if found is None and isinstance(output, fx.Node) and isinstance(whole[output], torch.Tensor):
+        combination = _proven(program, index, output, proof, verify=False)
+        if combination is None and isinstance(output, fx.Node) and isinstance(whole[output], torch.Tensor):
             dim = dims[output.name]
-            found = Output("cat", dim) if dim is not None else Output("mean", weight=program.weights.get(index))
-        kept = Output("first") if isinstance(output, fx.Node) else Output("constant")
-        outputs.append(Output("sum") if index >= program.n_outputs else found or kept)
+            weight = program.weights.get(index)
+            combination = OutputCombination("mean", weight=weight) if dim is None else OutputCombination("cat", dim)
+        kept = OutputCombination("first") if isinstance(output, fx.Node) else OutputCombination("constant")
+        outputs.append(OutputCombination("sum") if index >= program.n_outputs else combination or kept)
     storages = {node.name: storages_of(value) for node, value in whole.items()}
     why = obstacle or _written_buffer(program)
-    unproven = "" if proof.verdict == "proven" else f"{proof.why}, and there are no values to compare"
+    unproven = "" if proof.verdict == "proven" else f"{proof.why}, and without values nothing can be compared"
     return Batching(tuple(outputs), why, norms, dims, storages, unproven=unproven)
 
 
 def _rows(program: Program, leaves: list[Any], start: int, stop: int) -> list[Any]:
-    """The flat inputs of some samples."""
+    """The flat inputs for samples `start` to `stop`."""
     return [
         x if i.batch_dim is None else x.narrow(i.batch_dim, start, stop - start)
         for x, i in zip(leaves, program.inputs, strict=True)
@@ -137,29 +137,29 @@ def _rows(program: Program, leaves: list[Any], start: int, stop: int) -> list[An
 
 
 def _whole_only(program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], why: str) -> Batching:
-    """What is known when the batch stays whole."""
+    """The Batching of a batch that must stay whole."""
     seen = observe(program.graph_module, leaves)
-    kinds = tuple(Output("first") if isinstance(o, fx.Node) else Output("constant") for o in flat)
+    combinations = tuple(OutputCombination("first" if isinstance(o, fx.Node) else "constant") for o in flat)
     storages = {node.name: storages_of(value) for node, value in seen.items()}
-    return Batching(kinds, why, norms, dict.fromkeys(storages), storages)
+    return Batching(combinations, why, norms, dict.fromkeys(storages), storages)
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """What one probe showed."""
+    """What one run on a few samples showed."""
 
     whole: Values
     parts: list[Values]
     dims: dict[str, int | None]
-    kinds: list[Output]
+    combinations: list[OutputCombination]
     obstacle: str
-    rows: tuple[int, int]  # together, in the first part
+    rows: tuple[int, int]  # number of samples together, and in the first part
 
 
 def _look(
-    program: Program, flat: list[Any], samples: list[Any], rows: int, first: int, told: list[Output | None]
+    program: Program, flat: list[Any], samples: list[Any], rows: int, first: int, proven: list[OutputCombination | None]
 ) -> _Finding:
-    """Run on all `rows` samples and on the `first` of them and the rest; outputs that are not `told` are compared."""
+    """Run on all `rows` samples, on the first `first` of them and on the rest; compare outputs that are not proven."""
     module = program.graph_module
     whole = observe(module, samples)
     parts = [observe(module, _rows(program, samples, *ends)) for ends in ((0, first), (first, rows))]
@@ -170,64 +170,63 @@ def _look(
         dims[node.name] = changed[0] if len(changed) == 1 else None
         if len(changed) > 1 and not obstacle:
             obstacle = f"{describe(node)} relates samples to each other: its output has {len(changed)} batch dimensions"
-    kinds = []
+    combinations = []
     for index, output in enumerate(flat):
         weights = (float(first), float(rows - first))
         if index in program.weights:
             counted = flat[program.weights[index]]
             weights = (float(parts[0][counted]), float(parts[1][counted]))
-        own = index >= program.n_outputs  # a count that the capture added: a sum, whatever it is for these samples
-        known = Output("sum") if own else told[index]
-        kinds.append(known if known is not None else _classify(output, whole, parts, dims, weights))
-    return _Finding(whole, parts, dims, kinds, obstacle, (rows, first))
+        # The capture added counts of targets as outputs. They are sums, even if these samples suggest otherwise.
+        known = OutputCombination("sum") if index >= program.n_outputs else proven[index]
+        combinations.append(known if known is not None else _classify(output, whole, parts, dims, weights))
+    return _Finding(whole, parts, dims, combinations, obstacle, (rows, first))
 
 
 def _agreed(
     program: Program, flat: list[Any], findings: list[_Finding], norms: tuple[str, ...], least_rows: int
 ) -> Batching:
-    """One answer from all probes."""
+    """The Batching that all runs agree on."""
     one = findings[0]
     obstacle = next((f.obstacle for f in findings if f.obstacle), "") or _written_buffer(program)
-    kinds = []
+    combinations = []
     for index, output in enumerate(flat):
-        kind = one.kinds[index]
-        if any(f.kinds[index] != kind for f in findings) or kind.combine == "mixed":
-            kind = Output("mixed")
-        elif kind.combine == "mean":
-            kind = replace(kind, weight=program.weights.get(index))
-            divided = None if kind.weight is not None else _divides_by_values(output, one.dims)
+        combination = one.combinations[index]
+        if any(f.combinations[index] != combination for f in findings) or combination.combine == "mixed":
+            combination = OutputCombination("mixed")
+        elif combination.combine == "mean":
+            combination = replace(combination, weight=program.weights.get(index))
+            divided = None if combination.weight is not None else _divides_by_values(output, one.dims)
             if divided is not None:
-                why = "divides by what depends on the values of the whole batch"
-                obstacle = obstacle or f"{describe(divided)} {why}"
-        if kind.combine == "mixed":
-            finding = next((f for f in findings if f.kinds[index].combine == "mixed"), one)
+                obstacle = obstacle or f"{describe(divided)} {DIVIDES}"
+        if combination.combine == "mixed":
+            finding = next((f for f in findings if f.combinations[index].combine == "mixed"), one)
             culprit = _first_difference(finding.whole, finding.parts, finding.dims) or output
             obstacle = (
                 obstacle or f"{describe(culprit)} mixes samples: the output depends on which samples share a batch"
             )
-        kinds.append(kind)
+        combinations.append(combination)
     shapes = {
         node.name: TensorShape.fit(one.rows, (value, one.parts[0][node]))
         for node, value in one.whole.items()
         if isinstance(value, torch.Tensor) and value.dim() == one.parts[0][node].dim()
     }
     storages = {node.name: storages_of(value) for node, value in one.whole.items()}
-    return Batching(tuple(kinds), obstacle, norms, one.dims, storages, least_rows, shapes=shapes)
+    return Batching(tuple(combinations), obstacle, norms, one.dims, storages, least_rows, shapes=shapes)
 
 
-def _told(program: Program, index: int, output: Any, proof: Proof, verify: bool) -> Output | None:
-    """How a flat output combines by the proof, where that is not to be compared, or cannot be: random numbers of the
-    parts are others than those of the whole."""
+def _proven(program: Program, index: int, output: Any, proof: Proof, verify: bool) -> OutputCombination | None:
+    """How a flat output is combined by the proof, if comparing it is not requested or not possible; else None.
+
+    Outputs that depend on random numbers cannot be compared: the parts draw other numbers than the whole.
+    """
     if proof.verdict != "proven" or not isinstance(output, fx.Node) or (verify and not _draws(program, output)):
         return None
-    found = proof.outputs[index]
-    if found is None or not isinstance(output.meta.get("val"), torch.Tensor):
-        return None  # sizes are counted
-    return Output(found.combine, found.dim, program.weights.get(index) if found.combine == "mean" else None)
+    # Numbers (sizes) are always compared.
+    return proof.outputs[index] if isinstance(output.meta.get("val"), torch.Tensor) else None
 
 
 def _draws(program: Program, output: fx.Node) -> bool:
-    """Whether random numbers that a look at the graph does not turn off are on the way to an output."""
+    """Whether an output depends on random numbers that `observe` does not turn off."""
     return any(
         node.op == "call_function" and node.target not in DROPOUT and is_random(node, program.graph_module)
         for node in _ancestors(output)
@@ -235,7 +234,7 @@ def _draws(program: Program, output: fx.Node) -> bool:
 
 
 def _written_buffer(program: Program) -> str:
-    """An obstacle if the model writes a buffer that is not batch norm's: it would be written once a micro-batch."""
+    """The obstacle if the model writes a buffer other than batch norm's, which it would write once per micro-batch."""
     for node in program.graph.nodes:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         if stack and "BatchNorm" in str(stack[-1][1]):
@@ -247,8 +246,10 @@ def _written_buffer(program: Program) -> str:
 
 
 def _divides_by_values(output: fx.Node, dims: dict[str, int | None]) -> fx.Node | None:
-    """The operator on the way to `output` whose divisor is computed from the values of all samples (their sizes do
-    not count): a mean over those that count, say, which is no mean of means."""
+    """The operator on the way to `output` whose divisor depends on the values (not only the sizes) of all samples.
+
+    A mean over the unmasked tokens of a batch is one example: it is no mean of the micro-batches' means.
+    """
     for node in _ancestors(output):
         if operator_name(node) not in ("div", "div_", "true_divide") or len(node.args) < 2:
             continue
@@ -259,7 +260,7 @@ def _divides_by_values(output: fx.Node, dims: dict[str, int | None]) -> fx.Node 
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
-    """`node` and all that it is computed from, sizes of tensors left out."""
+    """`node` and all nodes that it is computed from, except through sizes of tensors."""
     seen: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
@@ -276,33 +277,33 @@ def _depends_on_batch(node: fx.Node, dims: dict[str, int | None]) -> bool:
 
 def _classify(
     output: Any, whole: Values, parts: list[Values], dims: dict[str, int | None], weights: tuple[float, float]
-) -> Output:
-    """How `output` combines; `weights`: what each part counts in a mean."""
+) -> OutputCombination:
+    """How `output` is combined, found by comparing the whole with the parts. `weights`: of the parts in a mean."""
     if not isinstance(output, fx.Node):
-        return Output("constant")
+        return OutputCombination("constant")
     if _counts_values(output):
-        return Output("mixed")
+        return OutputCombination("mixed")
     full, pieces = whole[output], [p[output] for p in parts]
     if not isinstance(full, torch.Tensor):
         if all(p == full for p in pieces):
-            return Output("first")
-        return Output("sum" if type(full) is int and full == sum(pieces) else "mixed")
+            return OutputCombination("first")
+        return OutputCombination("sum" if type(full) is int and full == sum(pieces) else "mixed")
     dim = dims[output.name]
     if dim is not None:
         joined = torch.cat(pieces, dim)
-        return Output("cat", dim) if close(full, joined) else Output("mixed")
+        return OutputCombination("cat", dim) if close(full, joined) else OutputCombination("mixed")
     if any(p.shape != full.shape for p in pieces):
-        return Output("mixed")
+        return OutputCombination("mixed")
     if not _depends_on_batch(output, dims):
-        return Output("first" if all(close(full, p) for p in pieces) else "mixed")
+        return OutputCombination("first" if all(close(full, p) for p in pieces) else "mixed")
     if not full.is_floating_point():
         summed = close(full, pieces[0] + pieces[1]) if full.dtype != torch.bool else False
-        return Output("sum" if summed and bool(full.any()) else "mixed")
+        return OutputCombination("sum" if summed and bool(full.any()) else "mixed")
     total = sum(weights) or 1.0
     mean = sum(p * (w / total) for p, w in zip(pieces, weights, strict=True) if w)
     if not isinstance(mean, torch.Tensor) or close(full, mean):
-        return Output("mean")
-    return Output("sum") if close(full, pieces[0] + pieces[1]) else Output("mixed")
+        return OutputCombination("mean")
+    return OutputCombination("sum") if close(full, pieces[0] + pieces[1]) else OutputCombination("mixed")
 
 
 def _counts_values(node: fx.Node) -> bool:
@@ -312,6 +313,7 @@ def _counts_values(node: fx.Node) -> bool:
 
 
 def _first_difference(whole: Values, parts: list[Values], dims: dict[str, int | None]) -> fx.Node | None:
+    """The first node whose value for the whole differs from the concatenated values for the parts."""
     for node, value in whole.items():
         dim = dims[node.name]
         if dim is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():

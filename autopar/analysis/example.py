@@ -58,7 +58,7 @@ def examine(
     """
     with untouched(model), neutral_state(device_types):
         ahead = any(p.is_meta for p in model.parameters())  # nothing will run: what repeats need not be looked at
-        program = capture(model, args, kwargs, batch_dim=batch_dim, look_into_one=ahead)
+        program = capture(model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead)
         bound = program.bind(args, kwargs)
         assert bound is not None, "a captured program takes the call that it was captured from"
         with torch.device("cpu"):

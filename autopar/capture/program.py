@@ -21,7 +21,7 @@ from torch import fx, nn
 from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import assignments_told, check_call, lost_writes_told, trace
-from autopar.capture.repeated_layers import fill_in, first_of_equals
+from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
 from autopar.errors import InputError
 from autopar.hints.shard import hinted_modules
 
@@ -128,13 +128,13 @@ def capture(
     kwargs: dict[str, Any],
     *,
     batch_dim: int | dict[str, int | None] | None = None,
-    look_into_one: bool = False,
+    trace_equal_layers_once: bool = False,
 ) -> Program:
     """Capture `model` as it is now (training or evaluation) for inputs like `args`, `kwargs`.
 
     `batch_dim`: the batch dimension of every tensor input whose size there equals the batch (default 0), or a dict
     from the names of inputs (a keyword, or a parameter of `forward`) to their batch dimension (None: shared by all
-    samples). `look_into_one`: of equal layers of a list trace the first, and copy it for the others (`repeated`).
+    samples). `trace_equal_layers_once`: trace only the first of equal layers, and copy its nodes for the others.
     Raises CaptureError; the model is left as it was.
     """
     kwargs = dict(sorted(kwargs.items()))
@@ -142,7 +142,7 @@ def capture(
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     off = (torch_private.no_global_hooks(), torch_private.no_custom_functions())
-    once = first_of_equals(model) if look_into_one else contextlib.nullcontext()
+    once = equal_layers_traced_once(model) if trace_equal_layers_once else contextlib.nullcontext()
     sharded = shard_regions.marked(hinted_modules(model))
     with (
         module_hooks.marked(model) as marks,
@@ -155,8 +155,8 @@ def capture(
     ):
         # One row would be taken for a constant by export: what is captured for it serves no other batch size.
         traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
-    if look_into_one:
-        fill_in(traced.module, model)
+    if trace_equal_layers_once:
+        copy_traced_layers(traced.module, model)
     regions = shard_regions.borders(traced.module.graph, calls)
     module = tidy(traced.module)
     shard_calls = shard_regions.settled(module.graph, regions, describe)

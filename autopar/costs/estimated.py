@@ -13,8 +13,8 @@ from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
 from autopar.analysis.operators import captured_device, compute_nodes, on_device
 from autopar.capture import torch_private
-from autopar.capture.folding import fold
 from autopar.capture.program import Program
+from autopar.capture.repeated_layers.fold import fold
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress

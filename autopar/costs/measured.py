@@ -17,13 +17,13 @@ from autopar.analysis.example import Example, untouched
 from autopar.analysis.operators import captured_device, on_device, requires_grad_nodes, written_arguments
 from autopar.capture import torch_private
 from autopar.capture.program import Program
+from autopar.capture.repeated_layers.measure_once import ReducedGraph, reduce_graph
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import get_attribute
 from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
-from cost_models.measuring.repeated_operators import ReducedGraph, reduce_graph
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 
 log = logging.getLogger(__name__)

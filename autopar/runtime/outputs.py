@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from autopar.analysis.batching import Output
+from autopar.analysis.batch_proof import OutputCombination
 
 
 class OutputCollector:
     """The flat outputs of a call. Workers add what micro-batches give, in any order."""
 
-    def __init__(self, outputs: Sequence[Output], sizes: Sequence[int]) -> None:
+    def __init__(self, outputs: Sequence[OutputCombination], sizes: Sequence[int]) -> None:
         """`outputs`: how each flat output combines; `sizes`: samples in each micro-batch."""
         self.outputs = outputs
         self.sizes = tuple(sizes)
@@ -66,7 +66,7 @@ class OutputCollector:
                 result.append(gradient * (rows / self.total))
         return result
 
-    def _combine(self, index: int, value: Any, how: Output, microbatch: int, start: int) -> None:
+    def _combine(self, index: int, value: Any, how: OutputCombination, microbatch: int, start: int) -> None:
         if how.combine in ("first", "constant") or len(self.sizes) == 1:
             if microbatch == 0:
                 self.values[index] = value.detach() if isinstance(value, torch.Tensor) else value

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autopar.analysis.batching import Output
+from autopar.analysis.batch_proof import OutputCombination
 from autopar.capture import module_hooks, torch_private
 from autopar.lower.deferred_batch_norm import Statistics, collecting
 from autopar.lower.random_operators import mix_seed, seeded
@@ -52,7 +52,7 @@ class Passes:
         executable: Executable,
         leaves: Sequence[Any],
         sizes: Sequence[int],
-        outputs: Sequence[Output],
+        outputs: Sequence[OutputCombination],
         *,
         grad: bool,
         seed: int | None,

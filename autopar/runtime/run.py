@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from autopar.analysis.batching import Output
+from autopar.analysis.batch_proof import OutputCombination
 from autopar.capture import torch_private
 from autopar.capture.thread_state import CallerState
 from autopar.runtime.error_context import WAYS, explain
@@ -48,7 +48,7 @@ class Run:
         executable: Executable,
         leaves: Sequence[Any],
         sizes: Sequence[int],
-        outputs: Sequence[Output],
+        outputs: Sequence[OutputCombination],
         state: CallerState,
         *,
         seed: int | None = None,

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import autopar
 from autopar import Plan
+from autopar.analysis.node_values import observe
 from autopar.analysis.operators import compute_nodes, is_random, operator_keys, operator_name
-from autopar.analysis.probe import observe
 from autopar.capture.program import Program, capture
 from autopar.capture.rnn import separate_layers
 from autopar.capture.torch_private import tree_leaves, tree_unflatten

@@ -85,7 +85,7 @@ def test_a_model_made_under_fake_tensor_mode_is_planned_for() -> None:
 def test_layers_captured_once_are_the_layers_of_a_whole_capture(build: Any) -> None:
     model = on_meta(build)
     inputs = without_values(call_of(build))
-    whole, once = (capture(model, (), inputs, look_into_one=look) for look in (False, True))
+    whole, once = (capture(model, (), inputs, trace_equal_layers_once=look) for look in (False, True))
     for program in (whole, once):
         program.graph.lint()
     facts = [_facts(program) for program in (whole, once)]
@@ -151,7 +151,7 @@ def test_equal_layers_are_looked_into_once_and_others_always() -> None:
     torch.manual_seed(0)
     model, x = Alternating(), torch.randn(4, 6)
     Scaled.looked_into = 0
-    program = capture(model, (x,), {}, look_into_one=True)
+    program = capture(model, (x,), {}, trace_equal_layers_once=True)
     assert Scaled.looked_into == 2  # the factors are 2, 2, 3 and 2
     assert torch.equal(program.graph_module(x)[0], model(x))
     assert sum("mul" in node.name for node in compute_nodes(program.graph)) == 4
@@ -171,7 +171,7 @@ def test_layers_called_with_something_else_are_looked_into() -> None:
 
     torch.manual_seed(0)
     model, x = Narrowing(), torch.randn(4, 5, 6)
-    program = capture(model, (x,), {}, look_into_one=True)
+    program = capture(model, (x,), {}, trace_equal_layers_once=True)
     assert torch.equal(program.graph_module(x)[0], model(x))
 
 

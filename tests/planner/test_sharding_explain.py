@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan, PlanError
-from autopar.capture.folding import fold
+from autopar.capture.repeated_layers.fold import fold
 from autopar.planner.intra_op.explain import InsideExplained, Solved, Whole, operator_explainer
 from autopar.planner.intra_op.strategy_search import ShardingProblem, choose
 from autopar.sharding.stage_sharding import parse_strategy, strategy_text

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from autopar import InfeasibleError
 from autopar.analysis.operators import captured_device, on_device
-from autopar.capture.folding import fold
 from autopar.capture.program import capture
+from autopar.capture.repeated_layers.fold import fold
 from autopar.planner.intra_op.strategy_search import Sharding, Task, choose
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import Mesh, make_mesh
@@ -27,7 +27,7 @@ META = torch.device("meta")
 
 def task_of(model: nn.Module, rows: int, *args: torch.Tensor, cluster: Cluster, **options: Any) -> Task:
     """A training step of `model`, which returns its loss, on inputs of so many samples."""
-    program = capture(model, args, {}, look_into_one=True)
+    program = capture(model, args, {}, trace_equal_layers_once=True)
     module = on_device(program.graph_module, captured_device(program), META)
     return Task(module, [x[:rows].to(META) for x in args], rows, cluster, **options)
 

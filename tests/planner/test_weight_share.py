@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.analysis.batching import study
+from autopar.analysis.node_values import observe
 from autopar.analysis.operators import operator_name, weight_shares
-from autopar.analysis.probe import observe
 from autopar.capture.program import Program, capture
 from autopar.costs.cost_graph import build
 from autopar.costs.measured import Measured

@@ -63,7 +63,7 @@ def problem_of(name: str) -> tuple[ShardingProblem, dict[str, str]]:
             "llama 6": lambda: Loss(llama(6)),
         }[name]().train()
         x = torch.empty(8, 512, 1024) if name == "mlp" else torch.zeros(8, 512, dtype=torch.long)
-    program = capture(model, (x,), {}, look_into_one=True)
+    program = capture(model, (x,), {}, trace_equal_layers_once=True)
     module = on_device(program.graph_module, captured_device(program), META)
     cluster = Cluster.preset("4xH100")
     mesh = make_mesh((2, 2), [device.name for device in cluster.devices], ("data", "model"))

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from autopar.analysis.example import Example
+from autopar.analysis.node_values import observe
 from autopar.analysis.operators import captured_device, on_device, operator_keys
-from autopar.analysis.probe import observe
 from autopar.errors import PlanError
 from autopar.hints.module_hints import read_hints
 from autopar.lower.stages import StageProgram, lower

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from autopar.analysis.node_values import observe
 from autopar.analysis.operators import captured_device, on_device
-from autopar.analysis.probe import observe
 from autopar.analysis.rules.table import bind
 from autopar.capture.program import Program, describe
 from autopar.capture.shard_regions import ShardCall

@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 from torch import fx
 
-from autopar.capture.folding import Folded
+from autopar.capture.repeated_layers.fold import Folded
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
 from autopar.costs.device_group import StageConfiguration

@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.analysis.example import Example
 from autopar.analysis.operators import captured_device, on_device
-from autopar.capture.folding import fold
+from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import fx
 
+from autopar.analysis.node_values import observe
 from autopar.analysis.operators import requires_grad_nodes
-from autopar.analysis.probe import observe
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select

@@ -1,21 +1,26 @@
-r"""Where the samples of a batch are in what an operator returns, from where they are in what it reads.
+r"""Where the samples of a batch are in a value, and how one operator changes that.
 
-A batch of B samples is split into micro-batches, and every micro-batch runs through the graph alone. What a value of
-the whole batch then is to those of the micro-batches is its state:
+A batch of B samples is split into micro-batches, and each micro-batch passes through the graph alone. The state of a
+value says how the value for the whole batch relates to the values for its micro-batches:
 
 ```
-   Same       it does not depend on the samples, nor on how many there are
-   Split      a dimension has outer * B * inner entries; sample b's are those at (o * B + b) * inner + i
-   Sum        it is the sum of the micro-batches' values
-   Mean       it is their mean, weighted by samples
-   Extent     a number that is a function of B alone
-   Mixed      samples met: nothing of the above
-   Open       nobody can tell from the graph alone
+   Unbatched   the value is the same for every batch
+   Split       one dimension has outer * B * inner entries; those of sample b are at (o * B + b) * inner + i
+   Sum         the value is the sum of the micro-batches' values
+   Mean        the value is the mean of the micro-batches' values, weighted by their numbers of samples
+   Extent      the value is a number that depends on B alone
+   Mixed       an operator combined different samples: none of the above holds
+   Unproven    the graph alone does not show which of these holds
 ```
 
-`follow` does one operator by its rule. Let b be the index of the rule in which the samples are, the same in all
-operands that are Split, or samples meet. Then b kept gives Split, summed Sum, averaged Mean, whole Mixed. Without
-Split operands a Sum survives what is linear in it, and a Mean what is affine.
+`follow` applies one operator by its rule (index notation, see `rules.notation`):
+
+1. If operands are Split, find the index of the rule that contains the samples. It must be the same index in all Split
+   operands, otherwise the operator combines different samples: Mixed.
+2. The kind of that index gives the state of the results: kept -> Split, summed -> Sum, averaged -> Mean,
+   whole -> Mixed.
+3. Without Split operands, a Sum stays a Sum if the operator is linear in it, and a Mean stays a Mean if the operator is
+   affine in it.
 """
 
 from __future__ import annotations
@@ -36,64 +41,66 @@ BATCH = sympy.Symbol("B", integer=True, positive=True)  # samples in the whole b
 
 @dataclass(frozen=True)
 class Unbatched:
-    """Does not depend on the samples, nor on how many there are."""
+    """The value is the same for every batch."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Dimension `dim` has outer * B * inner entries; sample b's are those at (o * B + b) * inner + i."""
+    """Dimension `dim` has outer * B * inner entries; those of sample b are at (o * B + b) * inner + i."""
 
     dim: int
     outer: int = 1
     inner: int = 1
-    numbers: bool = False  # the entries are the samples' numbers 0, 1, 2, ... within the batch
+    positions: bool = False  # the entries are the samples' positions 0, 1, 2, ... in the batch, as from arange(B)
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of the micro-batches' values."""
+    """The value is the sum of the micro-batches' values."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of the micro-batches' values, weighted by samples."""
+    """The value is the mean of the micro-batches' values, weighted by their numbers of samples."""
 
-    counted: fx.Node | None = None  # a cross-entropy that weighs by targets instead: those that it does not ignore
+    counted: fx.Node | None = None  # a cross-entropy, which weighs by the number of targets that it does not ignore
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A number that is a function of the size of the batch alone."""
+    """The value is a number that depends on the size of the batch alone."""
 
     size: Size
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Samples met at `node`."""
+    """`node` combined different samples."""
 
     node: fx.Node
-    why: str = "mixes samples: the output depends on which samples share a batch"
+    why: str = "mixes samples: its output depends on which samples share a batch"
 
 
 @dataclass(frozen=True)
 class Unproven:
-    """Nobody can tell from the graph what `node` does to the samples."""
+    """The graph alone does not show what `node` does to the samples."""
 
     node: fx.Node
     why: str
 
 
 State = Unbatched | Split | Sum | Mean | Extent | Mixed | Unproven
-_DIVIDES = "divides by what depends on the values of the whole batch"
+DIVIDES = "divides by a number computed from the values of the whole batch"
+_FOLDS = "folds the batch dimension in a way that the proof cannot follow"
+_USES_COUNT = "computes with the number of samples"
 _DIVISIONS = ("div", "divide", "true_divide")
 _PRODUCTS = ("mul", "multiply")
 _SLICES = ("slice", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "unfold")
 
 
 @dataclass(frozen=True)
-class _Place:
-    """An index of a rule with outer * B * inner entries."""
+class _BatchIndex:
+    """The index of a rule that contains the samples: it has outer * B * inner entries."""
 
     index: str
     outer: int
@@ -101,22 +108,27 @@ class _Place:
 
 
 def varies(size: Size) -> bool:
-    """Whether a size depends on that of the batch."""
+    """Whether a size depends on the size of the batch."""
     return isinstance(size, sympy.Basic) and BATCH in size.free_symbols
 
 
 def multiple(size: Size) -> int | None:
-    """c of a size c * B."""
-    found = quotient(size, BATCH) if varies(size) else None
-    return found if isinstance(found, int) else None
+    """c for a size c * B; None for any other size."""
+    ratio = quotient(size, BATCH) if varies(size) else None
+    return ratio if isinstance(ratio, int) else None
 
 
 def follow(
     node: fx.Node, name: str, rule: Rule, states: Sequence[State], shapes: Sequence[tuple[Size, ...]]
 ) -> list[State]:
-    """The states of the results of `node`, an operator called `name`.
+    """The states of the results of one operator call.
 
-    `states`: of the rule's operands, none of them Open. Sizes in `rule` and `shapes` (of the results) are in BATCH.
+    Args:
+        node: the call.
+        name: of the operator, as in the table of rules.
+        rule: for this call; its sizes are ints or expressions in BATCH.
+        states: one per operand of the rule; none is Unproven.
+        shapes: of the results, in the same sizes.
     """
 
     def everywhere(state: State) -> list[State]:
@@ -124,10 +136,10 @@ def follow(
 
     places = range(len(states))[PLACES.get(name, slice(0))]
     if name in _DIVISIONS and isinstance(states[1], (Sum, Mean, Mixed)) and not isinstance(states[0], Mixed):
-        return everywhere(Mixed(node, _DIVIDES))
+        return everywhere(Mixed(node, DIVIDES))
     for i, state in enumerate(states):
         if isinstance(state, Mixed):
-            routed = Unproven(node, "chooses rows by what was computed from several samples")
+            routed = Unproven(node, "chooses rows by a value computed from several samples")
             return everywhere(routed if i in places else state)
     if any(isinstance(state, Split) for state in states):
         results = _follow_samples(node, name, rule, states, places, len(shapes))
@@ -137,13 +149,13 @@ def follow(
 
 
 def _checked(node: fx.Node, rule: Rule, output: int, state: State, shape: tuple[Size, ...]) -> State:
-    """`state`, if the sizes of the result are such: samples along no dimension, or exactly the one that it says."""
+    """`state`, unless the result's sizes contradict it: B must occur in the Split dimension and in no other."""
     along = [d for d, size in enumerate(shape) if varies(size)]
     if isinstance(state, (Mixed, Unproven)):
         return state
     if isinstance(state, Split):
         if shape[state.dim] != state.outer * BATCH * state.inner:
-            return Unproven(node, "folds the batch in a way that cannot be followed")
+            return Unproven(node, _FOLDS)
         return state if along == [state.dim] else Mixed(node)
     if not along:
         return state
@@ -153,8 +165,8 @@ def _checked(node: fx.Node, rule: Rule, output: int, state: State, shape: tuple[
     return Split(along[0], new[0][1].outer, new[0][1].inner)
 
 
-def _fresh(rule: Rule, dim: tuple[str, ...]) -> _Place | None:
-    """Where an index with the batch's entries is that no operand has: all its entries are alike."""
+def _fresh(rule: Rule, dim: tuple[str, ...]) -> _BatchIndex | None:
+    """The batch index that only the result has (`expand`, `zeros`): all samples get equal entries. None without one."""
     for place, index in enumerate(dim):
         count = multiple(rule.sizes[index])
         if (
@@ -163,12 +175,12 @@ def _fresh(rule: Rule, dim: tuple[str, ...]) -> _Place | None:
             and not any(index in d for t in rule.inputs for d in t)
         ):
             outer, inner = (_product(rule, part) for part in (dim[:place], dim[place + 1 :]))
-            return None if outer is None or inner is None else _Place(index, outer, inner * count)
+            return None if outer is None or inner is None else _BatchIndex(index, outer, inner * count)
     return None
 
 
 def _product(rule: Rule, indices: Sequence[str]) -> int | None:
-    """Entries of several indices together, None if they depend on the batch."""
+    """Number of entries of several indices folded together; None if it depends on the batch."""
     result = 1
     for index in indices:
         if not isinstance(rule.sizes[index], int):
@@ -177,8 +189,8 @@ def _product(rule: Rule, indices: Sequence[str]) -> int | None:
     return result
 
 
-def _locate(rule: Rule, dims: Dims, state: Split) -> _Place | None:
-    """The index in which the samples are: among those that their dimension is folded from."""
+def _locate(rule: Rule, dims: Dims, state: Split) -> _BatchIndex | None:
+    """The index that contains the samples, among those that the Split dimension is folded from; None if several do."""
     dim = dims[state.dim]
     for place, index in enumerate(dim):
         outer, inner = (_product(rule, part) for part in (dim[:place], dim[place + 1 :]))
@@ -186,51 +198,52 @@ def _locate(rule: Rule, dims: Dims, state: Split) -> _Place | None:
             continue
         if state.outer % outer or state.inner % inner:
             return None
-        found = _Place(index, state.outer // outer, state.inner // inner)
-        return found if rule.sizes[index] == found.outer * BATCH * found.inner else None
+        located = _BatchIndex(index, state.outer // outer, state.inner // inner)
+        return located if rule.sizes[index] == located.outer * BATCH * located.inner else None
     return None
 
 
 def _follow_samples(
     node: fx.Node, name: str, rule: Rule, states: Sequence[State], places: range, n_outputs: int
 ) -> list[State]:
+    """The states of the results where at least one operand is Split (steps 1 and 2 above)."""
     own = states[0]
     if name in PLACES and isinstance(own, Split):
         owned = _own_rows(rule, states, places, own)
         if isinstance(owned, str):
             return [Unproven(node, owned) if owned else Mixed(node)] * n_outputs
         rule, states = owned
-    found: dict[int, _Place] = {}
+    located: dict[int, _BatchIndex] = {}  # by operand
     for i, state in enumerate(states):
         if isinstance(state, Split):
             place = _locate(rule, rule.inputs[i], state)
             if place is None:
-                return [Unproven(node, "folds the batch in a way that cannot be followed")] * n_outputs
-            found[i] = place
+                return [Unproven(node, _FOLDS)] * n_outputs
+            located[i] = place
         elif isinstance(state, Extent):
-            return [Unproven(node, "depends on how many samples there are")] * n_outputs
+            return [Unproven(node, _USES_COUNT)] * n_outputs
         elif not isinstance(state, Unbatched):
             return [Mixed(node)] * n_outputs
-    (place, *others), numbers = found.values(), any(isinstance(s, Split) and s.numbers for s in states)
-    if any(other.index != place.index for other in others) or (numbers and name not in MOVES and name not in _COPIES):
+    (place, *others), positions = located.values(), any(isinstance(s, Split) and s.positions for s in states)
+    if any(other.index != place.index for other in others) or (positions and name not in MOVES and name not in _COPIES):
         return [Mixed(node)] * n_outputs
     if any(other != place for other in others):
-        return [Unproven(node, "folds the batch in two ways")] * n_outputs
+        return [Unproven(node, "folds the batch dimension of its operands in different orders")] * n_outputs
     kind = rule.kinds[place.index]
     if name == "batch_norm" and place.index in rule.inputs[0][0]:
-        kind = IndexKind.KEPT  # in training, what to do about its statistics is the caller's choice
+        kind = IndexKind.KEPT  # the caller decides how training statistics are computed
     if kind is IndexKind.KEPT:
-        return [_spread(rule, dims, place, numbers) or Mixed(node) for dims in rule.outputs]
+        return [_spread(rule, dims, place, positions) or Mixed(node) for dims in rule.outputs]
     if kind is IndexKind.AVERAGED:
         counts = name in _COUNTING and len(rule.inputs[1]) < len(rule.inputs[0])
         return [Mean(node if counts else None)] * n_outputs
     if kind is IndexKind.SUMMED:
-        once = any(i not in found for i in rule.addends)  # a term that every micro-batch would add again
+        once = any(i not in located for i in rule.addends)  # every micro-batch would add this term again
         return [Mixed(node) if once else Sum()] * n_outputs
     if name in RESHAPES:
-        return [Unproven(node, "folds the batch in a way that cannot be followed")] * n_outputs
+        return [Unproven(node, _FOLDS)] * n_outputs
     if name in _SLICES and place.outer * place.inner > 1:
-        return [Unproven(node, "takes a part of a folded batch")] * n_outputs
+        return [Unproven(node, "takes a part of a folded batch dimension")] * n_outputs
     return [Mixed(node)] * n_outputs
 
 
@@ -238,28 +251,33 @@ _COPIES = ("clone", "contiguous", "detach", "alias", "to", "lift_fresh_copy")
 _COUNTING = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
 
 
-def _spread(rule: Rule, dims: Dims, place: _Place, numbers: bool) -> Split | None:
-    """The samples in a result that has their index."""
+def _spread(rule: Rule, dims: Dims, place: _BatchIndex, positions: bool) -> Split | None:
+    """The Split state of a result that has the batch index; None if it has not."""
     for d, dim in enumerate(dims):
         if place.index in dim:
             at = dim.index(place.index)
             outer, inner = _product(rule, dim[:at]), _product(rule, dim[at + 1 :])
             if outer is not None and inner is not None:
-                return Split(d, outer * place.outer, inner * place.inner, numbers)
+                return Split(d, outer * place.outer, inner * place.inner, positions)
     return None
 
 
 def _own_rows(rule: Rule, states: Sequence[State], places: range, own: Split) -> tuple[Rule, list[State]] | str:
-    """x[arange(B), j]: every sample takes from its own rows, as if the batch were no dimension that is indexed.
+    """The rule and states for x[arange(B), j], where every sample takes from its own rows.
 
-    Returns the rule in which the batch is kept and states in which its numbers are used up; or why that is not so: ""
-    where samples meet.
+    The rule of indexing needs all of an indexed dimension (`[k]`). But if the indices of the batch dimension are the
+    samples' own positions, that dimension is kept, and the index tensor is used up:
+
+        x[k0, k1], i -> i     becomes     x[b, k1], b -> b
+
+    Returns this rule and its states, or the given ones if the batch dimension is not indexed. If samples take rows of
+    other samples, returns the reason; "" if the operator combines them.
     """
     place = _locate(rule, rule.inputs[0], own)
-    plain = [replace(s, numbers=False) if isinstance(s, Split) and i in places else s for i, s in enumerate(states)]
+    plain = [replace(s, positions=False) if isinstance(s, Split) and i in places else s for i, s in enumerate(states)]
     if place is None or rule.kinds[place.index] is not IndexKind.WHOLE:
-        numbered = any(isinstance(states[i], Split) and states[i].numbers for i in places)  # type: ignore[union-attr]
-        return "" if numbered else (rule, plain)
+        positions = any(isinstance(states[i], Split) and states[i].positions for i in places)  # type: ignore[union-attr]
+        return "" if positions else (rule, plain)
     indexed = [d for d, dim in enumerate(rule.inputs[0]) if dim and rule.kinds[dim[0]] is IndexKind.WHOLE]
     number = indexed.index(own.dim) if own.dim in indexed and len(indexed) == len(places) else None
     if number is None:
@@ -267,8 +285,8 @@ def _own_rows(rule: Rule, states: Sequence[State], places: range, own: Split) ->
     index = states[places[number]]
     if isinstance(index, Unbatched):
         return ""
-    if not (isinstance(index, Split) and index.numbers) or (place.outer, place.inner) != (1, 1):
-        return "takes rows by their numbers"
+    if not (isinstance(index, Split) and index.positions) or (place.outer, place.inner) != (1, 1):
+        return "takes rows by computed indices"
     batch = rule.inputs[places[number]][index.dim][0]
 
     def renamed(tensors: tuple[Dims, ...]) -> tuple[Dims, ...]:
@@ -279,7 +297,7 @@ def _own_rows(rule: Rule, states: Sequence[State], places: range, own: Split) ->
 
 
 def _follow_totals(node: fx.Node, name: str, rule: Rule, states: Sequence[State]) -> State:
-    """What becomes of sums and means."""
+    """The state of the results where no operand is Split (step 3 above)."""
     sums = {i for i, s in enumerate(states) if isinstance(s, Sum)}
     means = {i for i, s in enumerate(states) if isinstance(s, Mean)}
     extents = [i for i, s in enumerate(states) if isinstance(s, Extent)]
@@ -292,7 +310,7 @@ def _follow_totals(node: fx.Node, name: str, rule: Rule, states: Sequence[State]
             and rule.linear
         ):
             return _scaled(node, states[0], states[1].size, name in _DIVISIONS)  # type: ignore[union-attr]
-        return Mixed(node) if sums or means else Unproven(node, "depends on how many samples there are")
+        return Mixed(node) if sums or means else Unproven(node, _USES_COUNT)
     if not sums and not means:
         return Unbatched()
     if sums and not means and any(sums == group for group in rule.linear):
@@ -304,7 +322,7 @@ def _follow_totals(node: fx.Node, name: str, rule: Rule, states: Sequence[State]
 
 
 def _scaled(node: fx.Node, state: State, size: Size, divides: bool) -> State:
-    """A sum divided by the number of samples is a mean, and the other way round."""
+    """A Sum divided by a multiple of B is a Mean, and a Mean multiplied by a multiple of B is a Sum."""
     factor = 1 / sympy.sympify(size) if divides else sympy.sympify(size)
     if isinstance(state, Sum) and not varies(sympy.cancel(factor * BATCH)):
         return Mean()
@@ -313,10 +331,12 @@ def _scaled(node: fx.Node, state: State, size: Size, divides: bool) -> State:
     return Mixed(node)
 
 
-def cut(state: object, dim: int, lengths: Sequence[Size], start: Size = 0) -> list[State] | None:
-    """The states of pieces of these lengths along the dimension of a Split, from `start` on, where every piece has all
-    samples so and so many times; else None."""
-    if not isinstance(state, Split) or state.dim != dim or state.numbers:
+def pieces(state: object, dim: int, lengths: Sequence[Size], start: Size = 0) -> list[State] | None:
+    """The states of consecutive pieces along dimension `dim`, from entry `start` on, with these lengths.
+
+    None unless `dim` is the dimension of a Split and every piece contains all samples equally often.
+    """
+    if not isinstance(state, Split) or state.dim != dim or state.positions:
         return None
     unit = BATCH * state.inner
     counts = [quotient(length, unit) if varies(length) else None for length in lengths]
@@ -327,9 +347,9 @@ def cut(state: object, dim: int, lengths: Sequence[Size], start: Size = 0) -> li
     return [replace(state, outer=count) for count in counts if isinstance(count, int)]
 
 
-def joined(states: Sequence[object], dim: int) -> State | None:
-    """The state of several Splits put behind each other along the batch; None if they are none."""
-    splits = [s for s in states if isinstance(s, Split) and s.dim == dim and not s.numbers]
+def concatenated(states: Sequence[object], dim: int) -> State | None:
+    """The state of a concatenation along `dim`; None unless `dim` is the dimension of a Split in all operands."""
+    splits = [s for s in states if isinstance(s, Split) and s.dim == dim and not s.positions]
     if not splits or len(splits) < len(states) or len({s.inner for s in splits}) > 1:
         return None
     return replace(splits[0], outer=sum(s.outer for s in splits))

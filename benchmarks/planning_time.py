@@ -18,7 +18,7 @@ from torch.nn import functional
 import autopar
 from autopar.analysis.operators import captured_device, on_device
 from autopar.capture.program import capture
-from autopar.planner.intra_op.strategy_search import Task, choose
+from autopar.planner.intra_op.strategy_search import ShardingTask, choose
 from autopar.sharding.mesh import make_mesh
 from benchmarks.output import Report, Table
 from cost_models import Cluster
@@ -103,7 +103,7 @@ def _choose(model: nn.Module, tokens: torch.Tensor, case: Case) -> str:
     n = math.prod(case.mesh)
     cluster = Cluster.preset("8xH100", nodes=-(-n // 8))
     mesh = make_mesh(case.mesh, [device.name for device in cluster.devices[:n]])
-    found = choose(Task(module, [tokens], case.samples, cluster), mesh)
+    found = choose(ShardingTask(module, [tokens], case.samples, cluster), mesh)
     proven = "proven optimal" if found.proven else f"within {found.seconds / found.bound - 1:.1%} of a bound"
     return f"{len(found.strategies)} operators, a step of {found.seconds * 1e3:.1f} ms; {proven}, width {found.width}"
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
+from autopar.sharding.layouts import DUAL, PARTIAL, REPLICATE, Placements
 
 Parts = Sequence[torch.Tensor]
 Move = tuple[str, int, Any]  # name of a function here, axis of the mesh, dimension(s) of the tensor
@@ -87,8 +87,9 @@ MOVES: dict[str, Callable[..., list[torch.Tensor]]] = {
 }
 
 
-def move_of(axis: int, before: Placements, after: Placements) -> Move:
-    """One move of a redistribution."""
+def move_between(before: Placements, after: Placements) -> Move:
+    """One step of a redistribution; the placements differ along one axis."""
+    (axis,) = (a for a, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
     old, new = before[axis], after[axis]
     if old == PARTIAL:
         return ("all_reduce", axis, None) if new == REPLICATE else ("reduce_scatter", axis, new)
@@ -106,8 +107,7 @@ def gradient(parts: Parts, result: Parts, *, moves: Sequence[Move] = (), mesh: S
 
 def added_up(layout: Placements) -> Placements:
     """Of the gradients of what was handed out in a layout: along an axis where all have the same, they add up."""
-    other = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
-    return tuple(other.get(code, code) for code in layout)
+    return tuple(DUAL.get(code, code) for code in layout)
 
 
 def spread(

@@ -1,14 +1,21 @@
-"""Values of a sharded graph: every device's part, in whatever layout a reader wants it.
+"""Values of a sharded graph: the parts of all devices, in the placements that each reader needs.
 
-A value that is read in another layout than it was made in passes one node a move. Behind the moves of one that may have
-a gradient stands one node `gradient`, which says how its gradients come back (`lower.collectives`).
+A value passes one node per step of its redistribution. Behind the steps of a value that may have a gradient stands one
+node `gradient`, which holds the steps of its gradient (`lower.collectives`):
+
+    x__0, x__1 -- all_gather --.-- gradient(moves=[reduce_scatter]) -- getitem 0, getitem 1 -- readers
+         `---------------------'
+
+The steps are those of the plan (`TensorRedistribution`), which the search priced. Values that the plan says nothing
+about take the steps in which a device sends the fewest bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +25,9 @@ from torch import fx
 from autopar.capture.cleanup import aten
 from autopar.lower import collectives
 from autopar.lower.strategy_choices import is_tensor
-from autopar.sharding.layouts import Placements
-from autopar.sharding.mesh import make_mesh
-from autopar.sharding.redistribution import Redistribution
-from cost_models import Cluster
+from autopar.sharding.layouts import Placements, fits
+from autopar.sharding.redistribution import RedistributionTable, bytes_sent
+from autopar.sharding.stage_sharding import Passage, TensorRedistribution
 
 
 @dataclass
@@ -44,11 +50,9 @@ class DeviceValues:
 
     def __init__(self, mesh: tuple[int, ...], size: int) -> None:
         self.graph, self.mesh, self.size = fx.Graph(), mesh, size
-        self._cluster = Cluster.preset(f"{size}xH100")  # any will do: the plan has chosen layouts, not ways
-        self._grid = make_mesh(mesh, [device.name for device in self._cluster.devices])
-        self._ways: dict[tuple[tuple[int, ...], int, bool], Redistribution] = {}
-        self.places = [self._grid.place(i) for i in range(size)]
-        self.multiple = 1  # sizes that depend on the batch come apart if that is a multiple of this
+        self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
+        self.places = list(itertools.product(*map(range, mesh)))  # of every device on the mesh
+        self.multiple = 1  # sizes that depend on the batch can be cut evenly if they are a multiple of this
 
     def node(
         self,
@@ -104,57 +108,80 @@ class DeviceValues:
         return found
 
     def read(self, made: DeviceValue, node: fx.Node, layout: Placements, gradient: Placements) -> tuple[fx.Node, ...]:
-        """The parts of a tensor in a reader's layout, whose gradients it gives in another."""
+        """The parts of a tensor in a reader's placements, whose gradients it gives in others; by the default steps."""
+        if made.alone:
+            made = self._spread(node, made, layout)
         if (layout, gradient) not in made.moved:
-            made.moved[layout, gradient] = self._changed(node, made, layout, gradient)
+            forward = self._default(node, made.layouts[0], layout)
+            backward = self._default(node, gradient, made.wanted[0]) if made.floating else ()
+            made.moved[layout, gradient] = self._passed(node, made, forward, backward).nodes
         found: tuple[fx.Node, ...] = made.moved[layout, gradient]
         return found
 
-    def _changed(
-        self, node: fx.Node, made: DeviceValue, layout: Placements, gradient: Placements
+    def read_as_planned(
+        self, made: DeviceValue, node: fx.Node, plan: TensorRedistribution, gradient: Placements
     ) -> tuple[fx.Node, ...]:
+        """The parts of a tensor at the end of the planned steps, where the reader's gradients come as `gradient`.
+
+        Every reader takes its own steps, as the search priced them; the shared ones are taken once.
+        """
         if made.alone:
-            return self.read(self._spread(node, made, layout), node, layout, gradient)
-        parts: Any = list(made.nodes)
-        result = self._moved(node, made, layout)
-        back = self._path(node, gradient, made.wanted[0]) if made.floating else ()
-        if made.floating and (result is not None or back):
-            given = parts if result is None else result
-            ways = {"moves": back, "mesh": self.mesh}
-            result = self.node(
-                "call_function",
-                collectives.gradient,
-                (parts, given),
-                ways,
-                name=f"{node.name}__gradient",
-                meta=place_of(node),
-            )
-        return made.nodes if result is None else self.items(result, node)
+            made = self._spread(node, made, plan.shared.forward[0])
+        shared, own = plan.shared, plan.own
+        if shared.moves and own.backward:
+            if shared not in made.moved:
+                made.moved[shared] = self._passed(node, made, shared.forward, shared.backward)
+            made, shared = made.moved[shared], Passage(own.forward[:1])
+        key = (plan, gradient)
+        if key not in made.moved:
+            backward = own.backward or (self._default(node, gradient, made.wanted[0]) if made.floating else ())
+            made.moved[key] = self._passed(node, made, (*shared.forward, *own.forward[1:]), backward).nodes
+        found: tuple[fx.Node, ...] = made.moved[key]
+        return found
+
+    def can_pass(self, made: DeviceValue, node: fx.Node, plan: TensorRedistribution) -> bool:
+        """Whether the planned steps start at this value and all of them cut it evenly."""
+        starts = made.alone or made.layouts[0] == plan.shared.forward[0]
+        shape = [n if isinstance(n, int) else self.size for n in node.meta["val"].shape]
+        return starts and all(fits(placements, shape, self.mesh) for placements in plan.placements)
+
+    def _passed(
+        self, node: fx.Node, made: DeviceValue, forward: Sequence[Placements], backward: Sequence[Placements]
+    ) -> DeviceValue:
+        """The value after the steps `forward`. Its gradients pass `backward`, and what is left to `made.wanted`."""
+        result = self._moved(node, made, tuple(forward))
+        moves: list[collectives.Move] = []
+        if made.floating and backward:
+            # Local: the plan's last placements repeat along an axis what the maker counts once (Replicate -> Partial).
+            rest = self._default(node, backward[-1], made.wanted[0])
+            moves = [*self._moves(node, backward), *self._moves(node, rest)]
+        if made.floating and (result is not None or moves):
+            parts = list(made.nodes)
+            args = (parts, parts if result is None else result)
+            name = f"{node.name}__gradient"
+            kwargs = {"moves": tuple(moves), "mesh": self.mesh}
+            result = self.node("call_function", collectives.gradient, args, kwargs, name=name, meta=place_of(node))
+        nodes = made.nodes if result is None else self.items(result, node)
+        return DeviceValue(nodes, (forward[-1],), (backward[0] if backward else made.wanted[0],), made.floating)
 
     def _spread(self, node: fx.Node, made: DeviceValue, layout: Placements) -> DeviceValue:
-        """What is whole on the first device, handed out."""
+        """The parts of a value that is whole on the first device."""
         if ("spread", layout) not in made.moved:
             kwargs = {"layout": layout, "mesh": self.mesh, "devices": ()}
             self.note_cut(node, layout)
-            found = self.node(
-                "call_function",
-                collectives.spread,
-                made.nodes,
-                kwargs,
-                name=f"{node.name}__spread",
-                meta=place_of(node),
-            )
+            name = f"{node.name}__spread"
+            found = self.node("call_function", collectives.spread, made.nodes, kwargs, name=name, meta=place_of(node))
             made.moved["spread", layout] = DeviceValue(
                 self.items(found, node), (layout,), (collectives.added_up(layout),), may_have_gradient(node.meta["val"])
             )
         parts: DeviceValue = made.moved["spread", layout]
         return parts
 
-    def _moved(self, node: fx.Node, made: DeviceValue, layout: Placements) -> fx.Node | None:
-        """The list of parts in another layout, without gradients; None where it is the same."""
-        if layout not in made.moved:
+    def _moved(self, node: fx.Node, made: DeviceValue, passed: tuple[Placements, ...]) -> fx.Node | None:
+        """The list of parts after steps without gradients; None where there are none."""
+        if passed not in made.moved:
             result: Any = None
-            for name, axis, dim in self._path(node, made.layouts[0], layout):
+            for name, axis, dim in self._moves(node, passed):
                 result = self.node(
                     "call_function",
                     collectives.MOVES[name],
@@ -163,23 +190,28 @@ class DeviceValues:
                     name=f"{node.name}__{name}",
                     meta=place_of(node),
                 )
-            made.moved[layout] = result
-        found: fx.Node | None = made.moved[layout]
+            made.moved[passed] = result
+        found: fx.Node | None = made.moved[passed]
         return found
 
-    def _path(self, node: fx.Node, before: Placements, after: Placements) -> tuple[collectives.Move, ...]:
-        """The moves from a layout to another. Sizes that depend on the batch are taken to come apart."""
+    def _moves(self, node: fx.Node, passed: Sequence[Placements]) -> list[collectives.Move]:
+        """One move for every step between placements that follow each other."""
+        for placements in passed[1:]:
+            self.note_cut(node, placements)
+        return [collectives.move_between(before, after) for before, after in itertools.pairwise(passed)]
+
+    def _default(self, node: fx.Node, before: Placements, after: Placements) -> tuple[Placements, ...]:
+        """The placements from one to another in which a device sends the fewest bytes.
+
+        Sizes that depend on the batch count as the mesh's size, which every mesh axis divides."""
         if before == after:
-            return ()
+            return (before,)
         tensor = node.meta["val"]
         shape = tuple(n if isinstance(n, int) else self.size for n in tensor.shape)
         key = (shape, tensor.element_size(), may_have_gradient(tensor))
-        if key not in self._ways:
-            self._ways[key] = Redistribution(*key[:2], self._grid, self._cluster, partial=key[2])
-        way = self._ways[key].path(before, after)
-        for move in way:
-            self.note_cut(node, move.after)
-        return tuple(collectives.move_of(m.axis, m.before, m.after) for m in way)
+        if key not in self._tables:
+            self._tables[key] = RedistributionTable(*key[:2], self.mesh, bytes_sent(self.mesh), partial=key[2])
+        return (before, *(step.after for step in self._tables[key].path(before, after)))
 
     def note_cut(self, node: fx.Node, layout: Placements) -> None:
         for dim, size in enumerate(node.meta["val"].shape):
@@ -192,5 +224,6 @@ def may_have_gradient(tensor: torch.Tensor) -> bool:
 
 
 def place_of(node: fx.Node) -> dict[str, Any]:
-    """What export recorded of where a node is in the model's code."""
-    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    """The tensor that a transfer moves, and what export recorded of where it is in the model's code."""
+    recorded = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    return {"tensor": node.name, **recorded}

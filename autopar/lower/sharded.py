@@ -38,7 +38,7 @@ from autopar.lower.strategy_choices import (
 from autopar.sharding.group_operators import operators as special
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements, fits, slices
 from autopar.sharding.local import local_call, sizes_place, takes_sizes
-from autopar.sharding.stage_sharding import StageSharding, layout_text
+from autopar.sharding.stage_sharding import StageSharding, TensorRedistribution, layout_text
 from autopar.sharding.strategies import Strategy
 from cost_models.graphs import get_attribute
 
@@ -109,6 +109,7 @@ class _Builder:
         self.pieces: dict[str, Piece] = {}  # by attribute
         seen = without_writes(graph, storages)
         self.choices = StrategyChoices(sharding, keys, seen)
+        self.keys = keys
         # A stage starts from clones of what it overwrites (`lower.stages`): nobody does any more.
         self.spare = {n for n in graph.nodes if n.target is aten.clone.default and n.name not in keys and n not in seen}
         self.buffers = self._written_buffers()
@@ -187,7 +188,7 @@ class _Builder:
                 (self.parts.node("placeholder", str(node.target), name=node.name, meta=node.meta),)
             )
         elif node.op == "output":
-            self.parts.graph.output(fx.node.map_arg(node.args[0], self._alone))
+            self.parts.graph.output(fx.node.map_arg(node.args[0], self._output))
         elif node.op == "get_attr" and isinstance(t := get_attribute(self.source, str(node.target)), torch.Tensor):
             self._add_parameter(node, t)
         elif node.op == "get_attr":
@@ -248,7 +249,7 @@ class _Builder:
         choice = self.choices.of(node)
         strategy, operands = choice.strategy, operands_of(node)
         read = [
-            self.parts.read(self.made[n], n, strategy.inputs[place], strategy.gradient_in(place))
+            self._read(n, strategy.inputs[place], strategy.gradient_in(place), self.keys.get(node.name))
             for n, place in zip(operands, choice.operands, strict=True)
         ]
         shape = self._local_shape(node, strategy.outputs[0])
@@ -276,6 +277,29 @@ class _Builder:
             )
         wanted = tuple(strategy.gradient_out(i) for i in range(len(strategy.outputs)))
         self.made[node] = DeviceValue(nodes, strategy.outputs, wanted, _is_floating(node))
+
+    def _read(
+        self, tensor: fx.Node, layout: Placements, gradient: Placements, reader: str | None
+    ) -> tuple[fx.Node, ...]:
+        """A tensor for the operator with key `reader`: by the steps of the plan, which the search priced. Where the
+        plan has none, or starts elsewhere (this batch cannot be cut as planned), by the default steps."""
+        made = self.made[tensor]
+        planned = self._planned(tensor, layout, gradient, reader)
+        if planned is not None:
+            return self.parts.read_as_planned(made, tensor, planned, gradient)
+        return self.parts.read(made, tensor, layout, gradient)
+
+    def _planned(
+        self, tensor: fx.Node, layout: Placements, gradient: Placements, reader: str | None
+    ) -> TensorRedistribution | None:
+        if reader is None:
+            return None
+        name = str(tensor.target) if tensor.op == "get_attr" else self.keys.get(tensor.name, str(tensor.target))
+        for one in self.sharding.redistributions_of.get((name, reader), ()):
+            ends = one.own.forward[-1] == layout and (one.own.backward or (gradient,))[0] == gradient
+            if ends and self.parts.can_pass(self.made[tensor], tensor, one):
+                return one
+        return None
 
     def _local(
         self, node: fx.Node, operands: Sequence[fx.Node], shape: Sequence[Any]
@@ -338,6 +362,15 @@ class _Builder:
         return self._alone(sizes[dim]) if isinstance(sizes[dim], fx.Node) else sizes[dim]
 
     # -- layouts ----------------------------------------------------------------------------------------------------
+
+    def _output(self, node: fx.Node) -> Any:
+        """A value that leaves the stage, whole. What the model returns takes the planned steps to the caller."""
+        whole = (REPLICATE,) * len(self.mesh)
+        planned = self._planned(node, whole, whole, "") if is_tensor(node) and not self.made[node].alone else None
+        if planned is None:
+            return self._alone(node)
+        nodes = self.parts.read_as_planned(self.made[node], node, planned, whole)
+        return self.parts.joined(DeviceValue(nodes, (whole,), (whole,)), 0, node)
 
     def _alone(self, node: fx.Node) -> Any:
         """A value on the first device, whole."""

@@ -1,4 +1,4 @@
-"""Which strategy every operator of a sharded stage runs by: the plan's texts, matched with what its rule allows."""
+"""The strategy of every operator of a sharded stage: the plan's placements, completed by the operator's rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.errors import PlanError
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements, fits
 from autopar.sharding.local import takes_sizes
 from autopar.sharding.stage_sharding import StageSharding, strategy_text
-from autopar.sharding.strategies import Strategy, repeated, strategies
+from autopar.sharding.strategies import OperatorPlacements, Strategy, repeated, strategies, strategy_with
 
 # Means over what counts among the targets, which parts have different numbers of.
 _COUNTED = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
@@ -63,7 +63,6 @@ class StrategyChoices:
         """`keys`: of operators, by name of the node. `whole`: nodes that every device does all of in any case."""
         self._sharding, self._keys, self._whole = sharding, keys, whole
         self.undivided: list[str] = []  # keys of operators whose sizes do not come apart as the plan has it
-        self._known: dict[Any, list[Strategy]] = {}
         self._found: dict[fx.Node, StrategyChoice | None] = {}
 
     def of(self, node: fx.Node) -> StrategyChoice:
@@ -92,18 +91,18 @@ class StrategyChoices:
         places = tuple(i for i, operand in enumerate(rule.operands) if is_tensor(operand))
         if [rule.operands[i] for i in places] != operands_of(node):
             return None
-        every = self._possible(rule)
-        match = next((one for one in every if (one.inputs, one.outputs) == wanted), None)
+        match = self._completed(rule, wanted)
         if match is None:
             example = bind(node, _as_in_example)
-            if example is not None and wanted in [(s.inputs, s.outputs) for s in self._possible(example)]:
+            if example is not None and self._completed(example, wanted) is not None:
                 return None  # one that only batches of some sizes have
             tensors = [o.meta["val"] if is_tensor(o) else None for o in rule.operands]
             if not self._comes_apart(wanted, (tensors, results)):
                 self.undivided.append(str(key))  # one that other lengths or images have
                 return None
+            every = strategies(self._even(rule), self._sharding.mesh)
             few = "; ".join(map(strategy_text, every[:_MOST_NAMED])) + (" ..." if len(every) > _MOST_NAMED else "")
-            text = dict(self._sharding.strategies)[str(key)]
+            text = strategy_text(wanted)
             raise PlanError(f"{key} has no strategy '{text}' on a mesh of shape {self._sharding.mesh}; it has {few}")
         if not _legal(node, rule, match, results):
             return None
@@ -122,14 +121,12 @@ class StrategyChoices:
             layout, [n if isinstance(n, int) else self._sharding.size for n in tensor.shape], self._sharding.mesh
         )
 
-    def _possible(self, rule: Rule) -> list[Strategy]:
-        # Sizes that depend on the batch are taken to come apart, which is seen when it runs.
-        even = {i: s if isinstance(s, int) else self._sharding.size for i, s in rule.sizes.items()}
-        tensors = tuple(is_tensor(o) for o in rule.operands)
-        key = (str(rule), tuple(sorted(even.items())), tensors)
-        if key not in self._known:
-            self._known[key] = strategies(replace(rule, sizes=even), self._sharding.mesh)
-        return self._known[key]
+    def _completed(self, rule: Rule, wanted: OperatorPlacements) -> Strategy | None:
+        return strategy_with(self._even(rule), wanted, self._sharding.mesh)
+
+    def _even(self, rule: Rule) -> Rule:
+        """Sizes that depend on the batch as if every mesh could cut them: `share` checks that when the stage runs."""
+        return replace(rule, sizes={i: s if isinstance(s, int) else self._sharding.size for i, s in rule.sizes.items()})
 
 
 def _as_in_example(node: fx.Node) -> Any:

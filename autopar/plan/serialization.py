@@ -23,6 +23,17 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from autopar.errors import PlanError
+from autopar.sharding.stage_sharding import (
+    TensorRedistribution,
+    parse_passage,
+    parse_stored,
+    parse_strategy,
+    passage_text,
+    stored_text,
+    strategy_text,
+)
+
 VERSION = 2
 _READ = (1, 2)
 _LINE = re.compile(r"([^:]*): (\S+#\d+(?: \S+#\d+)*)")
@@ -122,11 +133,45 @@ def _operators(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
     return tuple(keys) or (None if lines else ())
 
 
-def _texts(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
-    if not isinstance(data, dict) or any(not isinstance(text, str) for text in data.values()):
-        problems.append(f"{where} must be an object from names to layouts such as 'S0R', got {data!r}")
-        return None
-    return tuple(data.items())
+def _named_texts(write: Callable[[Any], str], parse: Callable[[str], Any]) -> tuple[Any, Any]:
+    """(to JSON, from JSON) of pairs (name, value) whose values are texts in JSON."""
+
+    def read(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
+        if not isinstance(data, dict) or any(not isinstance(text, str) for text in data.values()):
+            problems.append(f"{where} must be an object from names to placements such as 'S0R', got {data!r}")
+            return None
+        return _parsed(parse, data, where, problems)
+
+    return lambda pairs: {name: write(value) for name, value in pairs}, read
+
+
+def _parsed(parse: Callable[[str], Any], texts: dict[str, str], where: str, problems: list[str]) -> Any:
+    """(name, value) of every text; None if one cannot be parsed."""
+    found = []
+    for name, text in texts.items():
+        try:
+            found.append((name, parse(text)))
+        except PlanError as error:
+            problems.append(f"{where}: {name}: {error}")
+    return tuple(found) if len(found) == len(texts) else None
+
+
+def _redistribution_lines(redistributions: tuple[TensorRedistribution, ...]) -> list[list[str]]:
+    """[tensor, reader, steps that readers share, steps of this reader]."""
+    return [[one.tensor, one.reader, passage_text(one.shared), passage_text(one.own)] for one in redistributions]
+
+
+def _redistributions(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
+    found = []
+    for index, line in enumerate(data if isinstance(data, list) else [data]):
+        if not isinstance(line, list) or len(line) != 4 or any(not isinstance(text, str) for text in line):
+            problems.append(f"{where}[{index}] must be [tensor, reader, shared steps, own steps], got {line!r}")
+            return None
+        passages = _parsed(parse_passage, {"shared": line[2], "own": line[3]}, f"{where}[{index}]", problems)
+        if passages is None:
+            return None
+        found.append(TensorRedistribution(line[0], line[1], *(passage for _, passage in passages)))
+    return tuple(found)
 
 
 def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
@@ -142,6 +187,7 @@ _SPECIAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, str, list[st
     # field: (to JSON, from JSON)
     "operators": (_operator_lines, _operators),
     "split": (dict, _split),
-    "strategies": (dict, _texts),
-    "parameters": (dict, _texts),
+    "strategies": _named_texts(strategy_text, parse_strategy),
+    "parameters": _named_texts(stored_text, parse_stored),
+    "redistributions": (_redistribution_lines, _redistributions),
 }

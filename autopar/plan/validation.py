@@ -85,6 +85,7 @@ def _devices(plan: Any) -> Iterator[str]:
             sharding.axes,
             sharding.strategies,
             sharding.parameters,
+            sharding.redistributions,
         ):
             yield from (f"stage {s}: {problem}" for problem in problems(sharding, len(names)))
         absent = [name for name in names if offered and name not in offered and not name.startswith("#")]

@@ -73,7 +73,7 @@ def _row(sharding: StageSharding, key: str, one: Alternative, mark: str) -> list
 
 
 def _axes(sharding: StageSharding, key: str, strategy: str) -> list[str]:
-    sides = parse_strategy(strategy, len(sharding.mesh))
+    sides = parse_strategy(strategy)
     name = key.rpartition("/")[2].partition("#")[0]
     return [axis_text(name, sides, axis) for axis in range(len(sharding.mesh))]
 

@@ -136,7 +136,7 @@ def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     handed = 0
     for sharding in own:
-        texts = dict(sharding.strategies)
+        texts = dict(sharding.texts[0])
         for key, sides in sharding.strategy_of.items():
             name = key.rpartition("/")[2].partition("#")[0]
             if name not in _TOLD and _hands_on(sides):
@@ -173,7 +173,7 @@ def _parameters(own: Sequence[StageSharding], over: str) -> Iterator[str]:
         for exchange in sharding.exchanges:
             if exchange.collective == "all_gather" and when(exchange) == "forward":
                 gathered[exchange.tensor].add(exchange.axis)
-        texts = dict(sharding.parameters)
+        texts = dict(sharding.texts[1])
         for name, stored in sharding.stored.items():
             words = stored_words(stored, sharding.axes, gathered[name])
             if words:

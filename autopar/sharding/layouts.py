@@ -21,6 +21,9 @@ Placements = tuple[int, ...]
 REPLICATE = -1
 PARTIAL = -2
 
+# What all devices read whole gets gradients that add up; what devices add up gets one gradient for all of them.
+DUAL = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
+
 
 def placements(layout: Placements) -> tuple[Placement, ...]:
     """The layout in torch's words."""

@@ -1,4 +1,4 @@
-"""From one layout of a tensor to another: the fastest sequence of collectives, each along one axis of the mesh.
+"""From one list of placements of a tensor to another: the cheapest sequence of steps, each along one axis of the mesh.
 
 ```
     Shard(d)   -> Replicate   all-gather          Replicate -> Shard(d)   every device takes its part: free
@@ -6,24 +6,23 @@
     Partial    -> Replicate   all-reduce
     Partial    -> Shard(d)    reduce-scatter
 ```
-Of several axes that shard one dimension only the last can be gathered or exchanged, and a new one must come after them
-(the parts would not be contiguous otherwise). Such moves between all layouts of a tensor make a graph; its shortest
-paths are found for all pairs at once (Floyd and Warshall, 1962), in seconds of the cluster at hand: which way round is
-fastest depends on sizes and networks, and no table knows it.
+Where several axes shard one dimension, only the last of them can be gathered or exchanged, and a new one must come
+after them: the parts would not be contiguous otherwise. The steps between all placements of a tensor make a graph. Its
+shortest paths for all pairs (Floyd and Warshall, 1962) are the redistributions. Which path is fastest depends on sizes
+and networks, so the search prices steps in seconds on the cluster at hand.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements, layouts, parts
-from autopar.sharding.mesh import Mesh
-from cost_models import Cluster, Collective
+from cost_models import Collective
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,35 @@ class RedistributionStep:
     seconds: float
 
 
-class Redistribution:
-    """Seconds from any layout of a tensor to any other, and the way."""
+StepPrice = Callable[[Collective, float, int], float]  # (collective, its bytes, mesh axis) -> seconds
+
+
+def bytes_sent(mesh: Sequence[int]) -> StepPrice:
+    """A price that needs no cluster: the bytes that a device sends in a ring of the n devices along the axis.
+
+    With lists as in `collective_seconds`, (n - 1) / n of the bytes, and twice that for an all-reduce
+    (Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005).
+    """
+
+    def price(collective: Collective, nbytes: float, axis: int) -> float:
+        rounds = 2 if collective == "all_reduce" else 1
+        return rounds * nbytes * (mesh[axis] - 1) / mesh[axis]
+
+    return price
+
+
+class RedistributionTable:
+    """Seconds from any placements of a tensor to any others, and the steps."""
 
     def __init__(
-        self, shape: Sequence[int], itemsize: int, mesh: Mesh, cluster: Cluster, *, partial: bool = True
+        self, shape: Sequence[int], itemsize: int, mesh: Sequence[int], price: StepPrice, *, partial: bool = True
     ) -> None:
-        """`partial`: also from and to layouts with sums to come, which tensors of whole numbers do not have."""
-        self.shape, self.mesh = tuple(shape), mesh
-        self.layouts = layouts(shape, mesh.shape, partial=partial)
+        """`mesh`: its shape. `price`: seconds of a collective, see `bytes_sent` and `Mesh.seconds`.
+        `partial`: whether the tensor may be Partial, which integers and booleans cannot be."""
+        self.shape, self.mesh, self._price = tuple(shape), tuple(mesh), price
+        self.layouts = layouts(shape, mesh, partial=partial)
         self.number = {layout: i for i, layout in enumerate(self.layouts)}
         self._nbytes = math.prod(shape) * itemsize
-        self._cluster = cluster
         self._moves: dict[tuple[int, int], RedistributionStep] = {}
         for number, layout in enumerate(self.layouts):
             for move in self._from(layout):
@@ -61,7 +77,7 @@ class Redistribution:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """[from, to] by number of the layout; inf where there is no way."""
+        """[from, to] by number of the placements; inf where no steps lead there."""
         return self._shortest[0]
 
     def between(self, before: Placements, after: Placements) -> float:
@@ -69,10 +85,13 @@ class Redistribution:
         return float(self.seconds[self.number[before], self.number[after]])
 
     def path(self, before: Placements, after: Placements) -> tuple[RedistributionStep, ...]:
-        """The fastest way. Raises KeyError for what is no layout of the tensor, ValueError where there is no way."""
+        """The fastest steps.
+
+        Raises KeyError for placements that the tensor cannot have, ValueError where no steps lead there.
+        """
         here, there = self.number[before], self.number[after]
         if not np.isfinite(self.seconds[here, there]):
-            raise ValueError(f"no way from {before} to {after}")
+            raise ValueError(f"no steps lead from {before} to {after}")
         found = []
         while here != there:
             following = int(self._shortest[1][here, there])
@@ -82,11 +101,11 @@ class Redistribution:
 
     @cached_property
     def _shortest(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds, and the first step of the way."""
+        """[from, to] seconds, and the number of the placements after the first step."""
         n = len(self.layouts)
         seconds = np.full((n, n), np.inf)
         first = np.full((n, n), -1)
-        steps = np.full((n, n), np.inf)  # of equally fast ways the one with fewest moves
+        steps = np.full((n, n), np.inf)  # of equally fast paths the one with fewest steps
         np.fill_diagonal(seconds, 0.0)
         np.fill_diagonal(steps, 0.0)
         for (a, b), move in self._moves.items():
@@ -101,8 +120,9 @@ class Redistribution:
         return seconds, first
 
     def _from(self, layout: Placements) -> Iterator[RedistributionStep]:
-        local = self._nbytes / parts(layout, self.mesh.shape)
-        for axis, (n, code) in enumerate(zip(self.mesh.shape, layout, strict=True)):
+        """All steps that start at these placements."""
+        local = self._nbytes / parts(layout, self.mesh)
+        for axis, (n, code) in enumerate(zip(self.mesh, layout, strict=True)):
             if n == 1:
                 continue
             for new in (REPLICATE, PARTIAL, *range(len(self.shape))):
@@ -111,9 +131,7 @@ class Redistribution:
                 if code >= 0 and new == PARTIAL:
                     continue  # gather first
                 collective, nbytes = _step(code, new, local, n)
-                seconds = 0.0
-                if collective is not None:
-                    seconds = self.mesh.seconds(collective, nbytes, axis, self._cluster)
+                seconds = 0.0 if collective is None else self._price(collective, nbytes, axis)
                 yield RedistributionStep(
                     axis, collective, layout, (*layout[:axis], new, *layout[axis + 1 :]), nbytes, seconds
                 )

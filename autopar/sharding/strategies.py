@@ -22,19 +22,26 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from autopar.analysis.rules.notation import Dims, IndexKind, Rule
-from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
+from autopar.sharding.layouts import DUAL, PARTIAL, REPLICATE, Placements
 
 REPEATED = "-"
-_DUAL = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
+
+
+class OperatorPlacements(NamedTuple):
+    """A strategy as a plan holds it: all that does not follow from the operator's rule."""
+
+    inputs: tuple[Placements, ...]  # of the operands, in the order of the operator's rule
+    outputs: tuple[Placements, ...]  # of the results
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How one operator is split over a mesh."""
+    """How one operator is split over a mesh, with what follows from its rule."""
 
     axes: tuple[str, ...]  # along each: the index, the operands in which it is linear, or REPEATED
     inputs: tuple[Placements, ...]  # of the rule's operands
@@ -43,11 +50,15 @@ class Strategy:
     scale: float = 1.0  # what the results are multiplied with: a mean over parts is that of their means
     special: str = ""  # how the devices do it together, where the operator on local parts is not enough (`special`)
 
+    @property
+    def placements(self) -> OperatorPlacements:
+        return OperatorPlacements(self.inputs, self.outputs)
+
     def gradient_in(self, operand: int) -> Placements:
         """Of the gradient that is computed of an operand: along an axis that cuts something the devices' gradients of
         what all of them read add up; where all do the same work they are the same."""
         pairs = zip(self.axes, self.inputs[operand], strict=True)
-        return tuple(REPLICATE if axis == REPEATED else _DUAL.get(code, code) for axis, code in pairs)
+        return tuple(REPLICATE if axis == REPEATED else DUAL.get(code, code) for axis, code in pairs)
 
     def gradient_out(self, result: int) -> Placements:
         """Of the gradient that is needed of a result: of addends, that of their sum."""
@@ -55,8 +66,8 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """What one axis may do."""
+class _AxisChoice:
+    """What the devices along one axis of a mesh may do with an operator."""
 
     name: str
     inputs: tuple[int, ...]  # a code of each operand's layout
@@ -71,23 +82,43 @@ def strategies(rule: Rule, mesh: Sequence[int]) -> list[Strategy]:
 
     Sizes must be numbers. Parts are even: an index whose size an axis does not divide is not cut by it.
     """
-    ways = list(_ways(rule))
+    choices = list(_axis_choices(rule))
     found: dict[tuple[object, ...], Strategy] = {}
-    for chosen in itertools.product(*(ways if n > 1 else ways[:1] for n in mesh)):
-        cut: dict[str, int] = {}
-        for way, n in zip(chosen, mesh, strict=True):
-            if way.index is not None:
-                cut[way.index] = cut.get(way.index, 1) * n
-        if any(rule.sizes[index] % n for index, n in cut.items()):
-            continue
-        scale = math.prod(1 / n for way, n in zip(chosen, mesh, strict=True) if way.averaged)
-        inputs = tuple(tuple(way.inputs[i] for way in chosen) for i in range(len(rule.operands)))
-        outputs = tuple(tuple(way.outputs[i] for way in chosen) for i in range(len(rule.outputs)))
-        special = rule.name if any(way.together for way in chosen) else ""
-        names = tuple(way.name for way in chosen)
-        one = Strategy(names, inputs, outputs, 1 / math.prod(cut.values()), scale, special)
-        found.setdefault((inputs, outputs, scale), one)
+    for chosen in itertools.product(*(choices if n > 1 else choices[:1] for n in mesh)):
+        strategy = _combined(rule, chosen, mesh)
+        if strategy is not None:
+            found.setdefault((strategy.inputs, strategy.outputs, strategy.scale), strategy)
     return list(found.values())
+
+
+def strategy_with(rule: Rule, placements: OperatorPlacements, mesh: Sequence[int]) -> Strategy | None:
+    """The strategy of `strategies(rule, mesh)` with these placements, built axis by axis; None if there is none."""
+    if len(placements.inputs) != len(rule.operands) or len(placements.outputs) != len(rule.outputs):
+        return None
+    choices = list(_axis_choices(rule))
+    fitting = []  # by axis: what gives the placements along it
+    for axis, n in enumerate(mesh):
+        along = tuple(tuple(codes[axis] for codes in side) for side in placements)
+        possible = choices if n > 1 else choices[:1]
+        fitting.append([choice for choice in possible if (choice.inputs, choice.outputs) == along])
+    combined = (_combined(rule, chosen, mesh) for chosen in itertools.product(*fitting))
+    return next((strategy for strategy in combined if strategy is not None), None)
+
+
+def _combined(rule: Rule, chosen: Sequence[_AxisChoice], mesh: Sequence[int]) -> Strategy | None:
+    """One choice per axis as a strategy; None if an index cannot be cut evenly."""
+    cut: dict[str, int] = {}  # index -> parts
+    for choice, n in zip(chosen, mesh, strict=True):
+        if choice.index is not None:
+            cut[choice.index] = cut.get(choice.index, 1) * n
+    if any(rule.sizes[index] % n for index, n in cut.items()):
+        return None
+    scale = math.prod(1 / n for choice, n in zip(chosen, mesh, strict=True) if choice.averaged)
+    inputs = tuple(tuple(choice.inputs[i] for choice in chosen) for i in range(len(rule.operands)))
+    outputs = tuple(tuple(choice.outputs[i] for choice in chosen) for i in range(len(rule.outputs)))
+    special = rule.name if any(choice.together for choice in chosen) else ""
+    names = tuple(choice.name for choice in chosen)
+    return Strategy(names, inputs, outputs, 1 / math.prod(cut.values()), scale, special)
 
 
 def repeated(n_inputs: int, n_outputs: int, axes: int) -> Strategy:
@@ -96,9 +127,9 @@ def repeated(n_inputs: int, n_outputs: int, axes: int) -> Strategy:
     return Strategy((REPEATED,) * axes, (whole,) * n_inputs, (whole,) * n_outputs, 1.0)
 
 
-def _ways(rule: Rule) -> Iterator[_Way]:
+def _axis_choices(rule: Rule) -> Iterator[_AxisChoice]:
     nothing = tuple(REPLICATE for _ in rule.operands), tuple(REPLICATE for _ in rule.outputs)
-    yield _Way(REPEATED, *nothing, None)
+    yield _AxisChoice(REPEATED, *nothing, None)
     for index, kind in rule.kinds.items():
         together = index in rule.together
         if (kind is IndexKind.WHOLE and not together) or rule.sizes[index] == 1:
@@ -115,12 +146,12 @@ def _ways(rule: Rule) -> Iterator[_Way]:
                 continue
             inputs = [PARTIAL if a else code for a, code in zip(added, inputs, strict=True)]
         averaged = kind is IndexKind.AVERAGED and not together
-        yield _Way(index, _codes(inputs), _codes(outputs), index, averaged, together)
+        yield _AxisChoice(index, _codes(inputs), _codes(outputs), index, averaged, together)
     for group in rule.linear:
         if all(_is_tensor(rule, i) for i in group):
             inputs = [PARTIAL if i in group else REPLICATE for i in range(len(rule.operands))]
             name = "".join(map(str, sorted(group)))
-            yield _Way(name, _codes(inputs), tuple(PARTIAL for _ in rule.outputs), None)
+            yield _AxisChoice(name, _codes(inputs), tuple(PARTIAL for _ in rule.outputs), None)
 
 
 def _codes(found: Sequence[int | None]) -> tuple[int, ...]:

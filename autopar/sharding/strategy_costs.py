@@ -28,9 +28,9 @@ from cost_models.kernels.roofline import Rates, kernel_seconds
 Ends = tuple[Placements, Placements]  # of a tensor where it is made or read, and of its gradient there
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StrategyCosts:
-    """The strategies of one operator, shared by all operators that are alike."""
+    """The strategies of one operator and their costs. Equal operators share one object."""
 
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray  # [strategies] forward and backward of one micro-batch, with the collectives within
@@ -67,7 +67,7 @@ class StrategyCosts:
 
 
 @dataclass(frozen=True)
-class Bound:
+class OperatorWithRule:
     """An operator of a graph with its rule."""
 
     rule: Rule | None
@@ -76,7 +76,7 @@ class Bound:
     signature: str  # equal for operators that are alike
 
 
-def bound(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> Bound:
+def with_rule(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> OperatorWithRule:
     """An operator with its rule, if it has one; `values`: tensors (on meta) of all nodes."""
     rule = bind(node, lambda n: values[n])
     results = tuple(tensors_in(values[node]))
@@ -87,10 +87,10 @@ def bound(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> B
         operands = rule.operands
     told = (str(node.target), None if rule is None else str(rule), rule and sorted(rule.sizes.items()), work)
     described = [_described(values.get(o) if isinstance(o, fx.Node) else o) for o in operands]
-    return Bound(rule, operands, results, repr((told, described)))
+    return OperatorWithRule(rule, operands, results, repr((told, described)))
 
 
-class OptionTable:
+class StrategyCostTable:
     """Options of the operators of one graph on one mesh; operators that are alike get the same object."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, rates: Rates, efficiency: Efficiency, *, training: bool) -> None:
@@ -98,14 +98,14 @@ class OptionTable:
         self._rates, self._efficiency, self._training = rates, efficiency, training
         self._known: dict[str, StrategyCosts] = {}
 
-    def of(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> StrategyCosts:
+    def of(self, ruled: OperatorWithRule, values: Mapping[fx.Node, Any], work: OperatorWork) -> StrategyCosts:
         """The options of an operator; `values`: tensors (on meta) of all nodes."""
-        if bound.signature not in self._known:
-            self._known[bound.signature] = self._options(bound, values, work)
-        return self._known[bound.signature]
+        if ruled.signature not in self._known:
+            self._known[ruled.signature] = self._options(ruled, values, work)
+        return self._known[ruled.signature]
 
-    def _options(self, bound: Bound, values: Mapping[fx.Node, Any], work: OperatorWork) -> StrategyCosts:
-        rule, operands, results = bound.rule, bound.operands, bound.results
+    def _options(self, ruled: OperatorWithRule, values: Mapping[fx.Node, Any], work: OperatorWork) -> StrategyCosts:
+        rule, operands, results = ruled.rule, ruled.operands, ruled.results
         whole = repeated(len(operands), len(results), len(self._mesh))
         found = [whole] if rule is None else self._possible(strategies(rule, self._mesh), operands, values, results)
         sizes = [_nbytes(values.get(o)) if isinstance(o, fx.Node) else 0 for o in operands]

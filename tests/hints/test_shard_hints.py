@@ -26,7 +26,7 @@ from autopar.capture.program import Program, capture
 from autopar.hints.shard import hint_of
 from autopar.plan.plan import Stage
 from autopar.planner.hint_constraints.sharding import microbatch_on_meta, resolve_sharding
-from autopar.planner.intra_op.strategy_search import Sharding, Task, choose
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingTask, choose
 from autopar.sharding.layouts import REPLICATE, slices
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import StageSharding
@@ -51,7 +51,7 @@ def chosen(model: nn.Module, x: torch.Tensor, n_devices: int = 4) -> tuple[Progr
     cluster = Cluster.preset(f"{n_devices}xH100")
     names = [cluster.devices[i].name for i in resolved.order]
     mesh = make_mesh(resolved.shape, names, resolved.names)
-    return program, choose(Task(module, inputs, rows, cluster), mesh, constraints=resolved.constraints)
+    return program, choose(ShardingTask(module, inputs, rows, cluster), mesh, constraints=resolved.constraints)
 
 
 def refusal(model: nn.Module, x: torch.Tensor, n_devices: int = 4, n_microbatches: int = 1) -> str:
@@ -413,7 +413,7 @@ def test_a_plan_that_does_otherwise_is_refused() -> None:
 def test_hints_of_one_stage_say_nothing_about_the_others() -> None:
     x = torch.randn(8, 8)
     model = nn.Sequential(autopar.shard(nn.Linear(8, 8), ((2, 1),)), nn.Linear(8, 4))
-    sharding = StageSharding((2,), ("rows",), (("0/linear#0", "S0 R R -> S0"),))
+    sharding = StageSharding.from_texts((2,), ("rows",), {"0/linear#0": "S0 R R -> S0"})
     first = Stage(("cpu:0", "cpu:1"), ("0/linear#0",), sharding=sharding)
     plan = Plan((first, Stage(("cpu:2",), ("1/linear#0",))), 2)
     assert torch.allclose(autopar.parallelize(model, ["cpu"] * 3, plan=plan)(x), model(x), atol=1e-6)

@@ -89,11 +89,11 @@ def test_moves_between_any_two_layouts_leave_the_whole_tensor_as_it_is(mesh: tup
     torch.testing.assert_close(x.grad, 2 * x.detach() * sum(factors))
 
 
-MEGATRON = StageSharding(
+MEGATRON = StageSharding.from_texts(
     (2,),
     ("model",),
-    (("up/linear#0", "R S0 S0 -> S1"), ("/gelu#0", "S1 -> S1"), ("down/linear#0", "S1 S1 P -> P")),
-    (("up.weight", "S0"), ("up.bias", "S0"), ("down.weight", "S1")),
+    {"up/linear#0": "R S0 S0 -> S1", "/gelu#0": "S1 -> S1", "down/linear#0": "S1 S1 P -> P"},
+    {"up.weight": "S0", "up.bias": "S0", "down.weight": "S1"},
 )
 
 
@@ -136,10 +136,10 @@ def test_a_layer_behind_another_one_reduces_the_gradient_of_what_it_reads_whole(
     model, x = Two(), torch.randn(4, 12)
     program = capture(model, (x,), {})
     keys = operator_keys(program).values()
-    texts = {key.rpartition("/")[2]: text for key, text in MEGATRON.strategies}
-    strategies_ = [(k, texts["gelu#0"]) for k in keys if "gelu" in k]
-    strategies_ += [(k, text) for k in keys for name, text in MEGATRON.strategies if k.endswith(name) and "linear" in k]
-    stored = [(f"{part}.{name}", text) for part in ("first", "second") for name, text in MEGATRON.parameters]
+    gelu = MEGATRON.strategy_of["/gelu#0"]
+    strategies_ = [(k, gelu) for k in keys if "gelu" in k]
+    strategies_ += [(k, one) for k in keys for name, one in MEGATRON.strategies if k.endswith(name) and "linear" in k]
+    stored = [(f"{part}.{name}", one) for part in ("first", "second") for name, one in MEGATRON.parameters]
     pm = pipelined(model, one_stage(program, StageSharding((2,), ("model",), tuple(strategies_), tuple(stored))))
     assert_same_step(model, pm, x)
     assert len(calls(pm, "all_reduce")) == 2
@@ -223,16 +223,35 @@ def test_dropout_keeps_its_mean_and_differs_where_parts_do(layout: str) -> None:
     program = capture(model, (x,), {})
     if layout == "P":
         with pytest.raises(PlanError, match="has no strategy"):
-            pipelined(model, one_stage(program, StageSharding((2,), ("a",), (("/dropout#0", "P -> P"),)), 1))(x)
+            pipelined(model, one_stage(program, StageSharding.from_texts((2,), ("a",), {"/dropout#0": "P -> P"}), 1))(x)
         return
     pm = pipelined(
-        model, one_stage(program, StageSharding((2,), ("a",), (("/dropout#0", f"{layout} -> {layout}"),)), 1)
+        model, one_stage(program, StageSharding.from_texts((2,), ("a",), {"/dropout#0": f"{layout} -> {layout}"}), 1)
     )
     y = pm(x)
     assert set(y.unique().tolist()) == {0.0, x[0, 0].item() / 0.75} or torch.allclose(y[y > 0], torch.tensor(1 / 0.75))
     assert abs(y.mean().item() - 1) < 0.1
-    halves = y.chunk(2, int(layout[1])) if layout != "R" else (y, 1 - y)
-    assert not torch.equal(*halves)
+    if layout == "R":
+        assert_devices_draw_alike(x)
+    else:
+        assert not torch.equal(*y.chunk(2, int(layout[1])))
+
+
+def assert_devices_draw_alike(x: torch.Tensor) -> None:
+    """Half of each device's result together is the result of one device."""
+
+    class Dropout(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(x, 0.25).neg()
+
+    found = []
+    for negated in ("R -> R", "S0 -> S0"):
+        program = capture(Dropout(), (x,), {})
+        texts = {"/dropout#0": "R -> R", "/neg#0": negated}
+        pm = pipelined(Dropout(), one_stage(program, StageSharding.from_texts((2,), ("a",), texts), 1))
+        torch.manual_seed(5)
+        found.append(pm(x))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
@@ -268,8 +287,10 @@ def test_batches_of_any_size_run() -> None:
 
 
 def test_the_models_own_parameters_are_trained_and_saved_whole() -> None:
+    """In float64: Adam divides by the root of squared gradients, which amplifies rounding of small ones."""
     model, plan = megatron()
-    original, x = copy.deepcopy(model), torch.randn(4, 12)
+    model.double()
+    original, x = copy.deepcopy(model), torch.randn(4, 12, dtype=torch.float64)
     before = torch.optim.Adam(model.parameters(), lr=0.1)
     pm = pipelined(model, plan)
     pm(x)
@@ -287,8 +308,8 @@ def test_the_models_own_parameters_are_trained_and_saved_whole() -> None:
                 optimizer.zero_grad()
     assert {k: v.shape for k, v in pm.state_dict().items()} == {k: v.shape for k, v in original.state_dict().items()}
     for (name, found), wanted in zip(pm.named_parameters(), original.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-    fresh = Mlp()
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+    fresh = Mlp().double()
     pm.load_state_dict(fresh.state_dict())
     assert_same_outputs(pm(x), fresh(x))
 
@@ -317,7 +338,7 @@ def test_frozen_parameters_get_no_gradient_and_may_be_thawed() -> None:
 def test_what_no_operator_or_parameter_can_have_is_refused_with_what_it_can() -> None:
     model, x = Mlp(), torch.randn(4, 12)
     program = capture(model, (x,), {})
-    wrong = StageSharding((2,), ("a",), (("up/linear#0", "S0 S0 R -> S0"),))
+    wrong = StageSharding.from_texts((2,), ("a",), {"up/linear#0": "S0 S0 R -> S0"})
     with pytest.raises(
         PlanError, match=r"up/linear#0 has no strategy 'S0 S0 R -> S0' .*; it has R R R -> R; S0 R R -> S0"
     ):
@@ -325,4 +346,4 @@ def test_what_no_operator_or_parameter_can_have_is_refused_with_what_it_can() ->
     with pytest.raises(
         PlanError, match=r"up.weight of shape \(24, 12\) cannot be stored as 'S1' on a mesh of shape \(5,\)"
     ):
-        pipelined(model, one_stage(program, StageSharding((5,), ("a",), (), (("up.weight", "S1"),))))(x)
+        pipelined(model, one_stage(program, StageSharding.from_texts((5,), ("a",), {}, {"up.weight": "S1"})))(x)

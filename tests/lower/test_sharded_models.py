@@ -17,8 +17,8 @@ from torch import nn
 from autopar import PipelinedModule, Plan
 from autopar.analysis.operators import captured_device, on_device, operator_keys
 from autopar.capture.program import Program, capture
-from autopar.planner.intra_op.solution import assignment
-from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, Task
+from autopar.planner.intra_op.solution import whole_graph_sharding
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, ShardingTask
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster
 
@@ -48,7 +48,7 @@ def chosen(
     module = on_device(copy.deepcopy(program.graph_module), captured_device(program), META).to(META)
     leaves = [x[:rows].to(META) if isinstance(x, torch.Tensor) else x for x in program.bind((), inputs)[0]]
     cluster = Cluster.preset(f"{math.prod(mesh)}xH100")
-    task, grid = Task(module, leaves, rows, cluster), make_mesh(mesh, [d.name for d in cluster.devices])
+    task, grid = ShardingTask(module, leaves, rows, cluster), make_mesh(mesh, [d.name for d in cluster.devices])
     problem = ShardingProblem(task, grid)
     found = problem.solve(math.inf, {})
     return problem, found if room == 1 else problem.solve(room * found.nbytes, {})
@@ -99,7 +99,7 @@ ANY = by_devices(
 def test_chosen_strategies_give_the_originals_outputs_and_gradients(name: str, mesh: tuple[int, ...]) -> None:
     _, model, inputs, program = case_of(name)
     problem, found = chosen(program, inputs, 12, mesh, room=0.9)
-    sharding = assignment(problem, found, {node.name: key for node, key in operator_keys(program).items()})
+    sharding = whole_graph_sharding(problem, found, {node.name: key for node, key in operator_keys(program).items()})
     assert sharding.strategies
     plan = Plan.from_json(one_stage(program, sharding).to_json())
     assert_same_step(model, pipelined(model, plan), inputs)

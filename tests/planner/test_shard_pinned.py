@@ -45,7 +45,7 @@ def test_every_stage_has_as_many_devices_and_does_as_asked(n_devices: int) -> No
     if n == 1:
         assert [stage.sharding for stage in plan.stages] == [None, None]
         return
-    first, second = (dict(stage.sharding.strategies) for stage in plan.stages if stage.sharding is not None)
+    first, second = (dict(stage.sharding.texts[0]) for stage in plan.stages if stage.sharding is not None)
     assert first["0.up/linear#0"] == "S1 S1 P -> P"
     assert second["2/alias#0"] == second["2/alias#1"] == "S0 -> S0"
 

@@ -144,7 +144,7 @@ def test_a_plan_for_hints_explains_within_what_they_allow() -> None:
     (one,) = explained(plan, "up").operators
     assert one.chosen is not None
     for alternative in (one.chosen, *one.others):
-        operands, _ = parse_strategy(alternative.strategy, 2)
+        operands, _ = parse_strategy(alternative.strategy)
         assert sorted(operands[0]) == [0, 1]
     stage = plan.stages[0]
     assert plan.n_microbatches * ((stage.forward_time or 0.0) + (stage.backward_time or 0.0)) == pytest.approx(

@@ -16,7 +16,7 @@ from autopar import InfeasibleError
 from autopar.analysis.operators import captured_device, on_device
 from autopar.capture.program import capture
 from autopar.capture.repeated_layers.fold import fold
-from autopar.planner.intra_op.strategy_search import Sharding, Task, choose
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingTask, choose
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import Mesh, make_mesh
 from autopar.sharding.stage_sharding import Stored
@@ -25,18 +25,18 @@ from cost_models import Cluster
 META = torch.device("meta")
 
 
-def task_of(model: nn.Module, rows: int, *args: torch.Tensor, cluster: Cluster, **options: Any) -> Task:
+def task_of(model: nn.Module, rows: int, *args: torch.Tensor, cluster: Cluster, **options: Any) -> ShardingTask:
     """A training step of `model`, which returns its loss, on inputs of so many samples."""
     program = capture(model, args, {}, trace_equal_layers_once=True)
     module = on_device(program.graph_module, captured_device(program), META)
-    return Task(module, [x[:rows].to(META) for x in args], rows, cluster, **options)
+    return ShardingTask(module, [x[:rows].to(META) for x in args], rows, cluster, **options)
 
 
 def over(cluster: Cluster, *shape: int) -> Mesh:
     return make_mesh(shape, [device.name for device in cluster.devices[: math.prod(shape)]])
 
 
-def named(task: Task, found: Sharding) -> dict[str, Any]:
+def named(task: ShardingTask, found: Sharding) -> dict[str, Any]:
     """Strategies by the operator's name and order: linear0, linear1, .."""
     counts: dict[str, int] = {}
     result = {}
@@ -316,7 +316,7 @@ def test_every_collective_is_paid_for() -> None:
     assert found.bound == pytest.approx(found.seconds)
 
 
-def _kernels(task: Task, mesh: Mesh, name: str, strategy: Any) -> float:
+def _kernels(task: ShardingTask, mesh: Mesh, name: str, strategy: Any) -> float:
     from autopar.planner.intra_op.strategy_search import ShardingProblem
 
     _, options = ShardingProblem(task, mesh).options[name]

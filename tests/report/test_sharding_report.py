@@ -86,7 +86,7 @@ def layered(layers: int, stages: int = 1, **more: Any) -> Plan:
         paths = [f"layers.{i}.fc" for i in range(s * per_stage, (s + 1) * per_stage)]
         strategies = [(f"{p}/linear#0", "S0R RS0 -> S0S1") for p in paths]
         strategies += [(f"{p}/relu#0", "S0S1 -> S0S1") for p in paths]
-        sharding = StageSharding((2, 2), ("data", "model"), tuple(strategies), **more)
+        sharding = replace(StageSharding.from_texts((2, 2), ("data", "model"), dict(strategies)), **more)
         keys = tuple(key for p in paths for key in (f"{p}/linear#0", f"{p}/relu#0", f"{p}/norm#0"))
         made.append(Stage(tuple(f"{s}:{i}" for i in range(4)), keys, sharding=sharding))
     return Plan(tuple(made), M)
@@ -124,7 +124,7 @@ def test_micro_batches_that_replicas_share_and_forwards_that_run_again_count_as_
     ],
 )
 def test_where_parameters_lie_is_told_in_the_words_of_zero(text: str, gathered: tuple[str, ...], told: str) -> None:
-    assert stored_words(parse_stored(text, 2), ("data", "model"), gathered) == told
+    assert stored_words(parse_stored(text), ("data", "model"), gathered) == told
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_where_parameters_lie_is_told_in_the_words_of_zero(text: str, gathered: 
     ],
 )
 def test_what_an_axis_does_is_told_in_words(name: str, strategy: str, told: list[str]) -> None:
-    sides = parse_strategy(strategy, 2)
+    sides = parse_strategy(strategy)
     assert [axis_text(name, sides, axis) for axis in range(2)] == told
 
 
@@ -174,7 +174,9 @@ def test_an_operator_of_a_stage_that_is_not_split_is_told_so() -> None:
 
 def test_a_diff_names_meshes_and_operators_that_are_split_otherwise() -> None:
     plan = layered(8)
-    other = replace(sharding_in(plan), mesh=(4, 1), strategies=(("layers.0.fc/linear#0", "RR RR -> RR"),))
+    other = replace(
+        sharding_in(plan), mesh=(4, 1), strategies=(("layers.0.fc/linear#0", parse_strategy("RR RR -> RR")),)
+    )
     diff = plan.diff(replace(plan, stages=(replace(plan.stages[0], sharding=other),)))
     settings = {setting.name: (setting.before, setting.after) for setting in diff.settings}
     assert settings["meshes"] == ("data 2 x model 2", "data 4 x model 1")

@@ -25,7 +25,7 @@ from autopar.sharding.layouts import (
     slices,
 )
 from autopar.sharding.mesh import Mesh, make_mesh, mesh_shapes
-from autopar.sharding.redistribution import Redistribution, RedistributionStep
+from autopar.sharding.redistribution import RedistributionStep, RedistributionTable, bytes_sent
 from cost_models import Cluster
 
 Parts = dict[tuple[int, ...], np.ndarray]  # by place in the mesh
@@ -37,6 +37,11 @@ def cluster_of(n: int, per_node: int) -> Cluster:
 
 def mesh_of(shape: Sequence[int], cluster: Cluster) -> Mesh:
     return make_mesh(shape, [d.name for d in cluster.devices[: math.prod(shape)]])
+
+
+def table_of(sizes: Sequence[int], shape: Sequence[int], cluster: Cluster) -> RedistributionTable:
+    mesh = mesh_of(shape, cluster)
+    return RedistributionTable(sizes, 4, shape, lambda collective, n, axis: mesh.seconds(collective, n, axis, cluster))
 
 
 def places(mesh: Sequence[int]) -> list[tuple[int, ...]]:
@@ -101,7 +106,7 @@ def test_moves_along_the_way_turn_any_layout_into_any_other(
     shape: tuple[int, ...], sizes: tuple[int, ...], data: st.DataObject
 ) -> None:
     cluster = cluster_of(math.prod(shape), 4)
-    found = Redistribution(sizes, 4, mesh_of(shape, cluster), cluster)
+    found = table_of(sizes, shape, cluster)
     before, after = (data.draw(st.sampled_from(found.layouts)) for _ in range(2))
     random = np.random.default_rng(0)
     whole = random.integers(-9, 9, sizes)
@@ -118,14 +123,14 @@ def test_moves_along_the_way_turn_any_layout_into_any_other(
 @given(meshes, st.sampled_from([(12,), (4, 12)]))
 def test_no_detour_is_faster_and_staying_is_free(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     cluster = cluster_of(math.prod(shape), 4)
-    seconds = Redistribution(sizes, 4, mesh_of(shape, cluster), cluster).seconds
+    seconds = table_of(sizes, shape, cluster).seconds
     assert (np.diag(seconds) == 0).all()
     assert (seconds[:, None, :] <= (seconds[:, :, None] + seconds[None, :, :]) * (1 + 1e-12)).all()
 
 
 def test_a_part_is_exchanged_rather_than_gathered_and_cut() -> None:
     cluster = cluster_of(4, 4)
-    found = Redistribution((64, 64), 4, mesh_of((4,), cluster), cluster)
+    found = table_of((64, 64), (4,), cluster)
     assert [move.collective for move in found.path((0,), (1,))] == ["all_to_all"]
     assert [move.collective for move in found.path((PARTIAL,), (1,))] == ["reduce_scatter"]
     assert [move.collective for move in found.path((PARTIAL,), (REPLICATE,))] in (
@@ -137,14 +142,14 @@ def test_a_part_is_exchanged_rather_than_gathered_and_cut() -> None:
 
 def test_the_outer_of_two_axes_on_a_dimension_waits_for_the_inner_one() -> None:
     cluster = cluster_of(4, 4)
-    found = Redistribution((8,), 4, mesh_of((2, 2), cluster), cluster)
+    found = table_of((8,), (2, 2), cluster)
     assert found.seconds[found.number[0, 0], found.number[REPLICATE, 0]] > 0
     assert [move.axis for move in found.path((0, 0), (REPLICATE, REPLICATE))] == [1, 0]
 
 
 def test_parts_across_nodes_take_longer_than_parts_within() -> None:
     cluster = cluster_of(16, 8)
-    found = Redistribution((1 << 12, 1 << 12), 4, mesh_of((2, 8), cluster), cluster)
+    found = table_of((1 << 12, 1 << 12), (2, 8), cluster)
     whole = found.number[REPLICATE, REPLICATE]
     across, within = found.number[PARTIAL, REPLICATE], found.number[REPLICATE, PARTIAL]
     assert found.seconds[across, whole] > found.seconds[within, whole]
@@ -185,3 +190,13 @@ def test_a_mesh_is_checked_and_has_lines() -> None:
     ):
         with pytest.raises(InputError, match="mesh"):
             make_mesh(shape, devices, names)
+
+
+def test_without_a_cluster_a_path_sends_the_fewest_bytes() -> None:
+    """The bytes that a device sends, counted by hand for 4 devices and a tensor of 64 * 64 * 4 bytes."""
+    table = RedistributionTable((64, 64), 4, (4,), bytes_sent((4,)))
+    nbytes = 64 * 64 * 4
+    assert table.between((PARTIAL,), (REPLICATE,)) == 2 * nbytes * 3 / 4
+    assert table.between((0,), (REPLICATE,)) == nbytes * 3 / 4
+    assert table.between((0,), (1,)) == nbytes / 4 * 3 / 4
+    assert table.between((PARTIAL,), (1,)) == nbytes * 3 / 4

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,12 +13,16 @@ from autopar import Plan, PlanError
 from autopar.plan.plan import Stage
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.stage_sharding import (
+    Passage,
     StageSharding,
     Stored,
+    TensorRedistribution,
     layout_text,
     parse_layout,
+    parse_passage,
     parse_stored,
     parse_strategy,
+    passage_text,
     stored_text,
     strategy_text,
 )
@@ -25,23 +32,32 @@ CODES = st.sampled_from([REPLICATE, PARTIAL, 0, 1, 2, 11])
 LAYOUTS = st.tuples(CODES, CODES, CODES)
 
 
-def sharded(**changes: object) -> Plan:
-    fields = {"mesh": (2, 2), "axes": ("data", "model"), "strategies": (("fc/linear#0", "S0R RS0 -> S0S1"),)}
-    sharding = StageSharding(**{**fields, "parameters": (("fc.weight", "RS0 / S1S0"),), **changes})  # type: ignore[arg-type]
+def sharded(steps: tuple[TensorRedistribution, ...] = (), **changes: object) -> Plan:
+    fields = {"mesh": (2, 2), "axes": ("data", "model"), "strategies": {"fc/linear#0": "S0R RS0 -> S0S1"}}
+    sharding = StageSharding.from_texts(**{**fields, "parameters": {"fc.weight": "RS0 / S1S0"}, **changes})  # type: ignore[arg-type]
+    sharding = replace(sharding, redistributions=steps)
     return Plan((Stage(("a", "b", "c", "d"), ("fc/linear#0",), sharding=sharding),), 1)
 
 
 @given(LAYOUTS, st.lists(LAYOUTS, max_size=3), st.lists(LAYOUTS, max_size=3))
 def test_texts_say_all_of_a_layout_and_a_strategy(layout, inputs, outputs):
-    assert parse_layout(layout_text(layout), 3) == layout
+    assert parse_layout(layout_text(layout)) == layout
     strategy = Strategy(("-",) * 3, tuple(inputs), tuple(outputs), 1.0)
-    assert parse_strategy(strategy_text(strategy), 3) == (tuple(inputs), tuple(outputs))
+    assert parse_strategy(strategy_text(strategy)) == strategy.placements == (tuple(inputs), tuple(outputs))
+    passage = Passage((layout, *inputs), tuple(outputs))
+    assert parse_passage(passage_text(passage)) == passage
     for state in (layout, (0, 1, REPLICATE)):
-        assert parse_stored(stored_text(Stored(layout, state)), 3) == Stored(layout, state)
+        assert parse_stored(stored_text(Stored(layout, state))) == Stored(layout, state)
 
 
-def test_a_sharded_plan_saves_and_loads():
-    plan = sharded()
+STEPS = TensorRedistribution(
+    "fc/linear#0", "", Passage(((0, PARTIAL), (0, REPLICATE)), ((0, REPLICATE),)), Passage(((0, REPLICATE),))
+)
+
+
+@pytest.mark.parametrize("steps", [(), (STEPS,)])
+def test_a_sharded_plan_saves_and_loads(steps):
+    plan = sharded(steps)
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.stages[0].shards == 4
     assert plan.stages[0].replicas == 1
@@ -51,17 +67,38 @@ def test_a_sharded_plan_saves_and_loads():
     ("changes", "told"),
     [
         (
-            {"mesh": (3,), "axes": ("a",), "strategies": (), "parameters": ()},
+            {"mesh": (3,), "axes": ("a",), "strategies": {}, "parameters": {}},
             "4 devices do not make meshes of shape (3,)",
         ),
         ({"mesh": (0, 2)}, "a mesh has axes of at least one device"),
         ({"axes": ("a", "a")}, "needs 2 different names"),
-        ({"strategies": (("fc/linear#0", "S0R"),)}, "fc/linear#0: 'S0R' is no strategy"),
-        ({"strategies": (("fc/linear#0", "S0 -> S0S1"),)}, "'S0' is no layout over 2 axes"),
-        ({"parameters": (("fc.weight", "QR"),)}, "fc.weight: 'QR' is no layout"),
+        ({"strategies": {"fc/linear#0": "S0 -> S0S1"}}, "fc/linear#0: 'S0' has 1 placements, but the mesh has 2 axes"),
+        ({"parameters": {"fc.weight": "S0RR"}}, "fc.weight: 'S0RR' has 3 placements, but the mesh has 2 axes"),
+        (
+            {"steps": (replace(STEPS, own=Passage(((0, 0), (1, 1)))),)},
+            "fc/linear#0: 'S0S0' to 'S1S1' is no step; change one axis",
+        ),
+        ({"steps": (replace(STEPS, own=Passage(((0, 0), (0, PARTIAL)))),)}, "'S0S0' to 'S0P' is no step"),
     ],
 )
 def test_what_is_wrong_with_a_sharded_stage_is_told_with_its_name(changes, told):
     with pytest.raises(PlanError, match="stage 0") as error:
         sharded(**changes)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("strategies", {"fc/linear#0": "S0R"}, "fc/linear#0: 'S0R' is no strategy"),
+        ("parameters", {"fc.weight": "QR"}, "fc.weight: 'QR' is no list of placements"),
+        ("redistributions", [["fc/linear#0", "", "S0P > S0R"]], "must be [tensor, reader, shared steps, own steps]"),
+        ("redistributions", [["fc/linear#0", "", "S0P", "x"]], "own: 'x' is no list of placements"),
+    ],
+)
+def test_what_a_file_says_wrong_of_a_sharded_stage_is_named(field, value, told):
+    data = json.loads(sharded((STEPS,)).to_json())
+    data["stages"][0]["sharding"][field] = value
+    with pytest.raises(PlanError, match="sharding") as error:
+        Plan.from_json(json.dumps(data))
     assert told in str(error.value)

@@ -14,8 +14,8 @@ from autopar.analysis.operators import captured_device, on_device, operator_keys
 from autopar.capture.program import capture
 from autopar.plan.plan import Stage
 from autopar.planner.intra_op.explain import Solved, operator_explainer
-from autopar.planner.intra_op.solution import assignment
-from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, Task
+from autopar.planner.intra_op.solution import whole_graph_sharding
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, ShardingTask
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import StageSharding
 from cost_models import Cluster
@@ -68,7 +68,7 @@ def problem_of(name: str) -> tuple[ShardingProblem, dict[str, str]]:
     cluster = Cluster.preset("4xH100")
     mesh = make_mesh((2, 2), [device.name for device in cluster.devices], ("data", "model"))
     keys = {node.name: key for node, key in operator_keys(program).items()}
-    return ShardingProblem(Task(module, [x], 8, cluster, M), mesh), keys
+    return ShardingProblem(ShardingTask(module, [x], 8, cluster, M), mesh), keys
 
 
 @cache
@@ -79,7 +79,7 @@ def chosen(name: str, room: float = 1.0) -> tuple[Plan, ShardingProblem, Shardin
     if room < 1:
         memory = room * found.nbytes
         found = problem.solve(memory, {})
-    stage = Stage(problem.mesh.devices, tuple(keys.values()), sharding=assignment(problem, found, keys))
+    stage = Stage(problem.mesh.devices, tuple(keys.values()), sharding=whole_graph_sharding(problem, found, keys))
     plan = Plan((stage,), M, batch_size=8 * M, predicted_step_time=M * found.seconds)
     solved = Solved(problem, found, {key: node for node, key in keys.items()}, memory)
     return plan.explained_by(inside=operator_explainer(lambda _: solved)), problem, found, keys, memory

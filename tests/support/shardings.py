@@ -20,7 +20,7 @@ from autopar.analysis.rules.table import bind
 from autopar.capture.program import Program
 from autopar.plan.plan import Stage
 from autopar.sharding.layouts import PARTIAL, layouts
-from autopar.sharding.stage_sharding import StageSharding, Stored, stored_text, strategy_text
+from autopar.sharding.stage_sharding import StageSharding, Stored
 from autopar.sharding.strategies import Strategy, strategies
 from cost_models.graphs import get_attribute
 
@@ -56,13 +56,13 @@ def at_random(
     chosen = []
     for node in compute_nodes(program.graph) if nodes is None else nodes:
         if found := possible(node, mesh):
-            chosen.append((keys[node], strategy_text(chance.choice(found))))
+            chosen.append((keys[node], chance.choice(found).placements))
     stored = []
     for name in dict.fromkeys(str(n.target) for n in program.graph.nodes if n.op == "get_attr"):
         tensor = get_attribute(program.graph_module, name)
         if isinstance(tensor, torch.Tensor):
             layout = chance.choice(layouts(tensor.shape, mesh, partial=False))
-            stored.append((name, stored_text(Stored(layout, layout))))
+            stored.append((name, Stored(layout, layout)))
     return StageSharding(mesh, NAMES[: len(mesh)], tuple(chosen), tuple(stored))
 
 

@@ -15,8 +15,8 @@ from autopar.plan.plan import Plan, Stage
 from autopar.planner.hint_constraints.pinned_meshes_plan import plan_pinned
 from autopar.planner.hint_constraints.sharding import has_sharding_hints, microbatch_on_meta, resolve_sharding
 from autopar.planner.intra_op.explain import Solved, operator_explainer
-from autopar.planner.intra_op.solution import assignment, times
-from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, Task
+from autopar.planner.intra_op.solution import times, whole_graph_sharding
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, ShardingTask
 from autopar.planner.search_options import SearchOptions
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster, Device
@@ -56,7 +56,7 @@ def plan_as_sharded(
     names = [cluster.devices[i].name for i in resolved.order]
     mesh = make_mesh(resolved.shape, names, resolved.names)
     kept = 1 if options.loss_inside else m
-    task = Task(module, inputs, rows, cluster, m, example.training, options.optimizer, kept)
+    task = ShardingTask(module, inputs, rows, cluster, m, example.training, options.optimizer, kept)
     memory = min(options.memory_limit or float("inf"), *(d.memory for d in devices))
     try:
         problem = ShardingProblem(task, mesh)
@@ -72,7 +72,7 @@ def plan_as_sharded(
         backward,
         peak_memory=None if on_cpu else round(found.nbytes),
         recompute=bool(options.constraints.recompute) and example.training,
-        sharding=assignment(problem, found, keys),
+        sharding=whole_graph_sharding(problem, found, keys),
     )
     plan = Plan(
         (stage,),

@@ -27,8 +27,8 @@ from autopar.planner.hint_constraints.sharding import ResolvedSharding, microbat
 from autopar.planner.hint_constraints.stages import resolve as resolve_hints
 from autopar.planner.hint_constraints.stages import violations
 from autopar.planner.intra_op.constraints import ShardingConstraints
-from autopar.planner.intra_op.solution import assignment
-from autopar.planner.intra_op.strategy_search import ShardingProblem, Task
+from autopar.planner.intra_op.solution import whole_graph_sharding
+from autopar.planner.intra_op.strategy_search import ShardingProblem, ShardingTask
 from autopar.planner.search_options import SearchOptions
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster, Device
@@ -78,7 +78,7 @@ def plan_pinned(example: Example, devices: Sequence[Device], options: SearchOpti
         kept = min(m, pinned.n_stages - s) if options.loss_inside else m
         leaves = [values[node.name] for node in one.module.graph.nodes if node.op == "placeholder"]
         graph = private_copy(on_device(one.module, captured_device(program), META), META)
-        task = Task(graph, leaves, rows, cluster, m, example.training, options.optimizer, kept)
+        task = ShardingTask(graph, leaves, rows, cluster, m, example.training, options.optimizer, kept)
         problem = ShardingProblem(task, mesh)
         memory = min(limit, *(devices[i].memory for i in group))
         found = problem.solve(memory, {}, _inside(asked.constraints, problem, one))
@@ -88,7 +88,7 @@ def plan_pinned(example: Example, devices: Sequence[Device], options: SearchOpti
                 tuple(devices[i].name for i in group),
                 tuple(key for name, key in keys.items() if name in mine),
                 recompute=example.training and not mine.isdisjoint(options.constraints.recompute),
-                sharding=assignment(problem, found, keys) if size > 1 else None,
+                sharding=whole_graph_sharding(problem, found, keys) if size > 1 else None,
             )
         )
     plan = Plan(

@@ -27,7 +27,7 @@ from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
-from autopar.planner.intra_op.strategy_search import Facts, Sharding, ShardingProblem, Task
+from autopar.planner.intra_op.strategy_search import GraphFacts, Sharding, ShardingProblem, ShardingTask
 from autopar.sharding.mesh import Mesh, make_mesh
 from cost_models import Cluster, Device
 from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key
@@ -75,7 +75,7 @@ class Meshes:
         self._cluster: Cluster = costs.cluster
         self._limit = memory_limit or float("inf")
         self._folded = fold(subject.module)
-        self._facts: dict[int, Facts] = {}
+        self._facts: dict[int, GraphFacts] = {}
         nodes = {n.name: n for n in subject.module.graph.nodes if n.name in costs.graph}
         self._program = SplitProgram(costs, self._folded, nodes, subject.storages)
 
@@ -154,9 +154,9 @@ class Meshes:
                         name, kind, self._program, task, self._facts_of(task), found, fastest=number == 0
                     )
 
-    def _task(self, m: int) -> Task:
+    def _task(self, m: int) -> ShardingTask:
         rows = self._costs.batch_size // m
-        return Task(
+        return ShardingTask(
             self._folded.module,
             self._subject.inputs(rows),
             rows,
@@ -168,7 +168,7 @@ class Meshes:
             again=self._folded.again,
         )
 
-    def _chosen(self, task: Task, mesh: Mesh, memory: float, prices: Sequence[float]) -> Iterator[Sharding]:
+    def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, prices: Sequence[float]) -> Iterator[Sharding]:
         """The fastest strategies; where they fill much of `memory` (bytes), also the fastest under each price."""
         problem = ShardingProblem(task, mesh, self._facts_of(task))
         best = problem.priced(0.0)
@@ -180,9 +180,9 @@ class Meshes:
                 yield found
                 needed = found.nbytes
 
-    def _facts_of(self, task: Task) -> Facts:
+    def _facts_of(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:
-            self._facts[task.rows] = Facts(task)
+            self._facts[task.rows] = GraphFacts(task)
         return self._facts[task.rows]
 
 

@@ -138,7 +138,7 @@ def operators_inside(plan: Plan, path: str) -> dict[str, int]:
 
 def _explained(plan: Plan, stage: int, keys: Sequence[str], solved: Solved | None) -> list[OperatorExplained]:
     sharding = plan.stages[stage].sharding
-    texts = {} if sharding is None else dict(sharding.strategies)
+    texts = {} if sharding is None else dict(sharding.texts[0])
     exchanges: dict[str, list[Exchange]] = defaultdict(list)
     repeated: dict[str, float] = {}
     told = sharding is None or bool(sharding.repeated) or sharding.repeated_time == 0

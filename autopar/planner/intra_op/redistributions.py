@@ -1,45 +1,55 @@
-"""What lies between those that make a tensor and those that read it: variables of makers, edges, redistributions."""
+"""What lies between an operator that makes a tensor and one that reads it: the variables of both, an edge, and the
+redistributions that their choices cause."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 
 from autopar.sharding.layouts import REPLICATE, Placements
-from autopar.sharding.redistribution import Redistribution
+from autopar.sharding.redistribution import RedistributionStep, RedistributionTable
+from autopar.sharding.stage_sharding import Passage, Stored
 from autopar.sharding.strategy_costs import Ends
 
+OUTPUT = "output"  # the reader of what the graph returns
+TensorOrigin = Literal["input", "activation", "parameter"]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class TensorUse:
-    """An edge of the problem, and what it is about."""
+    """An edge of the problem: one tensor and one operator that reads it, or the layouts in which readers share it."""
 
-    tensor: str
-    reader: str
-    outs: tuple[Any, ...]  # layouts by label, see `Made`
-    ins: tuple[Ends, ...]
-    redistribution: Redistribution
-    kind: str  # "input", "activation" or "parameter"
-    gradient: bool
-    times: int
+    tensor: str  # node that made it, or parameter
+    item: str  # node that is read: the tensor's own, or an item of a list of results
+    reader: str  # node; `OUTPUT`
+    outs: tuple[Any, ...]  # by label where it is made: Ends of an activation, Stored of a parameter or an input
+    ins: tuple[Ends, ...]  # by label where it is read
+    table: RedistributionTable
+    origin: TensorOrigin
+    gradient: bool  # a gradient flows back
+    times: int  # copies of a folded layer for which this happens
+    shared: bool = False  # it leads to the layouts that several readers share
+    via: TensorUse | None = None  # the use that leads to where this one starts
 
 
 @dataclass(frozen=True)
 class ProducedTensor:
-    """Where a tensor comes from: its variable, and of every option the label of its layouts."""
+    """The origin of a tensor: its variable, and the label of its layouts for every option."""
 
     variable: int
     labels: np.ndarray
     layouts: tuple[Any, ...]  # by label: Ends, or Stored
-    kind: str
+    origin: TensorOrigin
     name: str
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads a tensor: its variable, and of every option the label of the layouts that it wants."""
+    """An operator that reads a tensor: its variable, and the label of the layouts that it needs for every option."""
 
     variable: int
     name: str
@@ -48,19 +58,89 @@ class Reader:
     times: int = 1
 
 
-def ways(link: TensorUse, out: Any, into: Ends, training: bool) -> list[tuple[Placements, Placements, bool, bool, int]]:
-    """(from, to, of the gradient, once a step, how often) of all redistributions between a maker and a reader."""
+@dataclass(frozen=True)
+class NeededRedistribution:
+    """A change of placements that a pair of choices causes."""
+
+    before: Placements
+    after: Placements
+    backward: bool = False  # of the gradient
+    once: bool = False  # per step, rather than per micro-batch
+    times: int = 1  # per micro-batch, or step
+
+
+def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool) -> list[NeededRedistribution]:
+    """All redistributions between what makes a tensor in `out` and what reads it in `into`.
+
+    A parameter that is read as it is stored has its gradient reduced once per step. Stored otherwise (ZeRO 3, FSDP),
+    it is gathered for every forward and again for every backward, and every gradient is scattered.
+    """
     layout, gradient = into
-    if link.kind == "activation":
+    if use.origin == "activation":
         made, wanted = out
-        back = [(gradient, wanted, True, False, 1)] if link.gradient and training else []
-        return [(made, layout, False, False, 1), *back]
-    if link.kind == "input":
-        return [(out.layout, layout, False, False, 1)]
-    again = [(out.state, out.layout, False, True, 1)]  # what the optimizer wrote
+        back = [NeededRedistribution(gradient, wanted, backward=True)] if use.gradient and training else []
+        return [NeededRedistribution(made, layout), *back]
+    if use.origin == "input":
+        return [NeededRedistribution(out.layout, layout)]
+    updated = NeededRedistribution(out.state, out.layout, once=True)  # what the optimizer wrote
     if out.layout == layout:
-        return [(gradient, out.state, True, True, 1), *again]
-    return [(out.layout, layout, False, False, 2), (gradient, out.layout, True, False, 1), *again]
+        return [NeededRedistribution(gradient, out.state, backward=True, once=True), updated]
+    return [
+        NeededRedistribution(out.layout, layout, times=2),
+        NeededRedistribution(gradient, out.layout, backward=True),
+        updated,
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenUse:
+    """The choices on both sides of an edge."""
+
+    use: TensorUse
+    out: Any  # see `TensorUse.outs`
+    into: Ends
+    training: bool
+
+    @cached_property
+    def passage(self) -> Passage:
+        """The placements that the tensor, and its gradient, pass through for every micro-batch, as they were priced."""
+        forward: tuple[Placements, ...] = (self.out.layout if isinstance(self.out, Stored) else self.out[0],)
+        backward: tuple[Placements, ...] = ()
+        for needed in needed_redistributions(self.use, self.out, self.into, self.training):
+            passed = tuple(step.after for step in self.use.table.path(needed.before, needed.after))
+            if needed.backward and not needed.once:
+                backward = (needed.before, *passed)
+            elif not needed.once:
+                forward = (needed.before, *passed)
+        return Passage(forward, backward)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One redistribution that a step needs, with at least one collective."""
+
+    tensor: str  # node that made it, or parameter
+    item: str  # node that is read, see `TensorUse`
+    reader: str  # node; `OUTPUT`
+    backward: bool  # of its gradient
+    once: bool  # per step, rather than per micro-batch
+    times: int  # per step or micro-batch, over all equal layers that the reader represents
+    steps: tuple[RedistributionStep, ...]
+    each: int = 1  # of `times` those of one of the equal layers
+
+    @property
+    def seconds(self) -> float:
+        """Of all times."""
+        return self.times * sum(step.seconds for step in self.steps)
+
+
+def collectives_of(use: TensorUse, out: Any, into: Ends, training: bool) -> Iterator[Collective]:
+    """The redistributions between two choices that are not local."""
+    for needed in needed_redistributions(use, out, into, training):
+        steps = use.table.path(needed.before, needed.after)
+        if any(step.collective for step in steps):
+            times = needed.times * use.times
+            yield Collective(use.tensor, use.item, use.reader, needed.backward, needed.once, times, steps, needed.times)
 
 
 def finer(state: Placements, layout: Placements) -> bool:

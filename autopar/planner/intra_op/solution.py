@@ -1,97 +1,213 @@
-"""What was chosen for one graph as the sharding of a plan's stage: by names that survive another capture."""
+"""The solution of a sharding problem as data of a plan's stage, by names that survive another capture of the model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
-from autopar.planner.intra_op.strategy_search import Facts, Sharding, ShardingProblem, Task
+from autopar.analysis.operators import compute_nodes
+from autopar.capture.program import is_getitem
+from autopar.planner.intra_op.redistributions import OUTPUT, ChosenUse, Collective, TensorUse
+from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.group_operators.operators import collectives
 from autopar.sharding.layouts import REPLICATE
-from autopar.sharding.stage_sharding import Exchange, Repeated, StageSharding, Stored, stored_text, strategy_text
-from autopar.sharding.strategies import REPEATED
+from autopar.sharding.stage_sharding import (
+    Exchange,
+    OperatorPlacements,
+    Passage,
+    Repeated,
+    StageSharding,
+    Stored,
+    TensorRedistribution,
+)
 
 
-def assignment(problem: ShardingProblem, found: Sharding, keys: Mapping[str, str]) -> StageSharding:
-    """What was `found` for `problem`. `keys`: node name -> operator key, as of `operators.operator_keys`.
+@dataclass(frozen=True)
+class StageOperators:
+    """The operators of one stage, and the nodes of a problem's graph that represent them.
 
-    Operators that every device does and parameters that every device has are left out: they are so without a word.
+    In a problem of a folded graph (`capture.folding`), one node represents the equal nodes of several layers.
     """
-    whole = (REPLICATE,) * len(found.mesh.shape)
-    inputs = {str(node.target) for node in problem.task.module.graph.nodes if node.op == "placeholder"}
-    exchanged = (*exchanges(found, keys), *exchanges_within(problem.task, problem.facts, found, keys))
-    share = [1 / problem.task.n_microbatches if e.once else 1.0 for e in exchanged]
-    repeated = tuple(repetitions(found, keys))
-    return StageSharding(
-        found.mesh.shape,
-        found.mesh.names,
-        tuple(
-            (keys[name], strategy_text(strategy))
-            for name, strategy in found.strategies.items()
-            if name in keys and any(axis != REPEATED for axis in strategy.axes)
-        ),
-        tuple(
-            (name, stored_text(stored))
-            for name, stored in found.stored.items()
-            if name not in inputs and stored != Stored(whole, whole)
-        ),
-        exchanged,
-        round(math.fsum(e.nbytes * s for e, s in zip(exchanged, share, strict=True))),
-        math.fsum(e.seconds * s for e, s in zip(exchanged, share, strict=True)),
-        math.fsum(one.seconds for one in repeated),
-        repeated,
-    )
+
+    nodes: Sequence[fx.Node]  # of the whole graph, in its order
+    keys: Mapping[str, str]  # node of the whole graph -> operator key
+    represented_by: Callable[[str], str] = lambda name: name  # node, parameter or input -> that in the problem
+
+    def name_of(self, tensor: fx.Node) -> str:
+        """What a plan calls a tensor: the key of its operator, or the name of a parameter or an input."""
+        return self.keys.get(tensor.name, _item(tensor))
+
+
+def _item(tensor: fx.Node) -> str:
+    """What a problem calls a tensor that an operator reads (`TensorUse.item`)."""
+    return str(tensor.target) if tensor.op in ("get_attr", "placeholder") else tensor.name
+
+
+def stage_sharding(task: ShardingTask, facts: GraphFacts, found: Sharding, operators: StageOperators) -> StageSharding:
+    """The part of a solution that belongs to the operators of one stage.
+
+    It leaves out operators that every device does whole and parameters that every device has whole.
+    """
+    return _StageSolution(task, facts, found, operators).build()
+
+
+def whole_graph_sharding(problem: ShardingProblem, found: Sharding, keys: Mapping[str, str]) -> StageSharding:
+    """The solution for a graph that is one stage and not folded. `keys`: node name -> operator key."""
+    operators = StageOperators([node for node in compute_nodes(problem.task.module.graph) if node.name in keys], keys)
+    return stage_sharding(problem.task, problem.facts, found, operators)
 
 
 def times(found: Sharding) -> tuple[float, float]:
-    """Seconds of a micro-batch forward, and backward with its part of what happens once a step."""
+    """Seconds of a micro-batch forward, and backward with its part of what happens once per step."""
     forward = [work.forward for work in found.work.values()]
     forward += [one.seconds for one in found.collectives if not (one.backward or one.once)]
-    whole = math.fsum(forward)
-    return whole, max(0.0, found.seconds - whole)
+    total = math.fsum(forward)
+    return total, max(0.0, found.seconds - total)
 
 
-def exchanges(found: Sharding, keys: Mapping[str, str]) -> Iterator[Exchange]:
-    """Every collective between operators, as often as it happens: of a path from one layout to another each move that
-    is one."""
-    for one in found.collectives:
-        tensor = keys.get(one.tensor, one.tensor)
-        for move in one.moves * one.times:
-            if move.collective is not None:
-                yield Exchange(
-                    move.collective,
-                    found.mesh.names[move.axis],
-                    keys.get(one.reader, tensor),  # what nobody here reads is a result, wanted whole
-                    tensor,
-                    round(move.nbytes),
-                    move.seconds,
-                    one.backward,
-                    one.once,
-                )
-
-
-def exchanges_within(task: Task, facts: Facts, found: Sharding, keys: Mapping[str, str]) -> Iterator[Exchange]:
-    """Every collective inside of an operator that devices do together."""
+def exchanges_within(task: ShardingTask, facts: GraphFacts, found: Sharding) -> Iterator[Exchange]:
+    """Every collective inside of an operator that devices do together, by the problem's names."""
     nodes = {node.name: node for node in task.module.graph.nodes}
     for name, strategy in found.strategies.items():
-        bound = facts.bound(nodes[name])
-        if not strategy.special or bound.rule is None:
+        ruled = facts.with_rule(nodes[name])
+        if not strategy.special or ruled.rule is None:
             continue
-        operands = [facts.values.get(o) if isinstance(o, fx.Node) else None for o in bound.operands]
-        for inner in collectives(strategy, bound.rule, operands, found.mesh.shape):
+        operands = [facts.values.get(o) if isinstance(o, fx.Node) else None for o in ruled.operands]
+        for inner in collectives(strategy, ruled.rule, operands, found.mesh.shape):
             if inner.backward and not task.training:
                 continue
             seconds = found.mesh.seconds(inner.collective, inner.nbytes, inner.axis, task.cluster)
-            axis, key = found.mesh.names[inner.axis], keys.get(name, name)
-            yield Exchange(inner.collective, axis, key, key, round(inner.nbytes), seconds, inner.backward)
+            axis = found.mesh.names[inner.axis]
+            yield Exchange(inner.collective, axis, name, name, round(inner.nbytes), seconds, inner.backward)
 
 
-def repetitions(found: Sharding, keys: Mapping[str, str]) -> Iterator[Repeated]:
-    """Operators of which devices do the same, and the seconds of a micro-batch that each would not need."""
-    for name, work in found.work.items():
-        parts = round(1 / work.share)
-        seconds = (work.forward + work.backward) * (1 - parts / found.mesh.size)
-        if seconds > 0:
-            yield Repeated(keys.get(name, name), seconds)
+class _StageSolution:
+    def __init__(self, task: ShardingTask, facts: GraphFacts, found: Sharding, operators: StageOperators) -> None:
+        self._task, self._facts, self._found, self._operators = task, facts, found, operators
+
+    def build(self) -> StageSharding:
+        exchanges = tuple(e for node in self._operators.nodes for e in self._exchanges(node))
+        share = [1 / self._task.n_microbatches if exchange.once else 1.0 for exchange in exchanges]
+        repeated = tuple(self._repeated())
+        return StageSharding(
+            self._found.mesh.shape,
+            self._found.mesh.names,
+            tuple(self._strategies()),
+            tuple(self._parameters()),
+            tuple(dict.fromkeys(one for node in self._operators.nodes for one in self._redistributions(node))),
+            exchanges,
+            round(math.fsum(e.nbytes * part for e, part in zip(exchanges, share, strict=True))),
+            math.fsum(e.seconds * part for e, part in zip(exchanges, share, strict=True)),
+            math.fsum(one.seconds for one in repeated),
+            repeated,
+        )
+
+    def _represented_by(self, node: fx.Node) -> str:
+        return self._operators.represented_by(node.name)
+
+    def _strategies(self) -> Iterator[tuple[str, OperatorPlacements]]:
+        for node in self._operators.nodes:
+            strategy = self._found.strategies.get(self._represented_by(node))
+            sides = () if strategy is None else (*strategy.inputs, *strategy.outputs)
+            if strategy is not None and any(code != REPLICATE for placements in sides for code in placements):
+                yield self._operators.keys[node.name], strategy.placements
+
+    def _parameters(self) -> Iterator[tuple[str, Stored]]:
+        read = (n for node in self._operators.nodes for n in node.all_input_nodes if n.op == "get_attr")
+        for name in dict.fromkeys(str(node.target) for node in read):
+            stored = self._found.stored.get(self._operators.represented_by(name))
+            if stored is not None and any(code != REPLICATE for code in (*stored.layout, *stored.state)):
+                yield name, stored
+
+    def _repeated(self) -> Iterator[Repeated]:
+        """The seconds that each device would not need if no two devices did the same."""
+        for node in self._operators.nodes:
+            work = self._found.work.get(self._represented_by(node))
+            if work is not None:
+                seconds = (work.forward + work.backward) * (1 - round(1 / work.share) / self._found.mesh.size)
+                if seconds > 0:
+                    yield Repeated(self._operators.keys[node.name], seconds)
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _caused_by(self) -> Mapping[str, Sequence[Collective]]:
+        """By node of the problem: the collectives of what it reads, and of what the graph returns of it."""
+        caused: dict[str, list[Collective]] = defaultdict(list)
+        for one in self._found.collectives:
+            caused[one.reader if one.reader != OUTPUT else one.tensor].append(one)
+        return caused
+
+    @cached_property
+    def _within(self) -> Mapping[str, Sequence[Exchange]]:
+        within: dict[str, list[Exchange]] = defaultdict(list)
+        for exchange in exchanges_within(self._task, self._facts, self._found):
+            within[exchange.operator].append(exchange)
+        return within
+
+    def _exchanges(self, node: fx.Node) -> Iterator[Exchange]:
+        """The collectives of one operator, as often as they happen."""
+        key = self._operators.keys[node.name]
+        names = {self._operators.represented_by(_item(n)): self._maker(n) for n in node.all_input_nodes}
+        for one in self._caused_by.get(self._represented_by(node), ()):
+            if one.reader != OUTPUT and one.item not in names:
+                continue  # of the layer that represents this one, which reads the tensor before the first layer
+            tensor = key if one.reader == OUTPUT else names[one.item]
+            for step in one.steps * one.each:
+                if step.collective is not None:
+                    axis = self._found.mesh.names[step.axis]
+                    ends = (key, tensor, round(step.nbytes), step.seconds)
+                    yield Exchange(step.collective, axis, *ends, one.backward, one.once)
+        for exchange in self._within.get(self._represented_by(node), ()):
+            yield replace(exchange, operator=key, tensor=key)
+
+    def _maker(self, tensor: fx.Node) -> str:
+        """Of an item of a list, the operator that made the list."""
+        source = tensor.args[0] if is_getitem(tensor) else None
+        if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), (list, tuple)):
+            return self._operators.name_of(source)
+        return self._operators.name_of(tensor)
+
+    # -- redistributions ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _uses(self) -> Mapping[tuple[str, str], Sequence[ChosenUse]]:
+        """By (item, reader) in the problem. Outputs are read by `OUTPUT`."""
+        found: dict[tuple[str, str], list[ChosenUse]] = defaultdict(list)
+        for chosen in self._found.uses:
+            if not chosen.use.shared:
+                found[chosen.use.item, chosen.use.reader].append(chosen)
+        return found
+
+    @cached_property
+    def _passages(self) -> Mapping[TensorUse, Passage]:
+        return {chosen.use: chosen.passage for chosen in self._found.uses}
+
+    @cached_property
+    def _readers(self) -> set[tuple[str, str]]:
+        """(tensor of the whole graph, reader in the problem) inside of the stage."""
+        return {(n.name, self._represented_by(node)) for node in self._operators.nodes for n in node.all_input_nodes}
+
+    def _redistributions(self, node: fx.Node) -> Iterator[TensorRedistribution]:
+        """The steps of all tensors that an operator reads, and those to the caller of what it makes."""
+        key = self._operators.keys[node.name]
+        for tensor in node.all_input_nodes:
+            yield from self._between(tensor, self._represented_by(node), key)
+        yield from self._between(node, OUTPUT, "")
+
+    def _between(self, tensor: fx.Node, reader: str, key: str) -> Iterator[TensorRedistribution]:
+        for chosen in self._uses.get((self._operators.represented_by(_item(tensor)), reader), ()):
+            via, own = chosen.use.via, chosen.passage
+            shared = Passage(own.forward[:1], own.backward[-1:])
+            # The steps that readers share run in the stage of the first of them. A later stage receives the tensor
+            # whole and starts where they end.
+            if via is not None and (tensor.name, via.reader) in self._readers:
+                shared = self._passages[via]
+            if shared.moves or own.moves:
+                yield TensorRedistribution(self._operators.name_of(tensor), key, shared, own)

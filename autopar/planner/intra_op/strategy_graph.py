@@ -1,0 +1,368 @@
+"""The choice of strategies as variables and edges: operators, parameters and inputs of one graph on one mesh.
+
+The options of a variable are strategies of an operator, or placements of a parameter or an input. An edge lies between
+what makes a tensor and what reads it. It costs the redistribution of the tensor and that of its gradient:
+
+    linear --- [y: columns] -- redistribution -- [x: rows] --- gelu            R(out, in) + R(dual(in), dual(out))
+
+A tensor with several readers is moved once for those that read it in the same placements. A variable in between holds
+the placements in which they share it.
+
+    norm --- redistribution --- shared --.-- queries
+                                         |-- keys
+                                         `-- values
+
+A parameter is stored in one layout, its optimizer's state in the same or a finer one (ZeRO: Rajbhandari et al., 2020).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar.analysis.operators import requires_grad_nodes
+from autopar.analysis.node_values import observe
+from autopar.planner.intra_op.elimination.choices import Edge
+from autopar.planner.intra_op.redistributions import (
+    OUTPUT,
+    ProducedTensor,
+    Reader,
+    TensorOrigin,
+    TensorUse,
+    finer,
+    needed_redistributions,
+)
+from autopar.sharding.layouts import REPLICATE, layouts, parts
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.redistribution import RedistributionTable
+from autopar.sharding.stage_sharding import Stored
+from autopar.sharding.strategy_costs import Ends, OperatorWithRule, StrategyCosts, StrategyCostTable, with_rule
+from cost_models import Cluster, Collective, optimizer_state_bytes
+from cost_models.graphs import get_attribute, storage_key, tensors_in
+from cost_models.hardware.device_specs import efficiency_of, rates_of
+from cost_models.kernels.operator_work import OperatorWork, count
+from cost_models.memory.graph_bytes import measure_bytes
+
+
+@dataclass(frozen=True)
+class ShardingTask:
+    """The graph to choose strategies for, and how it runs."""
+
+    module: fx.GraphModule  # a flat graph with parameters on the meta device
+    inputs: Sequence[Any]  # of one micro-batch, on the meta device
+    rows: int  # samples in it
+    cluster: Cluster
+    n_microbatches: int = 1
+    training: bool = True
+    optimizer: str = "adamw"
+    in_flight: int = 1  # micro-batches whose activations are kept at once
+    copies: Mapping[str, int] = field(default_factory=dict)  # node -> equal nodes of the model that it represents
+    again: Mapping[str, str] = field(default_factory=dict)  # node that a copied layer reads -> what it hands its copy
+
+
+class GraphFacts:
+    """What the costs of a task depend on, whatever the mesh: values, work and kept bytes of every node."""
+
+    def __init__(self, task: ShardingTask) -> None:
+        self.values: dict[fx.Node, Any] = observe(task.module, list(task.inputs))
+        self.work = count(task.module, task.rows, training=task.training, inputs=list(task.inputs))
+        counted = measure_bytes(task.module, list(task.inputs), task.rows, task.training, "cuda")
+        kept: set[int] = set()
+        self.saved: dict[str, int] = {}
+        for name, storages in counted.saved.items():  # what several operators keep counts to the first
+            self.saved[name] = sum(nbytes for key, nbytes in storages if key not in kept)
+            kept |= {key for key, _ in storages}
+        self.trained = {node.name for node in requires_grad_nodes(task.module)} if task.training else set[str]()
+        self._with_rule: dict[fx.Node, OperatorWithRule] = {}
+
+    def with_rule(self, node: fx.Node) -> OperatorWithRule:
+        if node not in self._with_rule:
+            work = self.work.get(node.name, OperatorWork((), ()))
+            self._with_rule[node] = with_rule(node, self.values, work)
+        return self._with_rule[node]
+
+
+@dataclass(frozen=True, eq=False)
+class OptionCosts:
+    """Costs of a variable's options. Equal variables share one object, so that the search recognises them quickly."""
+
+    seconds: np.ndarray  # [options]
+    nbytes: np.ndarray  # [options] on each device
+
+
+class OperatorChoice(NamedTuple):
+    """An operator, or a border of a sharded call, as a variable."""
+
+    variable: int
+    costs: StrategyCosts  # its options are `costs.strategies`
+
+
+class StoredChoice(NamedTuple):
+    """A parameter or an input as a variable."""
+
+    variable: int
+    options: tuple[Stored, ...]
+
+
+class PricedUse(NamedTuple):
+    """An edge with what it is about."""
+
+    edge: Edge
+    use: TensorUse
+
+
+class _UseKey(NamedTuple):
+    """All that the seconds of an edge depend on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    origin: TensorOrigin
+    outs: tuple[Any, ...]
+    ins: tuple[Ends, ...]
+    gradient: bool
+
+
+class StrategyGraph:
+    """The variables and edges of one task on one mesh."""
+
+    def __init__(self, task: ShardingTask, mesh: Mesh, facts: GraphFacts | None = None) -> None:
+        self.task, self.mesh = task, mesh
+        self.facts = facts or GraphFacts(task)
+        device_kinds = {device.name: device.kind for device in task.cluster.devices}
+        spec = task.cluster.specs[device_kinds[mesh.devices[0]]]
+        self.table = StrategyCostTable(mesh, task.cluster, rates_of(spec), efficiency_of(spec), training=task.training)
+        self.variables: list[OptionCosts] = []
+        self.uses: list[PricedUse] = []
+        self.options: dict[str, OperatorChoice] = {}  # by node
+        self.stored: dict[str, StoredChoice] = {}  # by name
+        self._produced: dict[fx.Node, list[ProducedTensor]] = {}  # every tensor that a node makes
+        self._readers: dict[tuple[fx.Node, int, bool], list[Reader]] = {}
+        self._named = {node.name: node for node in task.module.graph.nodes}
+        # Equal parts of the graph share what is computed of them.
+        self._labels: dict[int, np.ndarray] = {}
+        self._no_costs: dict[int, OptionCosts] = {}
+        self._stored_costs: dict[tuple[Any, ...], tuple[tuple[Stored, ...], OptionCosts]] = {}
+        self._operator_costs: dict[tuple[StrategyCosts, int], OptionCosts] = {}
+        self._copied: dict[tuple[OptionCosts, int], OptionCosts] = {}
+        self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
+        self._use_seconds: dict[tuple[_UseKey, int], np.ndarray] = {}
+        self._build()
+
+    @property
+    def seconds(self) -> list[np.ndarray]:
+        """[options] of every variable."""
+        return [variable.seconds for variable in self.variables]
+
+    @property
+    def nbytes(self) -> list[np.ndarray]:
+        """[options] of every variable."""
+        return [variable.nbytes for variable in self.variables]
+
+    @property
+    def edges(self) -> list[Edge]:
+        return [priced.edge for priced in self.uses]
+
+    def _build(self) -> None:
+        by_storage: dict[int, ProducedTensor] = {}
+        for node in self.task.module.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._add_stored(node, by_storage)
+            elif node.op != "output" and tensors_in(self.facts.values[node]):
+                self._add_operator(node)
+        self._add_outputs()
+        for (node, times, _), readers in self._readers.items():
+            self._connect(node, readers, times)
+
+    # -- variables --------------------------------------------------------------------------------------------------
+
+    def _add_variable(self, costs: OptionCosts, copies: int = 1) -> int:
+        if copies > 1 and (costs, copies) not in self._copied:
+            self._copied[costs, copies] = OptionCosts(costs.seconds * copies, costs.nbytes * copies)
+        self.variables.append(costs if copies == 1 else self._copied[costs, copies])
+        return len(self.variables) - 1
+
+    def _add_stored(self, node: fx.Node, by_storage: dict[int, ProducedTensor]) -> None:
+        """An input, in any layout at no cost, or a parameter."""
+        value = get_attribute(self.task.module, str(node.target)) if node.op == "get_attr" else self.facts.values[node]
+        if not isinstance(value, torch.Tensor):
+            return
+        storage = storage_key(value)
+        if node.op == "get_attr" and storage in by_storage:
+            self._produced[node] = [by_storage[storage]]  # tied: one tensor
+            return
+        trained = node.op == "get_attr" and self.task.training and value.requires_grad
+        key = (tuple(value.shape), value.dtype, trained, node.op)
+        if key not in self._stored_costs:
+            self._stored_costs[key] = self._stored_options(value, trained, node.op)
+        options, costs = self._stored_costs[key]
+        name, labels = str(node.target), self._labels_of(len(options))
+        variable = self._add_variable(costs, self.task.copies.get(node.name, 1))
+        produced = ProducedTensor(variable, labels, options, "parameter" if trained else "input", name)
+        self._produced[node] = [produced]
+        self.stored[name] = StoredChoice(variable, options)
+        by_storage[storage] = produced
+
+    def _stored_options(self, value: torch.Tensor, trained: bool, op: str) -> tuple[tuple[Stored, ...], OptionCosts]:
+        every = layouts(value.shape, self.mesh.shape, partial=False)
+        pairs = [(a, b) for a in every for b in (every if trained else [a]) if finer(b, a)]
+        nbytes = value.numel() * value.element_size() if op == "get_attr" else 0
+        state = optimizer_state_bytes(self.task.optimizer, nbytes, value.shape) if trained else 0
+        held = [
+            nbytes * (2 if trained else 1) / parts(layout, self.mesh.shape) + state / parts(finer, self.mesh.shape)
+            for layout, finer in pairs
+        ]
+        return tuple(Stored(*pair) for pair in pairs), OptionCosts(np.zeros(len(pairs)), np.array(held))
+
+    def _add_operator(self, node: fx.Node) -> None:
+        values = self.facts.values
+        if node.target is operator.getitem:
+            source, place = node.args
+            assert isinstance(source, fx.Node)
+            if not isinstance(values[source], torch.Tensor):
+                before = [v for v in values[source][:place] if isinstance(v, torch.Tensor)]
+                self._produced[node] = [self._produced[source][len(before)]]
+                return
+        work = self.facts.work.get(node.name, OperatorWork((), ()))
+        ruled = self.facts.with_rule(node)
+        costs = self.table.of(ruled, values, work)
+        saved = self.facts.saved.get(node.name, 0) * self.task.in_flight
+        if (costs, saved) not in self._operator_costs:
+            self._operator_costs[costs, saved] = OptionCosts(costs.seconds, costs.kept * saved)
+        copies = self.task.copies.get(node.name, 1)
+        variable = self._add_variable(self._operator_costs[costs, saved], copies)
+        self.options[node.name] = OperatorChoice(variable, costs)
+        self._produced[node] = [
+            ProducedTensor(variable, labels, known, "activation", node.name)
+            for labels, known in zip(costs.output_labels, costs.outputs, strict=True)
+        ]
+        for place, operand in enumerate(ruled.operands):
+            if isinstance(operand, fx.Node) and operand in self._produced:
+                reader = Reader(variable, node.name, costs.input_labels[place], costs.inputs[place], copies)
+                self._read_by_copies(operand, reader)
+
+    def _read_by_copies(self, operand: fx.Node, reader: Reader) -> None:
+        """The first of the equal layers that `reader` represents reads `operand`, the others what the layer before
+        them made."""
+        handed_on = self.task.again.get(operand.name) if reader.times > 1 else None
+        if handed_on is None:
+            self._read(operand, reader)
+        else:
+            self._read(operand, replace(reader, times=1))
+            self._read(self._named[handed_on], replace(reader, times=reader.times - 1), between=True)
+
+    def _add_outputs(self) -> None:
+        """The graph returns whole tensors: a loss for its backward, others for the caller."""
+        (results,) = self.task.module.graph.output_node().args
+        whole = (REPLICATE,) * len(self.mesh.shape)
+        for node in {n: None for n in results if isinstance(n, fx.Node) and n in self._produced}:  # type: ignore[union-attr]
+            if isinstance(self.facts.values[node], torch.Tensor):
+                sink = self._add_variable(self._free(1))
+                self._read(node, Reader(sink, OUTPUT, self._labels_of(1), ((whole, whole),)))
+
+    def _free(self, n: int) -> OptionCosts:
+        """Of a variable with n options that cost nothing."""
+        if n not in self._no_costs:
+            self._no_costs[n] = OptionCosts(np.zeros(n), np.zeros(n))
+        return self._no_costs[n]
+
+    def _labels_of(self, n: int) -> np.ndarray:
+        """Of a variable with n options that all have a label of their own."""
+        if n not in self._labels:
+            self._labels[n] = np.arange(n)
+        return self._labels[n]
+
+    # -- edges ------------------------------------------------------------------------------------------------------
+
+    def _read(self, tensor: fx.Node, reader: Reader, *, between: bool = False) -> None:
+        """`between`: a copy of a layer reads what the copy before it made. A tensor is moved for its readers as often
+        as it is made: once for all copies of a layer that read what was made outside."""
+        times = min(reader.times, self.task.copies.get(tensor.name, 1))
+        self._readers.setdefault((tensor, times, between), []).append(reader)
+
+    def _connect(self, tensor: fx.Node, readers: Sequence[Reader], times: int) -> None:
+        """Readers that need the same placements share one redistribution, forward and backward: their gradients are
+        added up before they move. A variable of the shared placements lies between the maker and its readers."""
+        (produced,) = self._produced[tensor]
+        via = None
+        if len(readers) > 1 and produced.origin == "activation":
+            pairs = tuple(dict.fromkeys([*produced.layouts, *(pair for reader in readers for pair in reader.layouts)]))
+            labels = self._labels_of(len(pairs))
+            variable = self._add_variable(self._free(len(pairs)))
+            via = self._add_edge(tensor, produced, Reader(variable, readers[0].name, labels, pairs, times), shared=True)
+            produced = ProducedTensor(variable, labels, pairs, produced.origin, produced.name)
+        for reader in readers:
+            self._add_edge(tensor, produced, reader, via)
+
+    def _add_edge(
+        self,
+        tensor: fx.Node,
+        produced: ProducedTensor,
+        reader: Reader,
+        via: TensorUse | None = None,
+        *,
+        shared: bool = False,
+    ) -> TensorUse:
+        value = self.facts.values[tensor]
+        item = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else tensor.name
+        use = TensorUse(
+            produced.name,
+            item,
+            reader.name,
+            produced.layouts,
+            reader.layouts,
+            self._table_of(value),
+            produced.origin,
+            value.is_floating_point() and tensor.name in self.facts.trained,
+            reader.times,
+            shared,
+            via,
+        )
+        seconds = self._seconds_of(use, value, reader.times)
+        edge = Edge(produced.variable, reader.variable, produced.labels, reader.labels, seconds)
+        self.uses.append(PricedUse(edge, use))
+        return use
+
+    def _table_of(self, value: torch.Tensor) -> RedistributionTable:
+        key = (tuple(value.shape), value.element_size(), value.is_floating_point())
+        if key not in self._tables:
+            shape, itemsize, floating = key
+            self._tables[key] = RedistributionTable(shape, itemsize, self.mesh.shape, self._price, partial=floating)
+        return self._tables[key]
+
+    def _price(self, collective: Collective, nbytes: float, axis: int) -> float:
+        return self.mesh.seconds(collective, nbytes, axis, self.task.cluster)
+
+    def _seconds_of(self, use: TensorUse, value: torch.Tensor, times: int) -> np.ndarray:
+        """[layouts made, layouts read] seconds of a micro-batch, `times` over."""
+        key = _UseKey(tuple(value.shape), value.dtype, use.origin, use.outs, use.ins, use.gradient)
+        if (key, 1) not in self._use_seconds:
+            self._use_seconds[key, 1] = self._cost(use)
+        if (key, times) not in self._use_seconds:
+            self._use_seconds[key, times] = self._use_seconds[key, 1] * times
+        return self._use_seconds[key, times]
+
+    def _cost(self, use: TensorUse) -> np.ndarray:
+        """[layouts made, layouts read] seconds of a micro-batch."""
+        m = self.task.n_microbatches
+        number, seconds = use.table.number, use.table.seconds
+        if use.origin == "activation":
+            made, layout = (np.array([number[pair[0]] for pair in ends]) for ends in (use.outs, use.ins))
+            forward: np.ndarray = seconds[made[:, None], layout]
+            if not use.gradient:  # integers, for example
+                return forward
+            wanted, gradient = (np.array([number[pair[1]] for pair in ends]) for ends in (use.outs, use.ins))
+            return forward + seconds[gradient, wanted[:, None]]
+        found = np.empty((len(use.outs), len(use.ins)))
+        for i, out in enumerate(use.outs):
+            for j, into in enumerate(use.ins):
+                found[i, j] = sum(
+                    needed.times * use.table.between(needed.before, needed.after) / (m if needed.once else 1)
+                    for needed in needed_redistributions(use, out, into, self.task.training)
+                )
+        return found

@@ -1,0 +1,210 @@
+"""The collectives that run inside of a sharded stage are those that the search priced and the plan prints."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import sum_of_squares
+from shardings import Attention, Mlp, Pieces, Tied, one_stage, pipelined
+from test_sharded_models import case_of
+from torch import fx, nn
+
+from autopar import Cluster, PipelinedModule, Plan
+from autopar.analysis.operators import captured_device, on_device, operator_keys
+from autopar.capture.program import Program, capture
+from autopar.lower import collectives
+from autopar.lower.collectives import MOVES, move_between
+from autopar.planner.intra_op.solution import exchanges_within, whole_graph_sharding
+from autopar.planner.intra_op.strategy_graph import ShardingTask
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
+from autopar.sharding.mesh import make_mesh
+from autopar.sharding.stage_sharding import Exchange, Passage, StageSharding
+
+META = torch.device("meta")
+LOCAL = ("take_part", "one_addend")  # no collective: a device changes what it has by itself
+Ran = tuple[str, str, int]  # collective, axis, bytes
+NAMES = ("data", "model")
+
+
+class Steps(dict):  # type: ignore[type-arg]
+    """`collectives.MOVES` that records what runs in a backward, by the node of the gradient."""
+
+    def __init__(self, ran: dict[str, list[Ran]], axes: Sequence[str]) -> None:
+        super().__init__(MOVES)
+        self.ran, self.axes = ran, axes
+
+    def __getitem__(self, label: Any) -> Callable[..., list[torch.Tensor]]:
+        node, name = label
+        return recording(MOVES[name], self.axes, self.ran[node])
+
+
+def recording(move: Callable[..., Any], axes: Sequence[str], into: list[Ran]) -> Callable[..., Any]:
+    def run(parts: Sequence[torch.Tensor], *, axis: int, dim: Any, mesh: Sequence[int]) -> Any:
+        if move.__name__ not in LOCAL:
+            nbytes = parts[0].numel() * parts[0].element_size() * (mesh[axis] if move.__name__ == "all_gather" else 1)
+            into.append((move.__name__, axes[axis], nbytes))
+        return move(parts, axis=axis, dim=dim, mesh=mesh)
+
+    return run
+
+
+class Recorder(fx.Interpreter):
+    """Runs a stage and records every collective by its tensor: forward in order, backward by node of the gradient."""
+
+    def __init__(self, module: fx.GraphModule, axes: Sequence[str]) -> None:
+        super().__init__(module)
+        self.axes = axes
+        self.forward: dict[str, list[Ran]] = defaultdict(list)
+        self.backward: dict[str, list[Ran]] = defaultdict(list)
+        self.tensor_of = {node.name: node.meta["tensor"] for node in module.graph.nodes if "tensor" in node.meta}
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target in MOVES.values():
+            return recording(n.target, self.axes, self.forward[n.meta["tensor"]])(*args, **kwargs)  # type: ignore[arg-type]
+        if n.target is collectives.gradient:
+            moves = [((n.name, name), axis, dim) for name, axis, dim in kwargs["moves"]]
+            return collectives.gradient(*args, moves=moves, mesh=kwargs["mesh"])  # type: ignore[arg-type]
+        return super().run_node(n)
+
+
+def ran_by(
+    stage: fx.GraphModule, axes: Sequence[str], inputs: Sequence[Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, list[Ran]], dict[str, list[list[Ran]]]]:
+    """By tensor (its node): collectives of the forward in order, and those of the backward by passage."""
+    recorder = Recorder(stage, axes)
+    monkeypatch.setattr(collectives, "MOVES", Steps(recorder.backward, axes))
+    outputs = recorder.run(*inputs)
+    sum_of_squares([y for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]).backward()
+    monkeypatch.undo()
+    passages: dict[str, list[list[Ran]]] = defaultdict(list)
+    for node, several in recorder.backward.items():
+        passages[recorder.tensor_of[node]] += [several] if several else []
+    return {name: several for name, several in recorder.forward.items() if several}, passages
+
+
+def priced_by(sharding: StageSharding, within: Counter[Any], parameters: set[str]) -> tuple[Any, Any]:
+    """By tensor: the printed collectives of a micro-batch, forward in the order in which they run, and backward.
+
+    A parameter that is gathered to be read is priced twice, for the forward and for the backward. Devices of one
+    process keep it for the backward: it is gathered once.
+    """
+    forward: dict[str, list[Exchange]] = defaultdict(list)
+    backward: dict[str, list[Ran]] = defaultdict(list)
+    left = Counter(within)
+    for exchange in sharding.exchanges:
+        facts = (exchange.collective, exchange.axis, exchange.operator, exchange.nbytes, exchange.backward)
+        if exchange.operator == exchange.tensor and left[facts] > 0:
+            left[facts] -= 1
+        elif exchange.backward and not exchange.once:
+            backward[exchange.tensor].append((exchange.collective, exchange.axis, exchange.nbytes))
+        elif not exchange.once:
+            forward[exchange.tensor].append(exchange)
+    found = {}
+    for tensor, several in forward.items():
+        groups = [list(group) for _, group in itertools.groupby(several, key=lambda e: e.operator)]
+        halves = [group[: len(group) // 2] if tensor in parameters else group for group in groups]
+        last = sorted(itertools.chain(*halves), key=lambda e: e.operator == tensor)  # the caller reads last
+        found[tensor] = [(e.collective, e.axis, e.nbytes) for e in last]
+    return found, backward
+
+
+def planned_backward(sharding: StageSharding) -> dict[str, Counter[tuple[tuple[str, str], ...]]]:
+    """By tensor: (collective, axis) of every passage of its gradient."""
+    found: dict[str, Counter[Any]] = defaultdict(Counter)
+    shared: set[tuple[str, Passage]] = set()
+    for one in sharding.redistributions:
+        passages = [one.own] + ([one.shared] if (one.tensor, one.shared) not in shared else [])
+        shared.add((one.tensor, one.shared))
+        for passage in passages:
+            moves = [move_between(a, b) for a, b in itertools.pairwise(passage.backward)]
+            steps = tuple((name, sharding.axes[axis]) for name, axis, _ in moves if name not in LOCAL)
+            if steps:
+                found[one.tensor][steps] += 1
+    return found
+
+
+def assert_runs_as_priced(
+    sharding: StageSharding,
+    within: Counter[Any],
+    names: dict[str, str],
+    stage: fx.GraphModule,
+    inputs: Sequence[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> int:
+    """`names`: tensors as plans name them, by node. Returns how many collectives ran."""
+    ran_forward, ran_backward = ran_by(stage, sharding.axes, inputs, monkeypatch)
+    parameters = {name for name in names.values() if "#" not in name}
+    forward, backward = priced_by(sharding, within, parameters)
+    assert {names[node]: several for node, several in ran_forward.items()} == forward
+    run = {names[node]: Counter(itertools.chain(*passages)) for node, passages in ran_backward.items() if passages}
+    assert run == {tensor: Counter(several) for tensor, several in backward.items()}
+    order = {
+        names[node]: Counter(tuple((name, axis) for name, axis, _ in passage) for passage in passages)
+        for node, passages in ran_backward.items()
+        if passages
+    }
+    assert order == planned_backward(sharding)
+    return sum(map(len, forward.values())) + sum(map(len, backward.values()))
+
+
+def chosen(
+    program: Program, leaves: Sequence[Any], rows: int, mesh: tuple[int, ...], room: float, cluster: Cluster
+) -> tuple[ShardingProblem, Sharding]:
+    """The best strategies for micro-batches of `rows` samples; `room`: part of the bytes of the fastest ones."""
+    module = on_device(copy.deepcopy(program.graph_module), captured_device(program), META).to(META)
+    meta = [x[:rows].to(META) if isinstance(x, torch.Tensor) else x for x in leaves]
+    grid = make_mesh(mesh, [d.name for d in cluster.devices[: math.prod(mesh)]], NAMES[: len(mesh)])
+    problem = ShardingProblem(ShardingTask(module, meta, rows, cluster), grid)
+    found = problem.solve(math.inf, {})
+    return problem, found if room == 1 else problem.solve(room * found.nbytes, {})
+
+
+FAST, SLOW = Cluster.preset("8xH100"), Cluster.preset("2xT4", nodes=4)
+SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "mlp": (lambda: Mlp(96), lambda: torch.randn(8, 96)),
+    "attention": (Attention, lambda: torch.randn(8, 12, 24)),
+    "pieces": (Pieces, lambda: torch.randn(8, 4, 12)),
+    "tied": (Tied, lambda: torch.randint(24, (8, 12))),
+}
+
+
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("name", [*SMALL, "gpt2", "bert", "llama"])
+def test_collectives_run_as_they_were_priced(name: str, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in SMALL:
+        build, inputs = SMALL[name]
+        model, call = build(), {"x": inputs()}
+        program = capture(model, (), call)
+    else:
+        _, model, call, program = case_of(name)
+        call = {key: x[:8] if isinstance(x, torch.Tensor) else x for key, x in call.items()}
+    keys = {node.name: key for node, key in operator_keys(program).items()}
+    names = {node.name: keys.get(node.name, str(node.target)) for node in program.graph.nodes}
+    count = 0
+    for cluster, room in ((FAST, 1.0), (FAST, 0.6), (SLOW, 0.8)):
+        leaves = program.bind((), call)[0]
+        problem, found = chosen(program, leaves, 8, mesh, room, cluster)
+        sharding = whole_graph_sharding(problem, found, keys)
+        inner = exchanges_within(problem.task, problem.facts, found)
+        within = Counter((e.collective, e.axis, keys[e.operator], e.nbytes, e.backward) for e in inner)
+        plan = Plan.from_json(one_stage(program, sharding, 1).to_json())
+        assert plan.stages[0].sharding == sharding
+        pm = pipelined(model, plan)
+        pm(**call)
+        (stage,) = pm.stages
+        count += assert_runs_as_priced(sharding, within, names, stage, leaves_of(pm, leaves), monkeypatch)
+        pm.close()
+    assert count
+
+
+def leaves_of(pm: PipelinedModule, leaves: Sequence[Any]) -> list[Any]:
+    (stage,) = pm.stages
+    return list(leaves)[: sum(node.op == "placeholder" for node in stage.graph.nodes)]

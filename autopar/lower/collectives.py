@@ -81,6 +81,7 @@ def one_addend(parts: Parts, *, axis: int, dim: None = None, mesh: Sequence[int]
     return _each_line(parts, mesh, axis, lambda line: [line[0], *map(torch.zeros_like, line[1:])])
 
 
+LOCAL = ("take_part", "one_addend")  # a device changes what it has by itself
 MOVES: dict[str, Callable[..., list[torch.Tensor]]] = {
     function.__name__: function
     for function in (all_gather, all_reduce, reduce_scatter, all_to_all, take_part, one_addend)

@@ -125,9 +125,15 @@ class DeviceValues:
 
         Every reader takes its own steps, as the search priced them; the shared ones are taken once.
         """
-        if made.alone:
-            made = self._spread(node, made, plan.shared.forward[0])
         shared, own = plan.shared, plan.own
+        if made.alone:
+            # Each device gets at once what it would otherwise take of the whole tensor by local steps.
+            if shared.moves:
+                shared = _without_local_start(shared)
+            else:
+                own = _without_local_start(own)
+                shared = Passage(own.forward[:1])
+            made = self._spread(node, made, shared.forward[0])
         if shared.moves and own.backward:
             if shared not in made.moved:
                 made.moved[shared] = self._passed(node, made, shared.forward, shared.backward)
@@ -140,7 +146,7 @@ class DeviceValues:
         return found
 
     def can_pass(self, made: DeviceValue, node: fx.Node, plan: TensorRedistribution) -> bool:
-        """Whether the planned steps start at this value and all of them cut it evenly."""
+        """Whether the planned steps start at this value, and all of them cut it evenly."""
         starts = made.alone or made.layouts[0] == plan.shared.forward[0]
         shape = [n if isinstance(n, int) else self.size for n in node.meta["val"].shape]
         return starts and all(fits(placements, shape, self.mesh) for placements in plan.placements)
@@ -219,11 +225,18 @@ class DeviceValues:
                 self.multiple = math.lcm(self.multiple, self.count(layout, dim))
 
 
+def _without_local_start(passage: Passage) -> Passage:
+    """The passage from its first collective on; its end if it has none."""
+    steps = itertools.pairwise(passage.forward)
+    local = itertools.takewhile(lambda step: collectives.move_between(*step)[0] in collectives.LOCAL, steps)
+    return Passage(passage.forward[sum(1 for _ in local) :], passage.backward)
+
+
 def may_have_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def place_of(node: fx.Node) -> dict[str, Any]:
     """The tensor that a transfer moves, and what export recorded of where it is in the model's code."""
-    recorded = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-    return {"tensor": node.name, **recorded}
+    recorded: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    return {"tensor": node.name} | recorded

@@ -21,9 +21,11 @@ COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "take
 
 
 def transfers(pm: PipelinedModule) -> list[tuple[str, dict[str, Any]]]:
-    """The forward's, in order; not those of parameters."""
+    """The forward's, in order; not those of the last operator, whose result the caller gets whole."""
     (stage,) = pm.stages
-    names = [(getattr(n.target, "__name__", ""), dict(n.kwargs)) for n in stage.graph.nodes if n.op == "call_function"]
+    calls = [n for n in stage.graph.nodes if n.op == "call_function"]
+    returned = next(n for n in reversed(calls) if n.name.endswith("__joined")).name.removesuffix("__joined")
+    names = [(getattr(n.target, "__name__", ""), dict(n.kwargs)) for n in calls if n.meta.get("tensor") != returned]
     return [one for one in names if one[0] in COLLECTIVES]
 
 

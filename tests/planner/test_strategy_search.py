@@ -127,7 +127,7 @@ def test_what_several_read_in_one_layout_is_moved_once() -> None:
     found = choose(task, over(cluster, 4))
     strategies = named(task, found)
     assert [strategies[f"linear{i}"].axes for i in (1, 2, 3)] == [("n",)] * 3
-    moved = [(c.backward, c.times, len(c.moves)) for c in found.collectives if c.tensor == "sin"]
+    moved = [(c.backward, c.times, len(c.steps)) for c in found.collectives if c.tensor == "sin"]
     assert sorted(moved) == [(False, 1, 1), (True, 1, 1)]
 
 

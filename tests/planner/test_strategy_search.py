@@ -16,7 +16,8 @@ from autopar import InfeasibleError
 from autopar.analysis.operators import captured_device, on_device
 from autopar.capture.program import capture
 from autopar.capture.repeated_layers.fold import fold
-from autopar.planner.intra_op.strategy_search import Sharding, ShardingTask, choose
+from autopar.planner.intra_op.strategy_graph import ShardingTask
+from autopar.planner.intra_op.strategy_search import Sharding, choose
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import Mesh, make_mesh
 from autopar.sharding.stage_sharding import Stored

@@ -16,7 +16,8 @@ from autopar.planner.hint_constraints.pinned_meshes_plan import plan_pinned
 from autopar.planner.hint_constraints.sharding import has_sharding_hints, microbatch_on_meta, resolve_sharding
 from autopar.planner.intra_op.explain import Solved, operator_explainer
 from autopar.planner.intra_op.solution import times, whole_graph_sharding
-from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem, ShardingTask
+from autopar.planner.intra_op.strategy_graph import ShardingTask
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.planner.search_options import SearchOptions
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster, Device

@@ -18,7 +18,8 @@ from autopar.costs.device_group import StageConfiguration
 from autopar.costs.operator_cost import OperatorCost
 from autopar.planner.intra_op.explain import Solved
 from autopar.planner.intra_op.solution import StageOperators, stage_sharding
-from autopar.planner.intra_op.strategy_search import GraphFacts, Sharding, ShardingProblem, ShardingTask
+from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import parts
 from autopar.sharding.stage_sharding import StageSharding
 

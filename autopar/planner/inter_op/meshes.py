@@ -27,7 +27,8 @@ from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
-from autopar.planner.intra_op.strategy_search import GraphFacts, Sharding, ShardingProblem, ShardingTask
+from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.mesh import Mesh, make_mesh
 from cost_models import Cluster, Device
 from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key

@@ -17,15 +17,8 @@ from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.group_operators.operators import collectives
 from autopar.sharding.layouts import REPLICATE
-from autopar.sharding.stage_sharding import (
-    Exchange,
-    OperatorPlacements,
-    Passage,
-    Repeated,
-    StageSharding,
-    Stored,
-    TensorRedistribution,
-)
+from autopar.sharding.stage_sharding import Exchange, Passage, Repeated, StageSharding, Stored, TensorRedistribution
+from autopar.sharding.strategies import OperatorPlacements
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar.analysis.operators import requires_grad_nodes
 from autopar.analysis.node_values import observe
+from autopar.analysis.operators import requires_grad_nodes
 from autopar.planner.intra_op.elimination.choices import Edge
 from autopar.planner.intra_op.redistributions import (
     OUTPUT,

@@ -14,8 +14,10 @@ from statistics import median
 
 from autopar import PipelinedModule
 from autopar.capture.thread_state import CallerState
-from autopar.runtime.executable import Part
+from autopar.runtime.executable import StageReplica
 from autopar.runtime.mailbox import Mailbox
+from autopar.runtime.passes import Passes
+from autopar.runtime.signatures import CallArguments
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase, chain
 from autopar.schedule.simulate import StageTimes, simulate
@@ -32,11 +34,11 @@ class Noted:
         self.taken: list[dict[Action, float]] = []  # s, of every step so far
 
     def step(self) -> object:
-        """The step itself; noting costs some microseconds an action."""
-        notes = StepRecorder()
-        with self._module.noted(notes):
+        """The step itself; recording costs some microseconds an action."""
+        recorder = StepRecorder()
+        with self._module.recording(recorder):
             result = self._step()
-        self.taken.append(notes.seconds())
+        self.taken.append(recorder.seconds())
         return result
 
 
@@ -46,48 +48,47 @@ class Alone:
     def __init__(self, module: PipelinedModule, workload: Workload) -> None:
         """`module`: with a plan of micro-batches."""
         self._module = module
-        self._loss = workload.loss, workload.target
-        self._entry, self._leaves, self._batch = module._entry((), workload.inputs, *self._loss)
+        self._call = CallArguments((), workload.inputs, workload.loss, workload.target)
+        self._bound = module._signatures.bind(self._call)
         self.taken: list[dict[Action, float]] = []  # s, of every step so far
 
     @property
     def schedule(self) -> Schedule:
-        assert self._entry.executable is not None
-        return self._entry.executable.table(self._entry.n_microbatches, training=True)
+        signature = self._bound.signature
+        assert signature.executable is not None
+        return signature.executable.table(signature.n_microbatches, training=True)
 
     def step(self) -> None:
         """Forwards and backwards in an order that a step might have, so that as much memory is held as in a step.
 
         Parameters get no gradients by it.
         """
-        executable, seconds = self._entry.executable, {}
-        assert executable is not None
-        run, _ = self._module._run(self._entry, self._leaves, self._batch, *self._loss)
-        passes = run._passes
-        passes.mail = Mailbox(len(executable.workers))
-        ways = passes.actions()
-        for _, action in executable.order(self._entry.n_microbatches, training=True):
-            part = executable.part(action.stage, action.microbatch)
-            seconds[action] = _seconds_on_worker(part, ways[action.phase], action.microbatch)
+        run, seconds = self._module._run(self._bound, self._call), {}
+        executable, call = run.executable, run.call
+        mailbox = Mailbox(len(executable.workers))
+        acts = Passes(executable, call, run.tensors, mailbox, call.loss, keep_graph=False).acts()
+        for _, action in executable.order(call.n_microbatches, training=True):
+            replica = executable.replica(action.stage, action.microbatch)
+            seconds[action] = _seconds_on_worker(replica, acts[action.phase], action.microbatch)
         executable.drop_gradients()
         self.taken.append(seconds)
 
 
-def _seconds_on_worker(part: Part, act: Callable[[Part, int], None], microbatch: int) -> float:
-    """In the part's own thread: its memory comes from other places than the caller's, which takes other times."""
+def _seconds_on_worker(replica: StageReplica, act: Callable[[StageReplica, int], None], microbatch: int) -> float:
+    """In the replica's own thread: its memory comes from other places than the caller's, which takes other times."""
     future: Future[float] = Future()
-    state = CallerState.of_this_thread([part.device], training=True)
+    state = CallerState.of_this_thread([replica.device], training=True)
 
     def work() -> None:
         try:
-            with state.applied(part.device):
+            with state.applied(replica.device):
                 start = time.perf_counter()
-                act(part, microbatch)
+                act(replica, microbatch)
                 future.set_result(time.perf_counter() - start)
         except BaseException as error:  # raised by result(): a worker must not
             future.set_exception(error)
 
-    part.worker.submit(work)
+    replica.worker.submit(work)
     return future.result()
 
 

@@ -29,7 +29,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.plan.plan import Stage
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.predict import Conditions, predict
-from autopar.runtime import module as runtime
+from autopar.runtime import signatures
 from benchmarks.models import Workload
 from benchmarks.timing import Step, ratio
 
@@ -209,5 +209,5 @@ def _captured_once() -> Iterator[None]:
             known.append(examine(*args, **kwargs))
         return known[0]
 
-    with patch.object(runtime, "examine", once):
+    with patch.object(signatures, "examine", once):
         yield

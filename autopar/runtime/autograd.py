@@ -1,7 +1,15 @@
-"""A pipelined call as one node of the caller's autograd graph."""
+"""A pipelined call as one node of the caller's autograd graph.
+
+```
+   caller's graph:   inputs, parameters ──> PipelinedCall ──> outputs ──> the caller's loss
+                                              forward:  Run.forward
+                                              backward: Run.backward, then gradients of all parameters and inputs
+```
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,47 +19,68 @@ from autopar.capture import torch_private
 from autopar.runtime.run import Run
 
 
-class PipelinedCall(torch.autograd.Function):
-    """The whole pipeline as one node of the caller's autograd graph."""
+def call(run: Run, leaves: Sequence[Any]) -> list[Any]:
+    """Run all forwards on the flat inputs `leaves`. Tensors among the flat outputs have the call as their history."""
+    parameters, inputs = _trained(run), _differentiable(leaves)
+    if not run.call.state.grad or not (parameters or inputs):
+        return run.forward()
+    tensors = iter(PipelinedCall.apply(run, tuple(inputs), len(parameters), *parameters, *inputs.values()))
+    # The outputs refer to the run by their history. If the run kept them, only the garbage collector could free both.
+    results, run.tensors.outputs.values = run.tensors.outputs.values, []
+    return [next(tensors) if isinstance(x, torch.Tensor) else x for x in results]
 
-    @staticmethod
-    def apply_to(
-        run: Run, indices: tuple[int, ...], parameters: list[nn.Parameter], inputs: list[torch.Tensor]
-    ) -> list[Any]:
-        """Run all forwards; the flat results, tensors among them carrying this node."""
-        tensors = iter(PipelinedCall.apply(run, indices, len(parameters), *parameters, *inputs))
-        # The run must not hold what holds the run: nobody but the garbage collector could free that circle.
-        results, run.results.values = run.results.values, []
-        return [next(tensors) if isinstance(x, torch.Tensor) else x for x in results]
+
+def train_step(run: Run, leaves: Sequence[Any]) -> torch.Tensor:
+    """Run forwards and backwards, accumulate gradients in `.grad`, and return the detached mean loss."""
+    parameters, inputs = _trained(run), _differentiable(leaves)
+    loss: torch.Tensor = PipelinedTrainStep.apply(run, tuple(inputs), len(parameters), *parameters, *inputs.values())
+    result = loss.detach()
+    loss.backward()
+    return result
+
+
+def _trained(run: Run) -> list[nn.Parameter]:
+    return [p for p in run.executable.parameters if p.requires_grad]
+
+
+def _differentiable(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Flat inputs that need a gradient, by index."""
+    return {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad}
+
+
+class PipelinedCall(torch.autograd.Function):
+    """(2) The whole pipeline as one node of the caller's autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
+        """`tensors`: the parameters, then the flat inputs `indices`."""
         results = run.forward()
-        found = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
+        outputs = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
         ctx.run, ctx.indices = run, indices
         ctx.keys = [id(p) for p in tensors[:n_parameters]]
-        ctx.places = [i for i, _ in found]
-        ctx.mark_non_differentiable(*[x for i, x in found if not run.results.differentiable[i]])
+        ctx.places = [i for i, _ in outputs]
+        ctx.mark_non_differentiable(*[x for i, x in outputs if not run.tensors.outputs.differentiable[i]])
         ctx.set_materialize_grads(False)
-        return tuple(x for _, x in found)
+        return tuple(x for _, x in outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         run: Run = ctx.run
-        whole: list[torch.Tensor | None] = [None] * len(run.results.outputs)
+        of_outputs: list[torch.Tensor | None] = [None] * len(run.call.outputs)
         for place, gradient in zip(ctx.places, gradients, strict=True):
-            whole[place] = gradient
-        run.backward(whole, torch_private.backward_keeps_graph())
+            of_outputs[place] = gradient
+        run.backward(of_outputs, torch_private.backward_keeps_graph())
         return _gradients(run, ctx.keys, ctx.indices)
 
 
 class PipelinedTrainStep(torch.autograd.Function):
-    """A training step whose gradients are already there: backward only hands them to the caller's engine, which
-    accumulates them and runs the parameters' hooks as always."""
+    """A training step whose gradients are computed in the forward. The backward hands them to the caller's autograd
+    engine, which accumulates them and runs the parameters' hooks."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
+        """`tensors`: the parameters, then the flat inputs `indices`."""
         loss = run.step()
         ctx.run, ctx.indices, ctx.keys = run, indices, [id(p) for p in tensors[:n_parameters]]
         return loss
@@ -63,5 +92,7 @@ class PipelinedTrainStep(torch.autograd.Function):
 
 
 def _gradients(run: Run, keys: list[int], indices: tuple[int, ...]) -> tuple[Any, ...]:
-    found = run.executable.collect_gradients()
-    return None, None, None, *(found.pop(key, None) for key in keys), *(run.input_gradients(i) for i in indices)
+    """(13) Gradients for the arguments of `forward`: none for the first three, then for parameters and inputs."""
+    collected = run.executable.collect_gradients()
+    of_parameters = [collected.pop(key, None) for key in keys]
+    return None, None, None, *of_parameters, *(run.tensors.input_gradient(i) for i in indices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,18 +19,18 @@ from autopar.options import BatchDim, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.sharding_followed import sharding_violations
 from autopar.planner.hint_constraints.stages import resolve, violations
-from autopar.runtime.executable import Executable
-from autopar.runtime.workers import Worker
+from autopar.runtime.executable import Executable, StagePlacement
+from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device, find_device
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a model is run, whatever the plan."""
+    """Settings of a run that do not depend on the plan; see `autopar.parallelize`."""
 
     batch_dim: BatchDim = None
     batch_norm: str = "per-microbatch"  # or "deferred" or "exact"
-    compile: bool | str = False  # stages go through torch.compile; or the name of its backend
+    compile: bool | str = False  # run stages through torch.compile; a string names its backend
     watch_nan: bool = False
     verify: bool = True
 
@@ -41,21 +41,24 @@ class RunSettings:
 
 @dataclass
 class BoundSignature:
-    """One captured signature and how it runs."""
+    """One captured signature, and how it runs once it is bound to a plan."""
 
-    state: tuple[Any, ...]  # of the model when it was captured, see `model_state`
+    state: tuple[Any, ...]  # `model_state` at the capture
     program: Program
     batching: Batching
-    plan: Plan | None = None  # that it was built for
+    plan: Plan | None = None  # the plan that it is bound to
     n_microbatches: int = 1
     lowered: Lowered | None = None
-    executable: Executable | None = None  # None: the plan is the plain model on one device
-    whole: BoundSignature | None = None  # the same without shards, for batches that do not come apart
+    executable: Executable | None = None  # None: the plan runs the plain model on one device
+    whole: BoundSignature | None = None  # the same without shards, for batches that the shards do not divide
 
 
 def model_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """What a captured graph depends on beside the inputs: training or not, by module; which parameters, and their
-    dtypes; which inner modules have hooks; the caller's default dtype and device, which new tensors have."""
+    """What a captured graph depends on besides the inputs.
+
+    That is: which modules are in training mode, the identity and dtype of parameters, which inner modules have hooks,
+    and the caller's default dtype and device, which new tensors get.
+    """
     return (
         tuple(m.training for m in modules),
         tuple((id(p), p.dtype) for m in modules for p in m._parameters.values() if p is not None),
@@ -65,32 +68,59 @@ def model_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     )
 
 
-def one_microbatch(batching: Batching, settings: RunSettings) -> bool:
-    """Whether the batch stays whole."""
+def keeps_batch_whole(batching: Batching, settings: RunSettings) -> bool:
+    """Whether the batch must be one micro-batch."""
     return not batching.splittable or (settings.batch_norm == "exact" and bool(batching.batch_norms))
 
 
-def build(
-    entry: BoundSignature,
+def bind(
+    signature: BoundSignature,
     plan: Plan,
     model: nn.Module,
     devices: Sequence[Device],
-    worker: Callable[[str], Worker],
+    workers: WorkerPool,
     settings: RunSettings,
     *,
     check_hints: bool,
 ) -> None:
-    """Lower `plan` for the entry's program and place it. `worker(name)` serves the device of that name.
+    """Lower `plan` for the program of `signature`, and place its stages on workers.
 
-    `check_hints`: the plan was given, and must do what the hints on the model ask; the search does so by itself.
-    Raises PlanError where the plan does not fit the program.
+    `check_hints`: the user gave the plan, so that it may contradict the hints on the model; a plan of the search does
+    not. Raises PlanError where the plan does not fit the program.
     """
-    stage_of = plan.assign(entry.program)
+    stage_of = plan.assign(signature.program)
     if check_hints:
-        _check_hints(plan, entry, model, len(devices), stage_of)
-    defer = settings.batch_norm == "deferred"
-    shardings = [stage.sharding for stage in plan.stages]
-    lowered = lower(entry.program, stage_of, entry.batching.storages, defer_norms=defer, shardings=shardings)
+        _check_hints(plan, signature, model, len(devices), stage_of)
+    lowered = _lowered(plan, signature, stage_of, settings)
+    n_microbatches = 1 if keeps_batch_whole(signature.batching, settings) else plan.n_microbatches
+    executable = None
+    if _is_plain(plan, n_microbatches, settings):
+        device = find_device(devices, plan.used_devices[0]).torch_device
+        if any(t.device != device for t in [*model.parameters(), *model.buffers()]):
+            model.to(device)
+    else:
+        executable = Executable(
+            signature.program,
+            lowered,
+            _placements(plan, devices, workers),
+            plan.schedule,
+            _Lookup(model),
+            chunks=plan.chunks,
+            compiled=settings.compile,
+            watch_nan=settings.watch_nan,
+        )
+    signature.plan, signature.n_microbatches = plan, n_microbatches
+    signature.lowered, signature.executable, signature.whole = lowered, executable, None
+
+
+def _lowered(plan: Plan, signature: BoundSignature, stage_of: Mapping[fx.Node, int], settings: RunSettings) -> Lowered:
+    lowered = lower(
+        signature.program,
+        stage_of,
+        signature.batching.storages,
+        defer_norms=settings.batch_norm == "deferred",
+        shardings=[stage.sharding for stage in plan.stages],
+    )
     if len(lowered.stages) != len(plan.stages):
         raise PlanError(
             f"the plan has {len(plan.stages)} stages, but operators of this model fill only "
@@ -100,73 +130,68 @@ def build(
         if stage.recompute and lowered_stage.unrepeatable:
             raise PlanError(
                 f"stage {lowered_stage.index} cannot be recomputed: {lowered_stage.unrepeatable} writes a buffer "
-                "that the model reads; a second run would give something else, let the stage keep its activations"
+                "that the model reads, so that a second run would compute other values; "
+                "set recompute=False for the stage"
             )
-    n_microbatches = 1 if one_microbatch(entry.batching, settings) else plan.n_microbatches
-    executable = None
-    if _is_plain(plan, n_microbatches, settings):
-        device = find_device(devices, plan.used_devices[0]).torch_device
-        if any(t.device != device for t in [*model.parameters(), *model.buffers()]):
-            model.to(device)
-    else:
-        torch_device = {device.name: device.torch_device for device in devices}
-        groups = [[s.devices[i : i + s.shards] for i in range(0, len(s.devices), s.shards)] for s in plan.stages]
-        executable = Executable(
-            entry.program,
-            lowered,
-            [[worker(group[0]) for group in mine] for mine in groups],
-            plan.schedule,
-            _Lookup(model),
-            chunks=plan.chunks,
-            groups=[[[torch_device[name] for name in group] for group in mine] for mine in groups],
-            recompute=[stage.recompute for stage in plan.stages],
-            predicted_bytes=[stage.peak_memory for stage in plan.stages],
-            compiled=settings.compile,
-            watch_nan=settings.watch_nan,
+    return lowered
+
+
+def _placements(plan: Plan, devices: Sequence[Device], workers: WorkerPool) -> list[StagePlacement]:
+    torch_device = {device.name: device.torch_device for device in devices}
+    placements = []
+    for stage in plan.stages:
+        n = stage.shards
+        groups = [stage.devices[i : i + n] for i in range(0, len(stage.devices), n)]  # one per replica
+        placements.append(
+            StagePlacement(
+                workers=tuple(workers[group[0]] for group in groups),
+                devices=tuple(tuple(torch_device[name] for name in group) for group in groups),
+                recompute=stage.recompute,
+                predicted_bytes=stage.peak_memory,
+            )
         )
-    entry.plan, entry.n_microbatches, entry.lowered, entry.executable = plan, n_microbatches, lowered, executable
-    entry.whole = None
+    return placements
 
 
 def without_shards(plan: Plan) -> Plan:
-    """The same stages, each whole on the first device of its mesh."""
+    """The same plan, each mesh replaced by its first device, which computes the whole stage."""
     stages = tuple(replace(s, devices=s.devices[:: s.shards], sharding=None) for s in plan.stages)
     return replace(plan, stages=stages)
 
 
 def _is_plain(plan: Plan, n_microbatches: int, settings: RunSettings) -> bool:
-    """Whether the plan is the model itself on one device."""
+    """Whether the plan runs the plain model on one device."""
     changed = any(stage.recompute for stage in plan.stages) or bool(settings.compile) or settings.watch_nan
     return len(plan.used_devices) == 1 and n_microbatches == 1 and not changed
 
 
 def _check_hints(
-    plan: Plan, entry: BoundSignature, model: nn.Module, n_devices: int, stage_of: Mapping[fx.Node, int]
+    plan: Plan, signature: BoundSignature, model: nn.Module, n_devices: int, stage_of: Mapping[fx.Node, int]
 ) -> None:
     hints, names = read_hints(model), {node.name: stage for node, stage in stage_of.items()}
-    problems = sharding_violations(plan, names, entry.program, model)
+    problems = sharding_violations(plan, names, signature.program, model)
     if hints:
-        resolved = resolve(hints, entry.program, n_devices, entry.batching.storages)
-        # Without a backward there is nothing to recompute for.
-        recompute = [stage.recompute or not entry.program.training for stage in plan.stages]
+        resolved = resolve(hints, signature.program, n_devices, signature.batching.storages)
+        # A forward alone never recomputes, so that it satisfies every hint to do so.
+        recompute = [stage.recompute or not signature.program.training for stage in plan.stages]
         problems += violations(names, recompute, resolved)
     if problems:
         raise PlanError("the plan does not follow the hints on the model:\n  " + "\n  ".join(problems))
 
 
 class _Lookup:
-    """The model's tensors by name, as they are now (`.to()` replaces buffers)."""
+    """The model's current tensors by name. (`.to()` replaces buffers, so that they are looked up for every call.)"""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._found: dict[str, tuple[nn.Module, str]] = {}
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
-        if name not in self._found:
+        if name not in self._owners:
             path, _, leaf = name.rpartition(".")
-            self._found[name] = (self._model.get_submodule(path), leaf)
-        owner, leaf = self._found[name]
+            self._owners[name] = (self._model.get_submodule(path), leaf)
+        owner, leaf = self._owners[name]
         value = getattr(owner, leaf)
         if not isinstance(value, torch.Tensor):
-            raise AttributeError(f"{name} is no tensor of the model")
+            raise AttributeError(f"{name} is not a tensor of the model")
         return value

@@ -203,7 +203,7 @@ def _pipelined(name: str, plan: Plan, call: ComparedCall, devices: Sequence[Devi
 
     def watched(watch: MemoryWatch) -> AbstractContextManager[object]:
         in_this_thread = len(plan.used_devices) == 1 and plan.n_microbatches == 1
-        return watch(plan.used_devices[0]) if in_this_thread else module.watched(watch)
+        return watch(plan.used_devices[0]) if in_this_thread else module.device_context(watch)
 
     return _Contestant(name, plan, model, step, watched, module.close)
 

@@ -1,8 +1,8 @@
-"""The model's tensors on the devices of a stage: whose memory a stage computes on, and what brings it up to date.
+"""What one device holds of the model's parameters and buffers, and what keeps it up to date.
 
-Where a device is that of the model's own tensor (CPU workers share one memory), a stage works on a view of it, or of
-the slice that the device has; elsewhere on a copy that is refreshed when the tensor has changed. Whole gradients are
-what the leaves' gradients add up to, each in its slice.
+A stage on the device of the model's own tensor (CPU workers share one memory) computes on a view of it, or of the slice
+that the device has. On another device it computes on a copy, which is refreshed when the model's tensor has changed.
+The gradient of a whole parameter is the sum of its leaves' gradients, each added to its slice.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from autopar.lower.sharded import Piece
 
 
 @dataclass
-class Leaf:
-    """What one device has of a parameter, as the start of an autograd graph."""
+class ParameterLeaf:
+    """What one device has of a parameter, as a leaf of a stage's autograd graph."""
 
     key: int  # id of the model's parameter
     tensor: nn.Parameter
     piece: Piece
-    version: int  # of a parameter that lives elsewhere, when last copied
+    version: int  # of the model's parameter when it was last copied; unused where the leaf is a view
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, piece: Piece, device: torch.device) -> Leaf:
+    def of(cls, parameter: nn.Parameter, piece: Piece, device: torch.device) -> ParameterLeaf:
         leaf = nn.Parameter(piece.taken(parameter).to(device), requires_grad=parameter.requires_grad)
         return cls(id(parameter), leaf, piece, parameter._version)
 
     def refresh(self, parameter: nn.Parameter) -> None:
-        """After the parameter was changed, moved or frozen."""
+        """Follow the model's parameter, which may have been changed, moved or frozen."""
         leaf = self.tensor
         if leaf.requires_grad != parameter.requires_grad:
             leaf.requires_grad_(parameter.requires_grad)
@@ -44,41 +44,47 @@ class Leaf:
             self.version = parameter._version
 
     def take_gradient(self) -> torch.Tensor | None:
+        """The gradient, which the leaf then no longer has."""
         gradient, self.tensor.grad = self.tensor.grad, None
         return gradient
 
 
 @dataclass
-class Buffer:
+class DeviceBuffer:
     """What one device has of a buffer."""
 
     piece: Piece
     tensor: torch.Tensor
-    written: bool  # by the stage
-    own: bool  # a copy although the buffer is on this device: another one writes the buffer itself
+    written: bool  # the stage writes it
+    private: bool  # a copy on the buffer's own device, because another replica writes the model's buffer
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, piece: Piece, device: torch.device, *, written: bool, first: bool) -> Buffer:
-        """`first`: the part is the first of its stage."""
-        own = written and not (first and piece.first)
-        return cls(piece, piece.taken(tensor).to(device, copy=own), written, own)
+    def of(
+        cls, tensor: torch.Tensor, piece: Piece, device: torch.device, *, written: bool, first_replica: bool
+    ) -> DeviceBuffer:
+        """The first device of a stage's first replica writes the model's buffer itself; all others write copies."""
+        private = written and not (first_replica and piece.first)
+        return cls(piece, piece.taken(tensor).to(device, copy=private), written, private)
 
     def refresh(self, tensor: torch.Tensor) -> None:
-        """After the model's buffer was changed or moved."""
+        """Follow the model's buffer, which may have been changed or moved."""
         current = self.piece.taken(tensor)
-        if self.own or tensor.device != self.tensor.device:
+        if self.private or tensor.device != self.tensor.device:
             self.tensor.copy_(current)
         elif self.tensor.data_ptr() != current.data_ptr():
             self.tensor.data = current
 
     def write_back(self, tensor: torch.Tensor) -> None:
-        """To the model's buffer, after the stage has written into what is no view of it."""
-        if self.written and not self.own and tensor.device != self.tensor.device:
+        """Copy what the stage wrote into the model's buffer, unless the stage wrote into a view of it."""
+        if self.written and not self.private and tensor.device != self.tensor.device:
             self.piece.taken(tensor).copy_(self.tensor)
 
 
-def summed(leaves: Iterable[tuple[Leaf, nn.Parameter]]) -> dict[int, torch.Tensor]:
-    """Whole gradients by id of the model's parameter, summed over the leaves in their order; leaves are reset."""
+def sum_gradients(leaves: Iterable[tuple[ParameterLeaf, nn.Parameter]]) -> dict[int, torch.Tensor]:
+    """The gradients of whole parameters, by id of the model's parameter.
+
+    Takes the leaves' gradients and adds them in the order of `leaves`, so that a sum has the same bits every time.
+    """
     total: dict[int, torch.Tensor] = {}
     for leaf, parameter in leaves:
         key, gradient = leaf.key, leaf.take_gradient()

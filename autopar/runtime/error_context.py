@@ -1,4 +1,4 @@
-"""Telling where in a pipelined call an error, a lack of memory or a NaN came from."""
+"""Where in a pipelined call an error, a lack of memory or a NaN came from, as notes on the exception."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import fx
 
 from autopar.capture.program import describe, users_frames
 from autopar.errors import NotANumberError
-from autopar.runtime.executable import Part
+from autopar.runtime.executable import StageReplica
 from autopar.schedule.clock import Phase
 from cost_models import available_memory
 
-WAYS = {
+PHASE_NAMES = {
     Phase.FORWARD: "forward",
     Phase.BACKWARD: "backward",
     Phase.INPUT: "backward (inputs)",
@@ -23,24 +23,25 @@ WAYS = {
 }
 
 
-def explain(error: Exception, part: Part, phase: Phase, microbatch: int) -> None:
-    """Say which stage, micro-batch and line of the user's model an error came from."""
-    note = f"in the {WAYS[phase]} of stage {part.stage.index} ({part.worker.device.name}), micro-batch {microbatch}"
-    names = {node.name: node for node in part.stage.module.graph.nodes}
+def add_context(error: Exception, replica: StageReplica, phase: Phase, microbatch: int) -> None:
+    """Add the stage, the micro-batch and the line of the user's model that an error came from."""
+    stage = f"stage {replica.stage.index} ({replica.worker.device.name})"
+    note = f"in the {PHASE_NAMES[phase]} of {stage}, micro-batch {microbatch}"
+    names = {node.name: node for node in replica.stage.module.graph.nodes}
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
         node = names.get(line.partition(" ")[0])
-        if node is not None and trace.tb_frame.f_locals.get("self") is part.module:
+        if node is not None and trace.tb_frame.f_locals.get("self") is replica.module:
             note += f", at {describe(node)}"
-            written = users_frames(node)
-            if written:
-                note += f"\nThe model's code:\n{written}"
+            source = users_frames(node)
+            if source:
+                note += f"\nThe model's code:\n{source}"
         trace = trace.tb_next
     error.add_note(note)
     if _out_of_memory(error):
-        error.add_note(_memory(part))
+        error.add_note(_memory_note(replica))
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -49,30 +50,37 @@ def _out_of_memory(error: Exception) -> bool:
     )
 
 
-def _memory(part: Part) -> str:
-    device = part.worker.device
-    known = part.predicted_bytes is not None
-    predicted = f"was predicted to need {part.predicted_bytes:,} bytes" if known else "has a plan without predictions"
+def _memory_note(replica: StageReplica) -> str:
+    device = replica.worker.device
+    known = replica.predicted_bytes is not None
+    predicted = (
+        f"was predicted to need {replica.predicted_bytes:,} bytes" if known else "has a plan without predictions"
+    )
     available = f"{available_memory(device.torch_device):,} bytes are available now"
     advice = "give memory_limit=, more micro-batches, schedule='1f1b', or recompute the stage"
-    return f"out of memory: {device.name} with stage {part.stage.index} {predicted}; {available}; {advice}"
+    return f"out of memory: {device.name} with stage {replica.stage.index} {predicted}; {available}; {advice}"
 
 
-def check_not_nan(values: Sequence[Any], part: Part, inputs: Sequence[Any] | None = None) -> None:
-    """Raise NotANumberError if a value that leaves a part has a NaN. With `inputs`, those of the forward that made the
-    values, the first operator that made one is named."""
+def check_not_nan(values: Sequence[Any], replica: StageReplica, inputs: Sequence[Any] | None = None) -> None:
+    """Raise NotANumberError if a value that leaves a stage has a NaN.
+
+    `inputs`: of the forward that computed the values. With them, the error names the first operator that made a NaN.
+    """
     if not any(_has_nan(value) for value in values):
         return
     if inputs is None:
         raise NotANumberError(
-            "the gradients that leave the stage have NaN; torch.autograd.detect_anomaly() finds where"
+            "the gradients that leave the stage have NaN; "
+            "run the step under torch.autograd.detect_anomaly() to find the operator"
         )
     if any(_has_nan(value) for value in inputs):
         raise NotANumberError("the model's inputs have NaN")
-    finder = _Finder(part.module)
+    finder = _NanFinder(replica.module)
     with torch.no_grad():
         finder.run(*inputs)
-    where = describe(finder.found) if finder.found is not None else "an operator that did not do it again"
+    where = (
+        describe(finder.first) if finder.first is not None else "an operator that made none when the stage ran again"
+    )
     raise NotANumberError(f"NaN first came out of {where}")
 
 
@@ -80,13 +88,13 @@ def _has_nan(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
 
 
-class _Finder(fx.Interpreter):
+class _NanFinder(fx.Interpreter):
     """Runs a stage operator by operator up to the first NaN."""
 
-    found: fx.Node | None = None
+    first: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if self.found is None and n.op not in ("placeholder", "get_attr", "output") and _has_nan(value):
-            self.found = n
+        if self.first is None and n.op not in ("placeholder", "get_attr", "output") and _has_nan(value):
+            self.first = n
         return value

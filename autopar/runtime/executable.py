@@ -1,15 +1,14 @@
-"""A lowered plan bound to devices: every part (a stage on one of its devices) with its own view of the parameters.
+"""A lowered plan bound to devices: every replica of every stage, with its own leaves of the parameters.
 
-A device is a slot of the schedule and has a worker; with an interleaved schedule it holds a part of several stages:
+A device is a slot of the schedule and has a worker. Under an interleaved schedule it runs several stages:
 
     stage      0       1       2       3          ranks 2, chunks 2
-    device   cpu:0   cpu:1   cpu:0   cpu:1        slot 0 has the parts of stages 0 and 2, slot 1 those of 1 and 3
+    device   cpu:0   cpu:1   cpu:0   cpu:1        slot 0 runs stages 0 and 2, slot 1 runs stages 1 and 3
 
-Each part computes on leaf tensors of its own, so that gradients of concurrent micro-batches never meet in one
-`.grad`. On the parameter's own device a part's leaf shares the parameter's storage; elsewhere it is a copy that is
-refreshed when the parameter has changed. Buffers that a stage writes (running statistics) belong to the stage's
-first part; its other parts start every call from copies of them. A sharded stage has a group of devices for every
-replica, which one worker drives: that of the group's first device.
+Every replica computes on leaf tensors of its own, so that gradients of concurrent micro-batches never meet in one
+`.grad` (device_tensors.py). Where a stage writes buffers (running statistics), its first replica writes those of the
+model; the others start every call from copies. A sharded stage has one group of devices per replica; the worker of the
+group's first device drives them all.
 """
 
 from __future__ import annotations
@@ -27,30 +26,43 @@ from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.lower.random_operators import keep_from_compiler
 from autopar.lower.stages import Lowered, StageProgram, replica
-from autopar.runtime.device_tensors import Buffer, Leaf, summed
+from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, sum_gradients
 from autopar.runtime.workers import Worker
 from autopar.schedule.builders import make_schedule
-from autopar.schedule.clock import Action, chain, execute
+from autopar.schedule.clock import Action, Phase, chain, execute
 from autopar.schedule.table import Schedule
 from cost_models.graphs import get_attribute
 
-# Seconds that Python and torch's dispatch take of an action and of each operator in it, whatever the operator computes
-# (measured on one core of a server). Where actions take no more than twice that, threads wait for each other.
-_PER_ACTION, _PER_OPERATOR, _TINY = 40e-6, 10e-6, 2.0
+SlotAction = tuple[int, Action]  # (slot, action)
+
+# Seconds that Python and torch's dispatch take for an action and for each operator in it, whatever the operator
+# computes (measured on one core of a server).
+_PER_ACTION, _PER_OPERATOR = 40e-6, 10e-6
+# Threads only wait for each other where actions take less than this multiple of that time.
+_TINY = 2.0
+
+
+@dataclass(frozen=True)
+class StagePlacement:
+    """Where and how one stage runs."""
+
+    workers: tuple[Worker, ...]  # one per replica
+    devices: tuple[tuple[torch.device, ...], ...]  # for each replica, the devices that its worker drives
+    recompute: bool  # run the forward again for the backward
+    predicted_bytes: int | None  # the most that its devices hold, by the plan
 
 
 @dataclass
-class Part:
-    """A stage on one of its devices."""
+class StageReplica:
+    """A stage on one of its devices (or meshes)."""
 
     slot: int
     stage: StageProgram
-    replica: int
     worker: Worker
     module: fx.GraphModule
-    compute: Callable[..., tuple[Any, ...]]  # the module's code, without the overhead of hooks that it has not
-    leaves: list[Leaf]
-    buffers: list[Buffer]
+    compute: Callable[..., tuple[Any, ...]]  # `module.forward`, compiled if requested; it skips nn.Module.__call__
+    leaves: list[ParameterLeaf]
+    buffers: list[DeviceBuffer]
     recompute: bool
     predicted_bytes: int | None  # the most that its device holds, by the plan
 
@@ -59,8 +71,8 @@ class Part:
         return self.worker.device.torch_device
 
     @cached_property
-    def in_context(self) -> bool:
-        """Whether the stage is to know which micro-batch it computes."""
+    def needs_context(self) -> bool:
+        """Whether what the stage computes depends on which micro-batch it is."""
         return self.stage.random or self.stage.hooked or bool(self.stage.deferred)
 
     @cached_property
@@ -75,86 +87,78 @@ class Executable:
         self,
         program: Program,
         lowered: Lowered,
-        workers: Sequence[Sequence[Worker]],
+        placements: Sequence[StagePlacement],
         schedule: str,
         lookup: Callable[[str], torch.Tensor],
         *,
         chunks: int = 1,
-        groups: Sequence[Sequence[Sequence[torch.device]]] = (),
-        recompute: Sequence[bool] = (),
-        predicted_bytes: Sequence[int | None] = (),
         compiled: bool | str = False,
         watch_nan: bool = False,
     ) -> None:
-        """`workers[s]`: those that serve stage s. `lookup(name)`: the model's tensor of that name, as it is now.
+        """`placements`: one per stage. `lookup(name)`: the model's current tensor of that name; AttributeError if it
+        has none.
 
-        `chunks`: stages of each device; stages s and s + len(workers) / chunks have the same workers. `groups[s][r]`:
-        the devices that worker r of stage s drives (default: its own). `recompute`: for
-        each stage whether it runs its forward again for the backward (default: none does). `predicted_bytes`: for each
-        stage the most that its devices hold. `compiled`: stages without hooks go through torch.compile, with the
-        backend named or its default. `watch_nan`: every value that leaves a stage is looked at.
+        `chunks`: stages per device; stages s and s + len(placements) / chunks have the same workers. `compiled`: stages
+        without hooks go through torch.compile, with the named backend or its default. `watch_nan`: check every value
+        that leaves a stage.
         """
         self.program = program
         self.lowered = lowered
-        self.schedule = schedule
-        self.n_stages = len(workers)
+        self.n_stages = len(placements)
         self.watch_nan = watch_nan
-        self.abandoned = False  # a worker may still be in an operator of a call that was interrupted
-        self.dirty = False  # parts may have gradients that nobody has collected
-        self.tiny = False  # operators take less time than what Python needs to call them
         self.compiled = compiled
+        self._schedule = schedule
         self._chunks = chunks
-        self._ranks = [tuple(w) for w in workers[: len(workers) // chunks]]
-        self.workers = [worker for rank in self._ranks for worker in rank]  # of each slot
+        self._ranks = [placement.workers for placement in placements[: len(placements) // chunks]]
+        self.workers = [worker for rank in self._ranks for worker in rank]  # one per slot
         self._lookup = lookup
-        again = recompute or [False] * len(workers)
-        held = predicted_bytes or [None] * len(workers)
         names = {name for stage in lowered.stages for name in stage.parameters}
         self._constants: dict[str, Any] = {name: get_attribute(program.graph_module, name) for name in names}
         captured = captured_device(program)
-        self.parameters = self._place(lowered, workers)
-        alone = [[[worker.device.torch_device] for worker in mine] for mine in workers]
-        self._parts = [
-            [
-                self._part(stage, number, worker, devices, captured, again[stage.index], held[stage.index])
-                for number, (worker, devices) in enumerate(zip(mine, driven, strict=True))
-            ]
-            for stage, mine, driven in zip(lowered.stages, workers, groups or alone, strict=True)
+        self.parameters = self._move_tensors(placements)
+        self._replicas = [
+            [self._replica(stage, placement, number, captured) for number in range(len(placement.workers))]
+            for stage, placement in zip(lowered.stages, placements, strict=True)
         ]
-        self.consumers = [
+        self.consumers = [  # for each stage, the stages that read its outputs
             tuple(t.index for t in lowered.stages if stage.index in t.sources) for stage in lowered.stages
         ]
-        self.reads = {  # which outputs of the first stage the second reads
-            (source, stage.index): tuple(place for s, place in stage.received if s == source)
+        self.reads = {  # (stage, a later stage) -> which outputs of the first the second reads
+            (source, stage.index): tuple(position for s, position in stage.received if s == source)
             for stage in lowered.stages
             for source in stage.sources
         }
+        self._in_use = False  # workers may be in the middle of an execution
+        self._holds_gradients = False  # leaves may have gradients that were not collected
+        self._one_worker_suffices = False  # operators take less time than Python needs to call them
         self._tables: dict[tuple[int, bool], Schedule] = {}
-        self._orders: dict[tuple[int, bool], list[tuple[int, Action]]] = {}
-        self._shares: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._orders: dict[tuple[int, bool], list[SlotAction]] = {}
+        self._loss_weights: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
 
     @property
-    def parts(self) -> list[Part]:
-        """All of them, by stage and replica."""
-        return [part for stage in self._parts for part in stage]
+    def replicas(self) -> list[StageReplica]:
+        """All of them, by stage and number."""
+        return [one for stage in self._replicas for one in stage]
 
-    def part(self, stage: int, microbatch: int) -> Part:
-        """The one that runs a micro-batch."""
-        replicas = self._parts[stage]
+    def replica(self, stage: int, microbatch: int) -> StageReplica:
+        """The replica of a stage that runs a micro-batch."""
+        replicas = self._replicas[stage]
         return replicas[microbatch % len(replicas)]
 
+    # -- actions ----------------------------------------------------------------------------------------------------
+
     def table(self, n_microbatches: int, training: bool) -> Schedule:
-        """The schedule's table of actions, one list a slot."""
+        """The schedule: a list of actions per slot."""
         key = (n_microbatches, training)
         if key not in self._tables:
             replicas = [len(rank) for rank in self._ranks]
             self._tables[key] = make_schedule(
-                self.schedule, n_microbatches, replicas, chunks=self._chunks, training=training
+                self._schedule, n_microbatches, replicas, chunks=self._chunks, training=training
             )
         return self._tables[key]
 
-    def order(self, n_microbatches: int, training: bool) -> list[tuple[int, Action]]:
-        """The actions of all slots, each with its slot, in an order in which one worker can do them."""
+    def order(self, n_microbatches: int, training: bool) -> list[SlotAction]:
+        """The actions of all slots in an order in which one worker can do them."""
         key = (n_microbatches, training)
         if key not in self._orders:
             tables = self.table(n_microbatches, training).actions
@@ -162,22 +166,52 @@ class Executable:
             self._orders[key] = [(e.slot, e.action) for e in sorted(events, key=lambda e: e.start)]
         return self._orders[key]
 
-    def note(self, seconds: float, n_microbatches: int, n_forwards: int, n_backwards: int) -> None:
-        """CPU seconds that the workers took for a call: whether its actions are so small that one worker is enough.
+    def work(
+        self, n_microbatches: int, *, training: bool, only_backward: bool, every_worker: bool
+    ) -> list[tuple[Worker, list[SlotAction]]]:
+        """The actions of one execution, by the worker that does them.
 
-        `n_forwards`, `n_backwards`: 1 or 0, whether every stage ran them for each micro-batch.
+        Python runs one thread at a time: where all operators are tiny, threads only wait for each other. Then one
+        worker does the actions of all slots, unless `every_worker` must do its own. `only_backward`: without forwards.
         """
-        ways = n_forwards + n_backwards
-        operators = sum(parts[0].n_operators for parts in self._parts) * (n_forwards + 2 * n_backwards)
-        least = n_microbatches * (ways * self.n_stages * _PER_ACTION + operators * _PER_OPERATOR)
-        self.tiny = seconds < _TINY * least and all(w.device.torch_device.type == "cpu" for w in self.workers)
+        if self._one_worker_suffices and not every_worker:
+            work = [(self.workers[0], self.order(n_microbatches, training))]
+        else:
+            tables = self.table(n_microbatches, training).actions
+            work = [(w, [(slot, a) for a in tables[slot]]) for slot, w in enumerate(self.workers)]
+        if only_backward:
+            work = [(w, [(slot, a) for slot, a in actions if a.phase is not Phase.FORWARD]) for w, actions in work]
+        return work
 
-    def share(self, samples: int, total: int, loss: torch.Tensor) -> torch.Tensor:
-        """What a micro-batch's loss counts in the mean of the batch, where the loss is and of its dtype."""
-        key = (samples, total, loss.dtype, loss.device)
-        if key not in self._shares:
-            self._shares[key] = torch.full_like(loss, samples / total)
-        return self._shares[key]
+    # -- executions -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a worker may still be in an operator of an execution that was interrupted."""
+        return self._in_use
+
+    def start_execution(self, training: bool) -> None:
+        """Workers are about to start. Until `end_execution`, an interrupt at any line leaves this abandoned."""
+        if self._holds_gradients:
+            self.drop_gradients()
+        self._holds_gradients = training
+        self._in_use = True
+
+    def end_execution(self, all_workers_finished: bool) -> None:
+        self._in_use = not all_workers_finished
+
+    def compare_with_overhead(self, seconds: float, n_microbatches: int, forwards: bool, backwards: bool) -> None:
+        """Decide whether actions are so small that one worker suffices for later executions.
+
+        `seconds`: CPU time of all workers, for the forwards and/or backwards of all stages and micro-batches.
+        """
+        operators = sum(replicas[0].n_operators for replicas in self._replicas) * (forwards + 2 * backwards)
+        actions = (forwards + backwards) * self.n_stages
+        overhead = n_microbatches * (actions * _PER_ACTION + operators * _PER_OPERATOR)
+        on_cpu = all(w.device.torch_device.type == "cpu" for w in self.workers)
+        self._one_worker_suffices = on_cpu and seconds < _TINY * overhead
+
+    # -- tensors ----------------------------------------------------------------------------------------------------
 
     def tensor(self, name: str) -> torch.Tensor:
         """The model's tensor `name`, or a constant that the capture found in its code."""
@@ -187,77 +221,92 @@ class Executable:
             constant: torch.Tensor = self._constants[name]
             return constant
 
-    def _place(self, lowered: Lowered, workers: Sequence[Sequence[Worker]]) -> list[nn.Parameter]:
-        """Move every tensor to the first device of the first stage that reads it; all trained parameters, once."""
-        found: dict[int, nn.Parameter] = {}
-        for stage, mine in zip(lowered.stages, workers, strict=True):
+    def loss_weight(self, samples: int, total: int, loss: torch.Tensor) -> torch.Tensor:
+        """The weight of a micro-batch's loss in the mean of the batch, like `loss` in device and dtype."""
+        key = (samples, total, loss.dtype, loss.device)
+        if key not in self._loss_weights:
+            self._loss_weights[key] = torch.full_like(loss, samples / total)
+        return self._loss_weights[key]
+
+    def refresh(self) -> None:
+        """Bring every replica up to date with the model's tensors (changed, moved or frozen since the last call)."""
+        by_id = {id(p): p for p in self.parameters}
+        for one in self.replicas:
+            for leaf in one.leaves:
+                leaf.refresh(by_id[leaf.key])
+            for buffer in one.buffers:
+                buffer.refresh(self.tensor(buffer.piece.name))
+
+    def write_back(self) -> None:
+        """Bring the model's buffers up to date with what replicas have written elsewhere."""
+        for one in self.replicas:
+            for buffer in one.buffers:
+                buffer.write_back(self.tensor(buffer.piece.name))
+
+    def collect_gradients(self) -> dict[int, torch.Tensor]:
+        """Gradients by id of the model's parameter, summed over the replicas in a fixed order; leaves lose theirs."""
+        by_id = {id(p): p for p in self.parameters}
+        total = sum_gradients((leaf, by_id[leaf.key]) for one in self.replicas for leaf in one.leaves)
+        self._holds_gradients = False  # not before the sum: an interrupt may leave some leaves with their gradients
+        return total
+
+    def drop_gradients(self) -> None:
+        for one in self.replicas:
+            for leaf in one.leaves:
+                leaf.take_gradient()
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _move_tensors(self, placements: Sequence[StagePlacement]) -> list[nn.Parameter]:
+        """Move every tensor to the first device of the first stage that reads it. Returns the parameters, each once."""
+        parameters: dict[int, nn.Parameter] = {}
+        for stage, placement in zip(self.lowered.stages, placements, strict=True):
             for name in stage.parameters:
                 tensor = self.tensor(name)
-                if id(tensor) in found:
+                if id(tensor) in parameters:
                     continue
-                device = mine[0].device.torch_device
+                device = placement.workers[0].device.torch_device
                 if tensor.device != device:
                     tensor.data = tensor.data.to(device)
                 if isinstance(tensor, nn.Parameter):
-                    found[id(tensor)] = tensor
-        return list(found.values())
+                    parameters[id(tensor)] = tensor
+        return list(parameters.values())
 
-    def _part(
-        self,
-        stage: StageProgram,
-        number: int,
-        worker: Worker,
-        devices: Sequence[torch.device],
-        captured: torch.device,
-        recompute: bool,
-        predicted_bytes: int | None,
-    ) -> Part:
-        leaves: dict[tuple[int, int], Leaf] = {}  # by parameter and device: one that has two names has one leaf
-        buffers: list[Buffer] = []
+    def _replica(
+        self, stage: StageProgram, placement: StagePlacement, number: int, captured: torch.device
+    ) -> StageReplica:
+        """Replica `number` of a stage. `captured`: the device of the program's constants."""
+        worker, devices = placement.workers[number], placement.devices[number]
+        leaves: dict[tuple[int, int], ParameterLeaf] = {}  # by parameter and device: tied names share one leaf
+        buffers: list[DeviceBuffer] = []
         tensors: dict[str, torch.Tensor] = {}
         for piece in stage.pieces:
             tensor, device = self.tensor(piece.name), devices[piece.device]
             if isinstance(tensor, nn.Parameter):
-                leaf = leaves.setdefault((id(tensor), piece.device), Leaf.of(tensor, piece, device))
+                leaf = leaves.setdefault((id(tensor), piece.device), ParameterLeaf.of(tensor, piece, device))
                 tensors[piece.attribute] = leaf.tensor
             else:
                 written = piece.name in stage.written_buffers
-                buffers.append(Buffer.of(tensor, piece, device, written=written, first=number == 0))
+                buffers.append(DeviceBuffer.of(tensor, piece, device, written=written, first_replica=number == 0))
                 tensors[piece.attribute] = buffers[-1].tensor
         module = replica(stage, tensors, devices, captured)
-        slot = self.workers.index(worker)
-        compute: Callable[..., Any] = module.forward
-        if self.compiled and not stage.hooked and stage.shards == 1:  # hooks are to run, not to be traced
-            keep_from_compiler(module)
-            backend = "inductor" if self.compiled is True else self.compiled
-            compute = torch_private.compile_for_threads(module.forward, backend)
-        return Part(
-            slot, stage, number, worker, module, compute, list(leaves.values()), buffers, recompute, predicted_bytes
+        return StageReplica(
+            slot=self.workers.index(worker),
+            stage=stage,
+            worker=worker,
+            module=module,
+            compute=self._compute_of(stage, module),
+            leaves=list(leaves.values()),
+            buffers=buffers,
+            recompute=placement.recompute,
+            predicted_bytes=placement.predicted_bytes,
         )
 
-    def refresh(self) -> None:
-        """Bring every part up to date with the model's tensors (changed, moved or frozen since the last call)."""
-        by_id = {id(p): p for p in self.parameters}
-        for part in self.parts:
-            for leaf in part.leaves:
-                leaf.refresh(by_id[leaf.key])
-            for buffer in part.buffers:
-                buffer.refresh(self.tensor(buffer.piece.name))
-
-    def write_back(self) -> None:
-        """Bring the model's buffers up to date with what parts have written elsewhere."""
-        for part in self.parts:
-            for buffer in part.buffers:
-                buffer.write_back(self.tensor(buffer.piece.name))
-
-    def collect_gradients(self) -> dict[int, torch.Tensor]:
-        """Gradients by id of the model's parameter, summed over the parts in their fixed order; parts are reset."""
-        by_id = {id(p): p for p in self.parameters}
-        total = summed((leaf, by_id[leaf.key]) for part in self.parts for leaf in part.leaves)
-        self.dirty = False  # not before: an interrupt may come in between
-        return total
-
-    def drop_gradients(self) -> None:
-        for part in self.parts:
-            for leaf in part.leaves:
-                leaf.take_gradient()
+    def _compute_of(self, stage: StageProgram, module: fx.GraphModule) -> Callable[..., Any]:
+        """The code of a stage. Stages with hooks are not compiled: a compiler would trace the hooks, not run them."""
+        if not self.compiled or stage.hooked or stage.shards > 1:
+            return module.forward
+        keep_from_compiler(module)
+        backend = "inductor" if self.compiled is True else self.compiled
+        compiled: Callable[..., Any] = torch_private.compile_for_threads(module.forward, backend)
+        return compiled

@@ -1,4 +1,4 @@
-"""Messages between the slots of one call: values on their way to later stages, gradients on their way back."""
+"""Messages between the slots of one execution: values to later stages, gradients to earlier ones."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ class Aborted(Exception):
 
 
 class Address(NamedTuple):
-    """What a message is."""
+    """Which message it is: what `sender` sends `receiver` for a micro-batch."""
 
-    way: Phase  # FORWARD or BACKWARD
+    direction: Phase  # FORWARD or BACKWARD
     sender: int  # stage
     receiver: int  # stage
     microbatch: int
 
 
 class Mailbox:
-    """A mailbox a slot. A slot that waits for one message puts aside the others that arrive.
+    """One queue of messages per slot. A slot that waits for one message sets aside the others that arrive.
 
-    Mailboxes belong to one execution, so one that failed leaves nothing behind for the next.
+    Every execution has its own, so that one that failed leaves nothing behind for the next.
     """
 
     def __init__(self, n_slots: int) -> None:
         self._boxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(n_slots)]
-        self._aside: list[dict[Address, Any]] = [{} for _ in range(n_slots)]  # each touched by its slot alone
+        self._aside: list[dict[Address, Any]] = [{} for _ in range(n_slots)]  # a dict is used by its slot only
 
     def send(self, slot: int, address: Address, message: Any) -> None:
         self._boxes[slot].put((address, message))
 
     def receive(self, slot: int, address: Address) -> Any:
-        """Waits for the message. Raises Aborted where it will not come."""
+        """Wait for the message and return it. Raises Aborted after `abort`."""
         aside, box = self._aside[slot], self._boxes[slot]
         while address not in aside:
             message = box.get()
@@ -45,6 +45,6 @@ class Mailbox:
         return aside.pop(address)
 
     def abort(self) -> None:
-        """Whoever waits, or will wait, stops."""
+        """Every slot that waits for a message, now or later, raises Aborted."""
         for box in self._boxes:
             box.put(None)

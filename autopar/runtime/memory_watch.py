@@ -1,4 +1,4 @@
-"""How many bytes a step really holds: what the prediction of a plan's memory is compared with."""
+"""Measures how many bytes a step holds at its peak, to compare with the prediction of a plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from autopar.capture import torch_private
 from cost_models import Device
 from cost_models.hardware.devices import synchronize
 
-Watch = Callable[[str], AbstractContextManager[object]]
-"""For the name of a device, the context in which its worker runs its part of a call."""
+DeviceContext = Callable[[str], AbstractContextManager[object]]  # device name -> a context that its worker enters
 
 
 class MemoryWatch:
-    """The peak bytes of every place that a step runs on.
+    """The peak bytes of every place that a step runs on. A watch is a `DeviceContext`: workers enter it.
 
-    A CPU worker is a place of its own although all share one memory: it holds a storage (parameter, gradient, input,
-    activation) from its first operator on it until the storage is freed. A GPU is one place, whatever number of workers
-    it has: bytes allocated there at the peak beyond those before the step, and `resident` (those of the parameters
-    and buffers that were there already).
+    Every CPU worker is a place of its own, although all share one memory. It holds a storage (parameter, gradient,
+    input, activation) from its first operator that uses it until the storage is freed. A GPU is one place, however
+    many workers it has. Its bytes are those allocated at the peak beyond those before the step, plus the parameters and
+    buffers that were there already.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -39,7 +38,7 @@ class MemoryWatch:
 
     @contextmanager
     def step(self, resident: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around one step of a module with the parameters and buffers `resident`."""
+        """Measure one step. `resident`: the parameters and buffers of the module."""
         gpus = {d.torch_device for d in self.devices if not d.shares_process_memory}
         before = {}
         for gpu in gpus:
@@ -59,13 +58,13 @@ class MemoryWatch:
 
 
 class _Counter:
-    """Live storages that one thread has worked on; they may be freed by any other."""
+    """Live storages that one thread has used. Any thread may free them."""
 
     def __init__(self) -> None:
         self.peak = 0
         self._live: dict[int, int] = {}  # storage -> bytes
         self._total = 0
-        self._lock = threading.RLock()  # a finalizer may run while its own thread is inside
+        self._lock = threading.RLock()  # reentrant: a finalizer may run inside `touch` of the same thread
 
     def touch(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
@@ -83,7 +82,7 @@ class _Counter:
 
 
 class _Counting(TorchDispatchMode):
-    """Shows a counter every storage that an operator of this thread reads or writes, backward included."""
+    """Passes every storage that an operator of this thread reads or writes to a counter, backward included."""
 
     def __init__(self, counter: _Counter) -> None:
         super().__init__()

@@ -1,46 +1,35 @@
-"""PipelinedModule: looks like the model, runs by the plan."""
+"""PipelinedModule: looks like the model, and runs by the plan."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar.analysis.example import Example, examine, has_backward, under_default_device
+from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
 from autopar.capture.thread_state import CallerState
 from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError
 from autopar.plan.display import shown
 from autopar.plan.plan import Plan
-from autopar.runtime.autograd import PipelinedCall, PipelinedTrainStep
-from autopar.runtime.bound_signature import (
-    BoundSignature,
-    RunSettings,
-    build,
-    model_state,
-    one_microbatch,
-    without_shards,
-)
-from autopar.runtime.memory_watch import Watch
+from autopar.runtime import autograd
+from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.call import PipelineCall
+from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.micro_batches import split_sizes
-from autopar.runtime.passes import LossFunction
 from autopar.runtime.plain_model import plain_call, plain_step
 from autopar.runtime.run import Run
+from autopar.runtime.signatures import BoundCall, CallArguments, Decide, Signatures
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed
-from autopar.runtime.user_warnings import OneTimeWarnings
-from autopar.runtime.workers import Worker
 from cost_models.hardware.devices import Device, find_device
 
-Decide = Callable[[Example], Plan]
-
-_SHARED = (  # tables of a torch.nn.Module
+_SHARED = (  # tables of torch.nn.Module that the pipelined module shares with the model
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
@@ -50,8 +39,8 @@ _SHARED = (  # tables of a torch.nn.Module
 class PipelinedModule(nn.Module):
     """The model, pipelined. Called like the model; parameters, names and `state_dict` are the model's own.
 
-    `plan`: the plan in force (None until the first call). `stages`: one torch.fx.GraphModule a stage. `last_profile`:
-    the step that `train_step` profiled last (None until it did).
+    `plan`: the plan in force (None until the first call). `stages`: one torch.fx.GraphModule per stage. `last_profile`:
+    the last step that `train_step` profiled (None if there is none).
     """
 
     def __init__(
@@ -64,33 +53,26 @@ class PipelinedModule(nn.Module):
         settings: RunSettings | None = None,
         record: bool = False,
     ) -> None:
-        """`decide(example)` makes a plan where none is given. Users call `autopar.parallelize` instead.
+        """`decide(example)` makes a plan unless `plan` is given. Users call `autopar.parallelize` instead.
 
-        `record`: profiled steps go into the history of predictions (`autopar.accuracy`).
+        `record`: profiled steps go into the history of predictions that `autopar.accuracy` shows.
         """
         super().__init__()
         self.__dict__["_model"] = model
-        for table in _SHARED:  # the model's own, not copies: names, tensors, hooks and later changes are the model's
+        for table in _SHARED:  # shared, not copied: later changes to the model show here
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
-        self.__dict__["_all_modules"] = list(model.modules())
         self._devices = tuple(devices)
         self._decide = decide
-        self._given = plan
-        self._plan = plan if plan is not None and not plan.split else None
-        self._plan_knows_loss = plan is not None
-        self._settings = settings or RunSettings()
-        self._entries: list[BoundSignature] = []
-        self._workers: dict[str, Worker] = {}
-        self._told = OneTimeWarnings()
-        self._watch: Watch | None = None
-        self._notes: StepRecorder | None = None
+        self._signatures = Signatures(model, devices, decide, plan, settings or RunSettings())
+        self._device_context: DeviceContext | None = None
+        self._recorder: StepRecorder | None = None
         self._record = record
         self.last_profile: StepProfile | None = None
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Which kind of backward hook the root has; torch sets it where a hook is registered: on either."""
+        """Which kind of backward hook the root has. torch sets it on registration of a hook, here or on the model."""
         model = self.__dict__.get("_model")
         return model.__dict__["_is_full_backward_hook"] if model is not None else None
 
@@ -102,9 +84,11 @@ class PipelinedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """A pipelined deep copy of the model with the same plan."""
         model = copy.deepcopy(self.unwrap(), memo)
-        given, settings = self._given, self._settings
-        new = PipelinedModule(model, self._devices, self._decide, plan=given, settings=settings, record=self._record)
-        new._plan, new._plan_knows_loss, new._told = self._plan, self._plan_knows_loss, OneTimeWarnings(self._told.said)
+        old = self._signatures
+        new = PipelinedModule(
+            model, self._devices, self._decide, plan=old.user_plan, settings=old.settings, record=self._record
+        )
+        new._signatures.follow(old)
         memo[id(self)] = new
         return new
 
@@ -115,13 +99,13 @@ class PipelinedModule(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        return self._plan
+        return self._signatures.plan
 
     @property
     def stages(self) -> list[fx.GraphModule]:
-        """One GraphModule a stage, over the model's own parameters; empty until the first call."""
-        entry = next((e for e in reversed(self._entries) if e.plan is self._plan), None)
-        return [stage.module for stage in entry.lowered.stages] if entry is not None and entry.lowered else []
+        """One GraphModule per stage, over the model's own parameters; empty until the first call."""
+        newest = self._signatures.newest()
+        return [stage.module for stage in newest.lowered.stages] if newest is not None and newest.lowered else []
 
     def unwrap(self) -> nn.Module:
         """The original model with its trained weights."""
@@ -141,9 +125,9 @@ class PipelinedModule(nn.Module):
         target: Any = None,
     ) -> Plan:
         """Capture, profile and plan for a call like this one, without running it."""
-        self._entry(args, kwargs, loss_fn, target)
-        assert self._plan is not None
-        return self._plan
+        self._signatures.bind(CallArguments(args, kwargs, loss_fn, target))
+        assert self.plan is not None
+        return self.plan
 
     def train(self, mode: bool = True) -> PipelinedModule:
         self.unwrap().train(mode)
@@ -162,27 +146,20 @@ class PipelinedModule(nn.Module):
         except AttributeError:
             if "_model" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_model"], name)  # config, dtype, ...: what else the model has
+            return getattr(self.__dict__["_model"], name)  # other attributes of the model: config, dtype, ...
 
     def close(self) -> None:
         """End the worker threads; the next call starts new ones."""
-        self._close_workers()
-        self._entries.clear()
+        self._signatures.close()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
-        entry, leaves, batch = self._entry(args, kwargs, None, None)
-        if entry.executable is None:
+        bound = self._signatures.bind(CallArguments(args, kwargs))
+        if bound.signature.executable is None:
             return plain_call(self.unwrap(), self._only_device, args, kwargs)
-        run, wanted = self._run(entry, leaves, batch)
-        inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
-        parameters = [p for p in entry.executable.parameters if p.requires_grad]
-        if wanted and (inputs or parameters):
-            indices = tuple(i for i, _ in inputs)
-            results = PipelinedCall.apply_to(run, indices, parameters, [x for _, x in inputs])
-        else:
-            results = run.forward()
-        return torch_private.tree_unflatten(results[: entry.program.n_outputs], entry.program.out_spec)
+        program = bound.signature.program
+        results = autograd.call(self._run(bound), bound.leaves)
+        return torch_private.tree_unflatten(results[: program.n_outputs], program.out_spec)
 
     def train_step(
         self,
@@ -194,201 +171,88 @@ class PipelinedModule(nn.Module):
     ) -> torch.Tensor:
         """Forward and backward by the schedule; returns the detached mean loss of the batch.
 
-        `loss_fn(output, target)` is called for every micro-batch inside the last stage, so that activations are freed
-        early; it must be a mean over samples. Tensors in `target` with the batch's size in dimension 0 (or `batch_dim`)
-        are split with it. Gradients are accumulated in `.grad` as after `loss.backward()`. Hooks of the root do not
-        run: nobody sees the whole batch's output.
+        The last stage calls `loss_fn(output, target)` for every micro-batch, so that activations are freed early; the
+        loss must be a mean over samples. Tensors in `target` with the batch's size in dimension 0 (or `batch_dim`) are
+        split with the batch. Gradients are accumulated in `.grad` as by `loss.backward()`. Hooks of the root module do
+        not run, because the output of the whole batch never exists.
 
-        `profile`: note what the stages take, in `last_profile`, and record the step's time beside its prediction. The
-        step does the same as always. Capture and planning, where it is the first, come before and do not count, but the
-        first step warms up; and on GPUs every action is waited for, so that a profiled step is slower than others.
+        `profile`: store in `last_profile` how long every stage computes and waits, and record the step's time next to
+        its prediction. The step computes the same. Capture and planning at a first call do not count, but a first step
+        still warms up. On GPUs, workers wait for every action, so that a profiled step is slower than others.
         """
-        _check_target(target)
-        if profile:
-            with torch.enable_grad():
-                _, _, batch = self._entry(args, kwargs, loss_fn, target)
-            return self._profiled(lambda: self.train_step(*args, target=target, loss_fn=loss_fn, **kwargs), batch)
+        if target is None:
+            raise InputError("train_step needs target=: what loss_fn(output, target) compares the output with")
+        call = CallArguments(args, kwargs, loss_fn, target)
         with torch.enable_grad():
-            entry, leaves, batch = self._entry(args, kwargs, loss_fn, target)
-            if entry.executable is None:
-                return plain_step(self.unwrap(), self._only_device, args, kwargs, loss_fn, target, self._notes)
-            run, _ = self._run(entry, leaves, batch, loss_fn, target)
-            inputs = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
-            parameters = [p for p in entry.executable.parameters if p.requires_grad]
-            indices = tuple(i for i, _ in inputs)
-            loss = PipelinedTrainStep.apply(run, indices, len(parameters), *parameters, *[x for _, x in inputs])
-            result = loss.detach()
-            loss.backward()
-        return result
+            bound = self._signatures.bind(call)
+            if profile:
+                # The time of a step includes the look-up of its signature, so look it up once more.
+                return self._profiled(lambda: self._train_step(self._signatures.bind(call), call), bound.batch_size)
+            return self._train_step(bound, call)
 
     @contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
-        """Inside, every device's part of a call runs in the context `watch(its name)`: for measurements."""
-        self._watch = watch
+    def device_context(self, context: DeviceContext) -> Iterator[None]:
+        """Inside, the worker of every device does its part of a call in `context(name of the device)`."""
+        self._device_context = context
         try:
             yield
         finally:
-            self._watch = None
+            self._device_context = None
 
     @contextmanager
-    def noted(self, notes: StepRecorder) -> Iterator[None]:
-        """Inside, `notes` takes down what every action of a call takes."""
-        self._notes = notes
+    def recording(self, recorder: StepRecorder) -> Iterator[None]:
+        """Inside, `recorder` records the times of a call's actions."""
+        self._recorder = recorder
         try:
             yield
         finally:
-            self._notes = None
+            self._recorder = None
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _profiled(self, step: Callable[[], torch.Tensor], batch: int) -> torch.Tensor:
-        assert self._plan is not None
-        notes = StepRecorder()
-        with self.noted(notes):
+    def _train_step(self, bound: BoundCall, call: CallArguments) -> torch.Tensor:
+        if bound.signature.executable is None:
+            assert call.loss is not None
+            return plain_step(
+                self.unwrap(), self._only_device, call.args, call.kwargs, call.loss, call.target, self._recorder
+            )
+        return autograd.train_step(self._run(bound, call), bound.leaves)
+
+    def _profiled(self, step: Callable[[], torch.Tensor], batch_size: int) -> torch.Tensor:
+        assert self.plan is not None
+        recorder = StepRecorder()
+        with self.recording(recorder):
             loss, seconds = timed(step, self._devices)
-        self.last_profile = notes.profile(self._plan, seconds, batch)
+        self.last_profile = recorder.profile(self.plan, seconds, batch_size)
         if self._record and self.last_profile.predicted is not None:
-            costs = costs_of(self._plan)
-            remember([Record.of(self._plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
+            costs = costs_of(self.plan)
+            remember([Record.of(self.plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
         return loss
 
     @property
     def _only_device(self) -> Device:
-        assert self._plan is not None
-        name = self._plan.used_devices[0]
-        return find_device(self._devices, name)
+        """The device of a plan that uses only one."""
+        assert self.plan is not None
+        return find_device(self._devices, self.plan.used_devices[0])
 
-    def _run(
-        self,
-        entry: BoundSignature,
-        leaves: list[Any],
-        batch: int,
-        loss_fn: LossFunction | None = None,
-        target: Any = None,
-    ) -> tuple[Run, bool]:
-        executable, lowered = entry.executable, entry.lowered
+    def _run(self, bound: BoundCall, step: CallArguments | None = None) -> Run:
+        """A call, ready to start. `step`: of a training step, which computes the loss."""
+        signature = bound.signature
+        executable, lowered = signature.executable, signature.lowered
         assert executable is not None
         assert lowered is not None
         executable.refresh()
+        batching, batch_dim = signature.batching, self._signatures.settings.batch_dim
         devices = [d.torch_device for d in self._devices]
-        state = CallerState.of_this_thread(devices, training=loss_fn is not None)
-        sizes = split_sizes(batch, entry.n_microbatches, entry.batching.least_rows, lowered.multiple)
-        seed = int(torch.randint(1 << 62, (), device="cpu").item()) if lowered.random else None
-        run = Run(
-            executable,
-            leaves,
-            sizes,
-            entry.batching.outputs,
-            state,
-            seed=seed,
-            loss=loss_fn,
-            target=target,
-            target_dims=(chosen, 0) if isinstance(chosen := self._settings.batch_dim, int) else (0,),
-            watch=self._watch,
-            notes=self._notes,
+        call = PipelineCall.of(
+            signature.program,
+            bound.leaves,
+            split_sizes(bound.batch_size, signature.n_microbatches, batching.least_rows, lowered.multiple),
+            batching.outputs,
+            CallerState.of_this_thread(devices, training=step is not None),
+            seed=int(torch.randint(1 << 62, (), device="cpu").item()) if lowered.random else None,
+            loss=step.loss if step is not None else None,
+            target=step.target if step is not None else None,
+            target_dims=(batch_dim, 0) if isinstance(batch_dim, int) else (0,),
         )
-        return run, state.grad
-
-    def _entry(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None, target: Any
-    ) -> tuple[BoundSignature, list[Any], int]:
-        """The entry for a call, captured, planned and placed as far as it is not yet; its flat inputs and batch."""
-        model = self.unwrap()
-        self._forget_abandoned()
-        state = model_state(self._all_modules)
-        for entry in self._entries:
-            bound = entry.program.bind(args, kwargs) if entry.state == state else None
-            if bound is not None:
-                break
-        else:
-            types = {d.torch_device.type for d in self._devices}
-            program, batching = examine(
-                model, args, kwargs, types, batch_dim=self._settings.batch_dim, verify=self._settings.verify
-            )
-            bound = program.bind(args, kwargs)
-            entry = BoundSignature(state, program, batching)
-            self._entries.append(entry)
-        assert bound is not None
-        if bound[1] == 0 and entry.program.batch_size:
-            raise InputError("the batch has no samples; give at least one")
-        self._plan_for(entry, args, kwargs, bound[0], loss_fn, target)
-        if entry.plan is not self._plan:
-            assert self._plan is not None
-            self._build(entry, self._plan, check_hints=self._given is not None)
-            assert entry.lowered is not None
-            self._told.undivided(entry.lowered)
-        return self._for_batch(entry, bound[1]), *bound
-
-    def _build(self, entry: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
-        build(entry, plan, self.unwrap(), self._devices, self._worker, self._settings, check_hints=check_hints)
-
-    def _for_batch(self, entry: BoundSignature, batch: int) -> BoundSignature:
-        """The entry itself, or for a batch that does not come apart as its shards need it, the same without shards."""
-        assert entry.lowered is not None
-        assert entry.plan is not None
-        if batch % entry.lowered.multiple == 0:
-            return entry
-        if entry.whole is None:
-            whole = BoundSignature(entry.state, entry.program, entry.batching)
-            self._build(whole, without_shards(entry.plan), check_hints=False)
-            entry.whole = whole
-        self._told.without_shards(batch, entry.lowered.multiple)
-        return entry.whole
-
-    def _plan_for(
-        self,
-        entry: BoundSignature,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: list[Any],
-        loss_fn: LossFunction | None,
-        target: Any,
-    ) -> None:
-        """Make a plan if there is none that fits: none at all, one for inference when training starts, or one made
-        before the loss was known, for which the last stage must make room."""
-        program, batching = entry.program, entry.batching
-        if self._plan is None and self._given is not None:
-            self._plan = self._given.on([d.name for d in self._devices])
-            whole = one_microbatch(batching, self._settings)
-            if program.batch_size > 1 and whole and self._plan.n_microbatches > 1:
-                self._plan = replace(self._plan, n_microbatches=1)
-        elif self._given is None:
-            training = has_backward(self.unwrap(), program, loss_fn)
-            old = self._plan
-            fits = (
-                old is not None
-                and (old.training or not training)
-                and (loss_fn is None or self._plan_knows_loss)
-                and (old.batch_size != 1 or program.batch_size <= 1)  # one sample taught nothing about micro-batches
-            )
-            if not fits:
-                loss = under_default_device(loss_fn)
-                example = Example(self.unwrap(), program, batching, args, kwargs, leaves, training, loss, target)
-                self._plan, self._plan_knows_loss = self._decide(example), loss_fn is not None
-        assert self._plan is not None
-        self._told.batch_stays_whole(batching)
-        if self._settings.batch_norm == "per-microbatch":
-            self._told.statistics_are_of_microbatches(self._plan, batching)
-
-    def _worker(self, name: str) -> Worker:
-        if name not in self._workers:
-            self._workers[name] = Worker(find_device(self._devices, name))
-        return self._workers[name]
-
-    def _forget_abandoned(self) -> None:
-        """Start anew after a call that was interrupted while a worker was inside a long operator."""
-        every = [*self._entries, *(entry.whole for entry in self._entries if entry.whole is not None)]
-        if any(e.executable is not None and e.executable.abandoned for e in every):
-            self._close_workers()
-            for entry in self._entries:
-                entry.plan = entry.executable = entry.whole = None
-
-    def _close_workers(self) -> None:
-        for worker in self._workers.values():
-            worker.close()
-        self._workers.clear()
-
-
-def _check_target(target: Any) -> None:
-    if target is None:
-        raise InputError("train_step needs target=: what loss_fn(output, target) compares the output with")
+        return Run(executable, call, device_context=self._device_context, recorder=self._recorder)

@@ -1,84 +1,56 @@
-"""What the workers of one call do: forwards and backwards of parts, each with one micro-batch.
+"""What an action does with tensors: the forward or backward of one stage, for one micro-batch.
 
-A forward takes what earlier stages sent for the micro-batch, runs the stage, keeps its outputs for the backward, and
-sends them on; a backward sums what later stages sent, runs autograd on the same thread, and sends gradients back to
-where the inputs came from. It may come in two actions, for inputs and for parameters (`split_backward`). A stage that
-recomputes keeps its inputs alone and runs its forward again, with the same random numbers, when the backward comes.
+The numbers are those of the drawing in run.py. A backward may come as two actions, for inputs and for parameters
+(split_backward.py). A stage that recomputes keeps only its inputs, and its backward runs the forward again first, with
+the same random numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autopar.analysis.batch_proof import OutputCombination
+from autopar.analysis.example import LossFunction
 from autopar.capture import module_hooks, torch_private
-from autopar.lower.deferred_batch_norm import Statistics, collecting
+from autopar.lower.deferred_batch_norm import collecting
 from autopar.lower.random_operators import mix_seed, seeded
 from autopar.lower.stages import Constant
+from autopar.runtime.call import CallTensors, KeptForward, PipelineCall
 from autopar.runtime.error_context import check_not_nan
-from autopar.runtime.executable import Executable, Part
+from autopar.runtime.executable import Executable, StageReplica
 from autopar.runtime.mailbox import Address, Mailbox
-from autopar.runtime.micro_batches import split_leaf, split_tree
-from autopar.runtime.outputs import OutputCollector
-from autopar.runtime.split_backward import GradientRoot, WeightPart, input_part
+from autopar.runtime.split_backward import GradientRoot, input_part
 from autopar.runtime.transfers import arrived, as_leaf, moved, push
 from autopar.schedule.clock import Phase
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
-
-
-@dataclass
-class _Kept:
-    """What a part keeps of a micro-batch between its forward and the end of its backward."""
-
-    own: list[Any]  # the model's inputs
-    received: list[Any]
-    values: tuple[Any, ...] | None  # outputs with their graph; None where they are to be computed again
-    loss: torch.Tensor | None = None  # in the last stage, where it is computed inside
-    loss_inputs: tuple[Any, ...] = ()  # leaves that the loss starts from, where the outputs are computed again
-    weights: WeightPart | None = None  # after the input part of a split backward
-
 
 class Passes:
-    """The tensors of one call, and the actions on them."""
+    """The actions of one execution, on the tensors of its call."""
 
     def __init__(
         self,
         executable: Executable,
-        leaves: Sequence[Any],
-        sizes: Sequence[int],
-        outputs: Sequence[OutputCombination],
-        *,
-        grad: bool,
-        seed: int | None,
+        call: PipelineCall,
+        tensors: CallTensors,
+        mailbox: Mailbox,
         loss: LossFunction | None,
-        target: Any,
-        target_dims: Sequence[int],
+        *,
+        keep_graph: bool,
     ) -> None:
-        self.executable = executable
-        self.sizes = tuple(sizes)
-        self.total = sum(sizes)
-        self.results = OutputCollector(outputs, sizes)
-        self.statistics = Statistics()
-        self.losses: list[torch.Tensor | None] = [None] * len(sizes)
-        self.mail = Mailbox(0)
-        self.keep_graph = False
-        self._grad = grad
-        self._seed = seed
+        """`loss`: the call's, possibly timed. `keep_graph`: another backward of the same call may follow."""
+        self._executable = executable
+        self._call = call
+        self._tensors = tensors
+        self._mailbox = mailbox
         self._loss_function = loss
-        inputs = zip(leaves, executable.program.inputs, strict=True)
-        self._inputs = [split_leaf(x, i.batch_dim, self.sizes) for x, i in inputs]
-        self._targets = split_tree(target, self.sizes, target_dims) if loss is not None else []
-        self._kept: dict[tuple[int, int], _Kept] = {}  # (stage, micro-batch)
-        self._input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
+        self._keep_graph = keep_graph
+        self._grad = call.state.grad
 
-    def actions(self) -> dict[Phase, Callable[[Part, int], None]]:
-        """What each phase does with a part and a micro-batch. (Not kept here: methods would hold what holds them.)"""
+    def acts(self) -> dict[Phase, Callable[[StageReplica, int], None]]:
+        """What each phase does with a stage and a micro-batch."""
         return {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
@@ -86,211 +58,198 @@ class Passes:
             Phase.WEIGHT: self._backward_weights,
         }
 
-    @property
-    def differentiable(self) -> bool:
-        """Whether anything is kept for a backward."""
-        return bool(self._kept)
-
-    def start_backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
-        """A backward from the gradients of the flat outputs is about to run."""
-        self.results.gradients = list(gradients)
-        self._input_gradients.clear()
-        self.keep_graph = keep_graph
-
-    def forget(self) -> None:
-        """After a failure: nothing is differentiated any more."""
-        self._kept.clear()
-        self.executable.drop_gradients()
-
-    def mean_loss(self) -> torch.Tensor:
-        """Of the batch: micro-batches weighted by their samples."""
-        parts = zip(self.losses, self.sizes, strict=True)
-        return torch.stack([loss * (size / self.total) for loss, size in parts if loss is not None]).sum()
-
-    def input_gradients(self, index: int) -> torch.Tensor | None:
-        """The gradient of flat input `index`, summed over the stages that read it."""
-        totals: list[torch.Tensor | None] = [None] * len(self.sizes)
-        for (leaf, microbatch, _), gradient in sorted(self._input_gradients.items(), key=lambda item: item[0]):
-            if leaf == index:
-                before = totals[microbatch]
-                totals[microbatch] = gradient if before is None else before + gradient.to(before.device)
-        found = [t for t in totals if t is not None]
-        if not found:
-            return None
-        dim = self.executable.program.inputs[index].batch_dim
-        if dim is None:
-            return sum(found[1:], found[0])
-        pieces = [torch.zeros_like(self._inputs[index][i]) if t is None else t for i, t in enumerate(totals)]
-        return torch.cat([p.to(found[0].device) for p in pieces], dim)
-
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, part: Part, microbatch: int) -> None:
-        stage, device, here = part.stage, part.device, part.stage.index
-        sent = {s: self.mail.receive(part.slot, Address(Phase.FORWARD, s, here, microbatch)) for s in stage.sources}
-        own = [as_leaf(push(self._inputs[i][microbatch], device), device, self._grad) for i in stage.model_inputs]
-        received = [as_leaf(sent[s][position], device, self._grad) for s, position in stage.received]
-        del sent
-        again = part.recompute and self._grad
-        if again:
+    def _forward(self, replica: StageReplica, microbatch: int) -> None:
+        model_inputs, received = self._stage_inputs(replica, microbatch)
+        recompute = replica.recompute and self._grad
+        if recompute:
             with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
-                values = self._compute(part, microbatch, own, received)
-            # The graph has told what needs a gradient; it goes, and the outputs stay.
-            values = tuple(as_leaf(value, device) for value in values)
+                outputs = self._compute(replica, microbatch, model_inputs, received)
+            # The graph has shown which outputs need a gradient. The leaves keep that, and the graph is freed.
+            outputs = tuple(as_leaf(output, replica.device) for output in outputs)
         else:
-            values = self._compute(part, microbatch, own, received)
-        if self.executable.watch_nan:
-            check_not_nan(values, part, [*own, *received])
-        for consumer in self.executable.consumers[here]:
-            self._send_on(part, consumer, microbatch, values)
-        kept = _Kept(own, received, None if again else values)
-        if here == self.executable.n_stages - 1:
-            if self._loss_function is not None:
-                kept.loss = self._loss(values, microbatch, device)
-                kept.loss_inputs = values if again else ()
+            outputs = self._compute(replica, microbatch, model_inputs, received)
+        if self._executable.watch_nan:
+            check_not_nan(outputs, replica, [*model_inputs, *received])
+        for consumer in self._executable.consumers[replica.stage.index]:
+            self._send_outputs(replica, consumer, microbatch, outputs)
+        kept = KeptForward(model_inputs, received, None if recompute else outputs)
+        if self._is_last(replica):  # (7)
+            if self._loss_function is None:
+                self._tensors.outputs.add(self._model_outputs(outputs), microbatch)
             else:
-                self.results.add(self._flat(values), microbatch)
+                kept.loss = self._loss(self._loss_function, outputs, microbatch, replica.device)
+                kept.loss_inputs = outputs if recompute else ()
         if self._grad:
-            self._kept[here, microbatch] = kept
+            self._tensors.kept[replica.stage.index, microbatch] = kept
 
-    def _send_on(self, part: Part, consumer: int, microbatch: int, values: tuple[Any, ...]) -> None:
-        here, target = part.stage.index, self.executable.part(consumer, microbatch)
-        message: Any = values
-        if target.device != part.device:
-            message = {place: push(values[place], target.device) for place in self.executable.reads[here, consumer]}
-        self.mail.send(target.slot, Address(Phase.FORWARD, here, consumer, microbatch), message)
+    def _stage_inputs(self, replica: StageReplica, microbatch: int) -> tuple[list[Any], list[Any]]:
+        """(4) The model's inputs that the stage reads, and what earlier stages sent: leaves of a new autograd graph."""
+        stage, device = replica.stage, replica.device
+        messages = {
+            source: self._mailbox.receive(replica.slot, Address(Phase.FORWARD, source, stage.index, microbatch))
+            for source in stage.sources
+        }
+        pieces = [push(self._call.inputs[index][microbatch], device) for index in stage.model_inputs]
+        return (
+            [as_leaf(piece, device, self._grad) for piece in pieces],
+            [as_leaf(messages[source][position], device, self._grad) for source, position in stage.received],
+        )
+
+    def _send_outputs(self, replica: StageReplica, consumer: int, microbatch: int, outputs: tuple[Any, ...]) -> None:
+        """(6) Send the outputs that stage `consumer` reads."""
+        here, target = replica.stage.index, self._executable.replica(consumer, microbatch)
+        message: Any = outputs
+        if target.device != replica.device:
+            positions = self._executable.reads[here, consumer]
+            message = {position: push(outputs[position], target.device) for position in positions}
+        self._mailbox.send(target.slot, Address(Phase.FORWARD, here, consumer, microbatch), message)
 
     def _compute(
-        self, part: Part, microbatch: int, own: list[Any], received: list[Any], *, again: bool = False
+        self,
+        replica: StageReplica,
+        microbatch: int,
+        model_inputs: list[Any],
+        received: list[Any],
+        *,
+        again: bool = False,
     ) -> tuple[Any, ...]:
-        stage = part.stage
-        if not part.in_context:
-            return part.compute(*own, *received)
+        """(5) The stage's outputs. `again`: it is recomputed, so that its statistics have been collected already."""
+        stage = replica.stage
+        if not replica.needs_context:
+            return replica.compute(*model_inputs, *received)
         with ExitStack() as contexts:
-            if stage.random and self._seed is not None:
-                contexts.enter_context(seeded(mix_seed(self._seed, microbatch, stage.index)))
+            if stage.random and self._call.seed is not None:
+                contexts.enter_context(seeded(mix_seed(self._call.seed, microbatch, stage.index)))
             if stage.hooked:
                 contexts.enter_context(module_hooks.running())
             if stage.deferred and not again:
-                contexts.enter_context(collecting(self.statistics, microbatch))
-            return part.compute(*own, *received)
+                contexts.enter_context(collecting(self._tensors.statistics, microbatch))
+            return replica.compute(*model_inputs, *received)
 
-    def _flat(self, values: tuple[Any, ...]) -> list[Any]:
-        """The model's flat outputs, from those of the last stage."""
-        return [p.value if isinstance(p, Constant) else values[p] for p in self.executable.lowered.results]
+    def _is_last(self, replica: StageReplica) -> bool:
+        return replica.stage.index == self._executable.n_stages - 1
 
-    def _loss(self, values: tuple[Any, ...], microbatch: int, device: torch.device) -> torch.Tensor:
-        assert self._loss_function is not None
-        program = self.executable.program
-        output = torch_private.tree_unflatten(self._flat(values)[: program.n_outputs], program.out_spec)
-        target = self._targets[microbatch]
-        if device.type != "cpu":  # nobody outside knows on which device the plan lets the model end
+    def _model_outputs(self, outputs: tuple[Any, ...]) -> list[Any]:
+        """The model's flat outputs, from the outputs of the last stage."""
+        results = self._executable.lowered.results
+        return [result.value if isinstance(result, Constant) else outputs[result] for result in results]
+
+    def _loss(
+        self, function: LossFunction, outputs: tuple[Any, ...], microbatch: int, device: torch.device
+    ) -> torch.Tensor:
+        program = self._executable.program
+        output = torch_private.tree_unflatten(self._model_outputs(outputs)[: program.n_outputs], program.out_spec)
+        target = self._call.targets[microbatch]
+        if device.type != "cpu":  # the caller cannot know on which device the plan puts the last stage
             target = torch_private.tree_map(lambda x: moved(x, device), target)
-        loss = self._loss_function(output, target)
-        self.losses[microbatch] = loss.detach()
+        loss = function(output, target)
+        self._tensors.losses[microbatch] = loss.detach()
         return loss
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def _backward(self, part: Part, microbatch: int) -> None:
-        kept = self._taken(part, microbatch)
-        roots = self._roots(part, microbatch, kept)
-        if roots:
-            torch_private.run_backward([v for v, _ in roots], [g for _, g in roots], self.keep_graph)
-        del roots
-        self._send_back(part, microbatch, [_take_gradient(leaf) for leaf in (*kept.own, *kept.received)])
+    def _backward(self, replica: StageReplica, microbatch: int) -> None:
+        kept = self._take_kept(replica, microbatch)
+        roots = self._roots(replica, microbatch, kept)
+        if roots:  # (11)
+            torch_private.run_backward([t for t, _ in roots], [g for _, g in roots], self._keep_graph)
+        del roots  # sending does not need the outputs; free them before
+        leaves = (*kept.model_inputs, *kept.received)
+        self._send_gradients(replica, microbatch, [_take_gradient(leaf) for leaf in leaves])
 
-    def _backward_inputs(self, part: Part, microbatch: int) -> None:
-        if self._is_whole(part):
-            self._backward(part, microbatch)
+    def _backward_inputs(self, replica: StageReplica, microbatch: int) -> None:
+        if self._has_whole_backward(replica):
+            self._backward(replica, microbatch)
             return
-        kept = self._kept[part.stage.index, microbatch]
-        roots = self._roots(part, microbatch, kept)
-        inputs = [*kept.own, *kept.received]
-        wanted = [i for i, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        found, kept.weights = input_part(roots, [inputs[i] for i in wanted])
-        gradients: list[torch.Tensor | None] = [None] * len(inputs)
-        for i, gradient in zip(wanted, found, strict=True):
+        kept = self._tensors.kept[replica.stage.index, microbatch]
+        roots = self._roots(replica, microbatch, kept)
+        leaves = [*kept.model_inputs, *kept.received]
+        wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        wanted_gradients, kept.weights = input_part(roots, [leaves[i] for i in wanted])
+        gradients: list[torch.Tensor | None] = [None] * len(leaves)
+        for i, gradient in zip(wanted, wanted_gradients, strict=True):
             gradients[i] = gradient
-        self._send_back(part, microbatch, gradients)
+        self._send_gradients(replica, microbatch, gradients)
 
-    def _backward_weights(self, part: Part, microbatch: int) -> None:
-        if self._is_whole(part):
+    def _backward_weights(self, replica: StageReplica, microbatch: int) -> None:
+        if self._has_whole_backward(replica):
             return
-        kept = self._taken(part, microbatch)
+        kept = self._take_kept(replica, microbatch)
         weights, kept.weights = kept.weights, None
         assert weights is not None, "the input part comes first"
-        weights.run(self.keep_graph)
+        weights.run(self._keep_graph)
 
-    def _is_whole(self, part: Part) -> bool:
-        """Whether the input part of a backward is all of it: a compiled one is one kernel call, and one over several
-        devices has their exchanges within."""
-        return bool(self.executable.compiled) or part.stage.shards > 1
+    def _has_whole_backward(self, replica: StageReplica) -> bool:
+        """Whether the input action of a split backward does all of it. A compiled backward is one kernel call, and one
+        over several devices exchanges gradients of inputs and of parameters as it goes."""
+        return bool(self._executable.compiled) or replica.stage.shards > 1
 
-    def _taken(self, part: Part, microbatch: int) -> _Kept:
-        key = (part.stage.index, microbatch)
-        return self._kept[key] if self.keep_graph else self._kept.pop(key)
+    def _take_kept(self, replica: StageReplica, microbatch: int) -> KeptForward:
+        key = (replica.stage.index, microbatch)
+        return self._tensors.kept[key] if self._keep_graph else self._tensors.kept.pop(key)
 
-    def _roots(self, part: Part, microbatch: int, kept: _Kept) -> list[GradientRoot]:
-        """Where the backward of a stage starts: its outputs that need a gradient, with what arrived for them."""
-        last = part.stage.index == self.executable.n_stages - 1
+    def _roots(self, replica: StageReplica, microbatch: int, kept: KeptForward) -> list[GradientRoot]:
+        """(10) Where the stage's backward starts: the outputs that need a gradient, each with its gradient."""
+        last = self._is_last(replica)
         if kept.loss is not None:
-            share = self.executable.share(self.sizes[microbatch], self.total, kept.loss)
-            if kept.values is not None:
-                return [(kept.loss, share)]
-            kept.loss.backward(share, retain_graph=self.keep_graph)
+            weight = self._executable.loss_weight(self._call.sizes[microbatch], self._call.batch_size, kept.loss)
+            if kept.outputs is not None:
+                return [(kept.loss, weight)]
+            kept.loss.backward(weight, retain_graph=self._keep_graph)
             gradients = [_take_gradient(leaf) for leaf in kept.loss_inputs]
         elif last:
-            gradients = self.results.gradients_of(microbatch)
+            gradients = self._tensors.outputs.gradients_of(microbatch)
         else:
-            gradients = self._arrived_gradients(part, microbatch)
+            gradients = self._received_gradients(replica, microbatch)
         if all(gradient is None for gradient in gradients):
-            return []  # nothing to run a forward again for
-        values = self._recomputed(part, microbatch, kept) if kept.values is None else kept.values
-        tensors = tuple(self._flat(values)) if kept.loss is None and last else values
+            return []  # nothing to recompute for
+        outputs = self._recompute(replica, microbatch, kept) if kept.outputs is None else kept.outputs
+        tensors = tuple(self._model_outputs(outputs)) if kept.loss is None and last else outputs
         return [
-            (v, g if g.device == v.device else moved(g, v.device))
-            for v, g in zip(tensors, gradients, strict=True)
-            if g is not None and isinstance(v, torch.Tensor) and v.requires_grad
+            (t, g if g.device == t.device else moved(g, t.device))
+            for t, g in zip(tensors, gradients, strict=True)
+            if g is not None and isinstance(t, torch.Tensor) and t.requires_grad
         ]
 
-    def _arrived_gradients(self, part: Part, microbatch: int) -> list[torch.Tensor | None]:
-        """Of every output of the stage, the sum of what later stages sent."""
-        here = part.stage.index
-        gradients: list[torch.Tensor | None] = [None] * len(part.stage.outputs)
-        for consumer in self.executable.consumers[here]:
-            message = self.mail.receive(part.slot, Address(Phase.BACKWARD, consumer, here, microbatch))
+    def _received_gradients(self, replica: StageReplica, microbatch: int) -> list[torch.Tensor | None]:
+        """For each output of the stage, the sum of the gradients that later stages sent."""
+        here = replica.stage.index
+        gradients: list[torch.Tensor | None] = [None] * len(replica.stage.outputs)
+        for consumer in self._executable.consumers[here]:
+            message = self._mailbox.receive(replica.slot, Address(Phase.BACKWARD, consumer, here, microbatch))
             for position, sent in message.items():
-                gradient, before = arrived(sent, part.device), gradients[position]
+                gradient, before = arrived(sent, replica.device), gradients[position]
                 gradients[position] = gradient if before is None else before + gradient
         return gradients
 
-    def _recomputed(self, part: Part, microbatch: int, kept: _Kept) -> tuple[Any, ...]:
-        """The outputs once more, with their graph; running statistics do not move a second time."""
-        buffers = [buffer.tensor for buffer in part.buffers if buffer.written]
+    def _recompute(self, replica: StageReplica, microbatch: int, kept: KeptForward) -> tuple[Any, ...]:
+        """The outputs once more, with their graph. Running statistics stay as the first forward left them."""
+        buffers = [buffer.tensor for buffer in replica.buffers if buffer.written]
         before = [buffer.clone() for buffer in buffers]
         with torch.enable_grad():
-            values = self._compute(part, microbatch, kept.own, kept.received, again=True)
+            outputs = self._compute(replica, microbatch, kept.model_inputs, kept.received, again=True)
         for buffer, old in zip(buffers, before, strict=True):
-            buffer.data.copy_(old)  # behind autograd's back, which has saved the buffer with its version
-        return values
+            buffer.data.copy_(old)  # `.data`: autograd saved the buffer and must not see its version change
+        return outputs
 
-    def _send_back(self, part: Part, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the stage's inputs, first of the model's own, to where the inputs came from."""
-        stage, n_own = part.stage, len(part.stage.model_inputs)
-        if self.executable.watch_nan:
-            check_not_nan(gradients, part)
-        for index, gradient in zip(stage.model_inputs, gradients[:n_own], strict=True):
+    def _send_gradients(self, replica: StageReplica, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """(12) Send the gradients of the stage's inputs, those of the model's inputs first, to where they came from."""
+        stage, n_model_inputs = replica.stage, len(replica.stage.model_inputs)
+        if self._executable.watch_nan:
+            check_not_nan(gradients, replica)
+        for index, gradient in zip(stage.model_inputs, gradients[:n_model_inputs], strict=True):
             if gradient is not None:
-                self._input_gradients[index, microbatch, stage.index] = gradient
-        back: dict[int, dict[int, Any]] = {source: {} for source in stage.sources}
-        for (source, position), gradient in zip(stage.received, gradients[n_own:], strict=True):
+                self._tensors.input_gradients[index, microbatch, stage.index] = gradient
+        messages: dict[int, dict[int, Any]] = {source: {} for source in stage.sources}
+        for (source, position), gradient in zip(stage.received, gradients[n_model_inputs:], strict=True):
             if gradient is not None:
-                target = self.executable.part(source, microbatch)
-                back[source][position] = push(gradient, target.device)
-        for source, message in back.items():
-            slot = self.executable.part(source, microbatch).slot
-            self.mail.send(slot, Address(Phase.BACKWARD, stage.index, source, microbatch), message)
+                target = self._executable.replica(source, microbatch)
+                messages[source][position] = push(gradient, target.device)
+        for source, message in messages.items():  # an empty message, too: its receiver waits for one
+            slot = self._executable.replica(source, microbatch).slot
+            self._mailbox.send(slot, Address(Phase.BACKWARD, stage.index, source, microbatch), message)
 
 
 def _take_gradient(leaf: Any) -> torch.Tensor | None:
@@ -306,4 +265,4 @@ def _forget(tensor: torch.Tensor) -> None:
 
 
 def _forgotten(nothing: None) -> torch.Tensor:
-    raise AssertionError("a forward that is to be run again was differentiated")
+    raise AssertionError("a forward without saved tensors was differentiated; its stage should have recomputed it")

@@ -1,4 +1,4 @@
-"""The plain model on one device: what runs where a plan has one stage on one device and keeps the batch whole."""
+"""The plain model on one device. It runs where the plan has one stage, on one device, and one micro-batch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
-from autopar.runtime.passes import LossFunction
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device
 
 
 def plain_call(model: nn.Module, device: Device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the model on `device` returns. Without the hooks of the root: who calls has run them."""
+    """What the model on `device` returns. The hooks of the root do not run here: the PipelinedModule has run them."""
     args, kwargs = _moved((args, kwargs), device)
     return model.forward(*args, **kwargs)
 
@@ -28,19 +28,19 @@ def plain_step(
     kwargs: dict[str, Any],
     loss_fn: LossFunction,
     target: Any,
-    notes: StepRecorder | None = None,
+    recorder: StepRecorder | None = None,
 ) -> torch.Tensor:
-    """A training step: the detached loss; gradients are accumulated in `.grad`. `notes`: of its two passes."""
-    with _noted(notes, Phase.FORWARD, device):
+    """A training step: accumulates gradients in `.grad` and returns the detached loss. `recorder`: times its passes."""
+    with _recorded(recorder, Phase.FORWARD, device):
         output = plain_call(model, device, args, kwargs)
-        loss = (loss_fn if notes is None else notes.loss(loss_fn))(output, _moved(target, device))
-    with _noted(notes, Phase.BACKWARD, device):
+        loss = (loss_fn if recorder is None else recorder.timed_loss(loss_fn))(output, _moved(target, device))
+    with _recorded(recorder, Phase.BACKWARD, device):
         loss.backward()
     return loss.detach()
 
 
-def _noted(notes: StepRecorder | None, phase: Phase, device: Device) -> AbstractContextManager[None]:
-    return nullcontext() if notes is None else notes.action(Action(phase, 0, 0), device)
+def _recorded(recorder: StepRecorder | None, phase: Phase, device: Device) -> AbstractContextManager[None]:
+    return nullcontext() if recorder is None else recorder.action(Action(phase, 0, 0), device)
 
 
 def _moved(tree: Any, device: Device) -> Any:

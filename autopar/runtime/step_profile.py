@@ -1,4 +1,4 @@
-"""One training step as it went: what every stage took and waited for, next to what the plan predicted."""
+"""A profiled training step: how long every stage computed and waited, next to what the plan predicted."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class StageStep:
     device: str  # name
     microbatches: int
     forward: float  # s, the loss included
-    loss: float  # s, of the forward: in the loss function
-    backward: float  # s, with what is computed again for it
-    waiting: float  # s, for messages of other stages, in neither of them
-    predicted_forward: float | None  # s, the loss included; None where the plan predicts nothing for this step
-    predicted_backward: float | None  # s, the same
+    loss: float  # s in the loss function, part of `forward`
+    backward: float  # s, recomputed forwards included
+    waiting: float  # s for messages of other stages, counted in neither `forward` nor `backward`
+    predicted_forward: float | None  # s, the loss included; None where the plan has no prediction for this step
+    predicted_backward: float | None  # s; None as above
 
     @property
     def busy(self) -> float:
-        """Seconds."""
+        """Seconds of computing."""
         return self.forward + self.backward
 
 
@@ -37,18 +37,18 @@ class StepProfile:
     batch_size: int  # samples
     n_microbatches: int
     schedule: str
-    stages: tuple[StageStep, ...]  # by stage, then as its devices are named in the plan
-    one_worker: bool  # one thread did the actions of several devices in turn
-    synchronized: bool  # GPUs were waited for after every action
+    stages: tuple[StageStep, ...]  # by stage, then in the order of its devices in the plan
+    one_worker: bool  # one thread did the actions of several devices, one after another
+    synchronized: bool  # workers waited for their GPU after every action
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to the measured time: above 0 where the step was faster than predicted."""
+        """Error of the prediction, relative to the measured time; above 0 where the step was faster than predicted."""
         return None if self.predicted is None else self.predicted / self.seconds - 1
 
     def __str__(self) -> str:
         return shown(self)
 
     def to_json(self) -> str:
-        """All of it in seconds."""
+        """All fields and the error; times in seconds."""
         return json.dumps({**asdict(self), "error": self.error}, indent=1)

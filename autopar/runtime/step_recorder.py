@@ -1,12 +1,12 @@
-"""What the actions of a call take, noted on request: a call that nobody notes has no clock in it.
+"""Times of the actions of one call. A call without a recorder reads no clock.
 
 ```
     worker's time     | waits for a message | computes ........ the loss ....... | waits ...
-    noted as            waiting               seconds           loss, of seconds
+    recorded as         waiting               seconds           loss, part of seconds
 ```
-Kernels of a GPU are only queued by the action that needs them. So that they count where they belong, the worker of a
-GPU waits for them at the end of every action, around the loss, and before it sends a message (else its receiver would
-do the waiting, and call it computing).
+An action only queues the kernels that it runs on a GPU. To count them in that action, the worker of a GPU waits for
+them at the end of every action, around the loss, and before it sends a message (otherwise the receiver would wait for
+them and count that as computing).
 """
 
 from __future__ import annotations
@@ -20,119 +20,119 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from autopar.analysis.example import LossFunction
 from autopar.plan.plan import Plan, Stage
-from autopar.runtime.executable import Part
+from autopar.runtime.executable import StageReplica
 from autopar.runtime.mailbox import Address, Mailbox
-from autopar.runtime.passes import LossFunction
 from autopar.runtime.step_profile import StageStep, StepProfile
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device, synchronize
 
 T = TypeVar("T")
-Act = Callable[[Part, int], None]  # on a part and a micro-batch
+Act = Callable[[StageReplica, int], None]  # does an action's phase on a stage, for a micro-batch
 
 
 class ActionTimes(NamedTuple):
-    """What an action took."""
+    """Seconds of one action."""
 
     device: Device
-    seconds: float  # waiting left out
+    seconds: float  # without waiting
     waiting: float  # s, for messages
-    loss: float  # s, of `seconds`: in the loss function
+    loss: float  # s in the loss function, part of `seconds`
 
 
 class StepRecorder:
-    """What the actions of one call took. Noting costs some microseconds an action."""
+    """Records the times of one call's actions. This costs some microseconds per action."""
 
     def __init__(self) -> None:
-        self.taken: dict[Action, ActionTimes] = {}
-        self.threads: set[int] = set()  # that did them
-        self._now = threading.local()  # of the action that the thread is in: device, waiting and loss so far
+        self.times: dict[Action, ActionTimes] = {}
+        self.threads: set[int] = set()  # those that did the actions
+        self._current = threading.local()  # the thread's current action: device, seconds of waiting and of loss so far
 
     @contextmanager
     def action(self, action: Action, device: Device) -> Iterator[None]:
-        """Around what a worker of `device` does for an action."""
-        now = self._now
-        now.device, now.waiting, now.loss = device, 0.0, 0.0
+        """Time what a worker of `device` does inside as `action`."""
+        current = self._current
+        current.device, current.waiting, current.loss = device, 0.0, 0.0
         start = time.perf_counter()
         yield
         _finish(device)
-        seconds = time.perf_counter() - start - now.waiting
-        self.taken[action] = ActionTimes(device, seconds, now.waiting, now.loss)
+        seconds = time.perf_counter() - start - current.waiting
+        self.times[action] = ActionTimes(device, seconds, current.waiting, current.loss)
         self.threads.add(threading.get_ident())
 
-    def actions(self, ways: Mapping[Phase, Act]) -> dict[Phase, Act]:
-        """The same, noted."""
+    def timed_acts(self, acts: Mapping[Phase, Act]) -> dict[Phase, Act]:
+        """The same acts, recorded."""
 
-        def noted(phase: Phase, act: Act) -> Act:
-            def timed(part: Part, microbatch: int) -> None:
-                with self.action(Action(phase, part.stage.index, microbatch), part.worker.device):
-                    act(part, microbatch)
+        def recorded(phase: Phase, act: Act) -> Act:
+            def timed(replica: StageReplica, microbatch: int) -> None:
+                with self.action(Action(phase, replica.stage.index, microbatch), replica.worker.device):
+                    act(replica, microbatch)
 
             return timed
 
-        return {phase: noted(phase, act) for phase, act in ways.items()}
+        return {phase: recorded(phase, act) for phase, act in acts.items()}
 
-    def loss(self, function: LossFunction) -> LossFunction:
-        """The same, noted."""
+    def timed_loss(self, function: LossFunction) -> LossFunction:
+        """The same loss function, recorded."""
 
         def timed(output: Any, target: Any) -> torch.Tensor:
-            _finish(self._now.device)
+            _finish(self._current.device)
             start = time.perf_counter()
             result = function(output, target)
-            _finish(self._now.device)
-            self._now.loss += time.perf_counter() - start
+            _finish(self._current.device)
+            self._current.loss += time.perf_counter() - start
             return result
 
         return timed
 
-    def mail(self, n_slots: int) -> Mailbox:
-        """Mailboxes that note who waits."""
-        return _NotedMail(n_slots, self._now)
+    def mailbox(self, n_slots: int) -> Mailbox:
+        """A mailbox that records how long actions wait for messages."""
+        return _TimedMailbox(n_slots, self._current)
 
     def seconds(self) -> dict[Action, float]:
-        """Of every action, waiting left out."""
-        return {action: taken.seconds for action, taken in self.taken.items()}
+        """Seconds of every action, without waiting."""
+        return {action: times.seconds for action, times in self.times.items()}
 
     def profile(self, plan: Plan, seconds: float, batch_size: int) -> StepProfile:
-        """The call as a training step by `plan` that took `seconds`, with what the plan predicts for such a batch."""
-        batch_size = max(batch_size, 1)  # inputs without a batch are one sample, as in the plan
-        n_microbatches = 1 + max(action.microbatch for action in self.taken)
-        foreseen = (
+        """The call as a training step that took `seconds`, and what `plan` predicts if that is for this batch."""
+        batch_size = max(batch_size, 1)  # inputs without a batch count as one sample, as in the plan
+        n_microbatches = 1 + max(action.microbatch for action in self.times)
+        is_predicted = (
             plan.predicted_step_time is not None
             and plan.training
             and (plan.batch_size, plan.n_microbatches) == (batch_size, n_microbatches)
         )
-        parts: dict[tuple[int, str], list[tuple[Action, ActionTimes]]] = defaultdict(list)
-        for action, taken in self.taken.items():
-            parts[action.stage, taken.device.name].append((action, taken))
+        actions: dict[tuple[int, str], list[tuple[Action, ActionTimes]]] = defaultdict(list)
+        for action, times in self.times.items():
+            actions[action.stage, times.device.name].append((action, times))
         places = [(index, name) for index, stage in enumerate(plan.stages) for name in stage.devices]
-        devices = {taken.device.name: taken.device for taken in self.taken.values()}
+        devices = {times.device.name: times.device for times in self.times.values()}
         return StepProfile(
             seconds=seconds,
-            predicted=plan.predicted_step_time if foreseen else None,
+            predicted=plan.predicted_step_time if is_predicted else None,
             batch_size=batch_size,
             n_microbatches=n_microbatches,
             schedule=plan.schedule,
             stages=tuple(
-                _stage_step(index, name, parts[index, name], plan.stages[index] if foreseen else None)
+                _stage_step(index, name, actions[index, name], plan.stages[index] if is_predicted else None)
                 for index, name in places
-                if (index, name) in parts
+                if (index, name) in actions
             ),
             one_worker=len(self.threads) == 1 and len(devices) > 1,
             synchronized=any(device.torch_device.type == "cuda" for device in devices.values()),
         )
 
 
-class _NotedMail(Mailbox):
-    """Adds up what threads wait in it."""
+class _TimedMailbox(Mailbox):
+    """Adds the time that a thread waits for a message to its current action."""
 
-    def __init__(self, n_slots: int, now: threading.local) -> None:
+    def __init__(self, n_slots: int, current: threading.local) -> None:
         super().__init__(n_slots)
-        self._now = now
+        self._current = current
 
     def send(self, slot: int, address: Address, message: Any) -> None:
-        _finish(self._now.device)
+        _finish(self._current.device)
         super().send(slot, address, message)
 
     def receive(self, slot: int, address: Address) -> Any:
@@ -140,11 +140,11 @@ class _NotedMail(Mailbox):
         try:
             return super().receive(slot, address)
         finally:
-            self._now.waiting += time.perf_counter() - start
+            self._current.waiting += time.perf_counter() - start
 
 
 def timed(step: Callable[[], T], devices: Sequence[Device]) -> tuple[T, float]:
-    """What `step` returns, and its seconds: from when all GPUs are idle until they are again."""
+    """What `step` returns, and its seconds, from when all GPUs are idle until they are idle again."""
     synchronize(*devices)
     start = time.perf_counter()
     result = step()
@@ -153,7 +153,7 @@ def timed(step: Callable[[], T], devices: Sequence[Device]) -> tuple[T, float]:
 
 
 def _finish(device: Device) -> None:
-    """Wait for what this thread has queued on a GPU (and, on the same stream, other threads)."""
+    """Wait for the kernels on this thread's current stream of a GPU (other threads may have queued some of them)."""
     if device.torch_device.type == "cuda":
         torch.cuda.current_stream(device.torch_device).synchronize()
 
@@ -161,9 +161,9 @@ def _finish(device: Device) -> None:
 def _stage_step(
     index: int, device: str, actions: Sequence[tuple[Action, ActionTimes]], predicted: Stage | None
 ) -> StageStep:
-    """`predicted`: the stage in the plan, if it predicts this step."""
-    forwards = [taken for action, taken in actions if action.phase is Phase.FORWARD]
-    backwards = [taken for action, taken in actions if action.phase is not Phase.FORWARD]
+    """One stage on one device, from its actions. `predicted`: the stage in the plan, if the plan predicts this step."""
+    forwards = [times for action, times in actions if action.phase is Phase.FORWARD]
+    backwards = [times for action, times in actions if action.phase is not Phase.FORWARD]
     forward = backward = None
     if predicted is not None and predicted.forward_time is not None and predicted.backward_time is not None:
         forward = predicted.forward_time * len(forwards)
@@ -172,10 +172,10 @@ def _stage_step(
         stage=index,
         device=device,
         microbatches=len(forwards),
-        forward=sum(taken.seconds for taken in forwards),
-        loss=sum(taken.loss for taken in forwards),
-        backward=sum(taken.seconds for taken in backwards),
-        waiting=sum(taken.waiting for _, taken in actions),
+        forward=sum(times.seconds for times in forwards),
+        loss=sum(times.loss for times in forwards),
+        backward=sum(times.seconds for times in backwards),
+        waiting=sum(times.waiting for _, times in actions),
         predicted_forward=forward,
         predicted_backward=backward,
     )

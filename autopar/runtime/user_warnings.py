@@ -1,4 +1,4 @@
-"""What a user is told once of how a call runs: what changes the numbers or the speed."""
+"""Warnings about what changes the numbers or the speed of calls."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autopar.plan.plan import Plan
 
 
 class OneTimeWarnings:
-    """Warnings of one module; each is given once."""
+    """Warnings of one module; it gives each of them once. `given`: those so far."""
 
-    def __init__(self, said: frozenset[str] = frozenset()) -> None:
-        self.said = said
+    def __init__(self, given: frozenset[str] = frozenset()) -> None:
+        self.given = given
 
     def batch_stays_whole(self, batching: Batching) -> None:
         if batching.obstacle and batching.obstacle != "the batch has one sample":
@@ -27,22 +27,22 @@ class OneTimeWarnings:
             )
 
     def undivided(self, lowered: Lowered) -> None:
-        """The plan was made for other lengths or images."""
-        found = [key for stage in lowered.stages for key in stage.undivided]
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        """The plan was made for inputs of other sizes, which its shards divide."""
+        whole = [key for stage in lowered.stages for key in stage.undivided]
+        if whole:
+            more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
             self._once(
-                f"every device does all of {found[0]}{more}: the plan splits them, but their sizes in this call do not "
-                "come apart evenly"
+                f"every device computes all of {whole[0]}{more}: the plan splits them over devices, but the number of "
+                "devices does not divide their sizes in this call"
             )
 
     def without_shards(self, batch: int, multiple: int) -> None:
         self._once(
-            f"a batch of {batch} samples runs without shards, as do all whose number of samples is no multiple of "
-            f"{multiple}: they do not come apart evenly"
+            f"a batch of {batch} samples runs without shards, because the plan's shards need a multiple of {multiple} "
+            "samples"
         )
 
     def _once(self, message: str) -> None:
-        if message not in self.said:
-            self.said |= {message}
+        if message not in self.given:
+            self.given |= {message}
             warn(message)

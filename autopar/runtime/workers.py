@@ -1,19 +1,20 @@
-"""Worker threads: one for each device."""
+"""Worker threads, one per device."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from cost_models.hardware.devices import Device
+from cost_models.hardware.devices import Device, find_device
 
 
 class Worker:
-    """A thread that serves one device. It ends when the Worker is collected or closed, and never blocks the exit."""
+    """A thread that works for one device. It ends when the Worker is collected or closed, and never delays the
+    program's exit."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -25,29 +26,48 @@ class Worker:
         threads = torch.get_num_threads()
         self._thread.start()
         ready.wait()
-        torch.set_num_threads(threads)  # the worker's own setting also became the default of threads to come
+        torch.set_num_threads(threads)  # the worker's setting also became the default of new threads: undo that
         self._finalizer = weakref.finalize(self, self._inbox.put, None)
-        self._finalizer.atexit = False  # a daemon thread may still be in a step when the program ends
+        self._finalizer.atexit = False  # at exit, a daemon thread may still be in a step and submit to this worker
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` on the thread, after what was submitted before. `work` must not raise."""
+        """Run `work` on the thread after earlier work. `work` must not raise. RuntimeError if the worker is closed."""
         if not self._finalizer.alive:
-            raise RuntimeError(f"the pipeline's worker of {self.device.name} has been closed; call the module anew")
+            raise RuntimeError(f"the pipeline's worker of {self.device.name} has been closed; call the module again")
         self._inbox.put(work)
 
     def close(self) -> None:
-        """End the thread when its work is done."""
+        """End the thread after the work submitted so far."""
         self._finalizer()
 
 
 def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None], device: Device, ready: threading.Event) -> None:
     if device.torch_device.type == "cuda":
         torch.cuda.set_device(device.torch_device)
-    # Asked for the first time, or at its first parallel operator, a thread takes over the process's number: after this
-    # question its own holds.
+    # torch gives a thread the process's number of threads at its first parallel operator or its first
+    # `get_num_threads()`, which would overwrite a number set before.
     torch.get_num_threads()
     torch.set_num_threads(device.threads)
     ready.set()
     while (work := inbox.get()) is not None:
         work()
-        del work  # it holds tensors of a finished call
+        del work  # it refers to tensors of a finished call
+
+
+class WorkerPool:
+    """The workers of a module, by device name. A worker starts when it is first needed."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = tuple(devices)
+        self._workers: dict[str, Worker] = {}
+
+    def __getitem__(self, name: str) -> Worker:
+        if name not in self._workers:
+            self._workers[name] = Worker(find_device(self._devices, name))
+        return self._workers[name]
+
+    def close(self) -> None:
+        """End all threads. Workers started later are new ones."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()

@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar import PipelinedModule, Plan, PlanError
-from autopar.runtime.executable import Part
+from autopar.runtime.executable import StageReplica
 from autopar.runtime.memory_watch import MemoryWatch
 from autopar.runtime.passes import Passes
 from autopar.schedule.builders import SCHEDULES
@@ -83,7 +83,7 @@ def test_recomputing_under_autocast_does_not_change_a_bit() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_graph_that_is_kept_is_recomputed_for_every_backward(schedule: str) -> None:
+def test_a_graph_that_is_kept_is_recompute_for_every_backward(schedule: str) -> None:
     model = mlp(8, 5)
     original = copy.deepcopy(model)
     for one in (original, pipelined(model, True, schedule)):
@@ -118,7 +118,7 @@ def test_a_stage_that_recomputes_holds_the_activations_of_one_micro_batch() -> N
         pm = autopar.parallelize(nn.Sequential(*layers), ["cpu", "cpu"], plan=plan)
         watch = MemoryWatch(CPUS)
         x = torch.randn(n_microbatches * rows, width)
-        with pm.watched(watch), watch.step([]):
+        with pm.device_context(watch), watch.step([]):
             pm.train_step(x, target=x, loss_fn=square)
         return watch.peaks["cpu:0"]
 
@@ -158,13 +158,13 @@ def test_a_stage_that_no_gradient_reaches_is_not_run_again(monkeypatch: pytest.M
     model[4].requires_grad_(False)
     pm = pipelined(model, True)
     again: list[int] = []
-    real = Passes._recomputed
+    real = Passes._recompute
 
-    def noting(self: Passes, part: Part, *args: Any) -> tuple[Any, ...]:
-        again.append(part.stage.index)
-        return real(self, part, *args)
+    def noting(self: Passes, replica: StageReplica, *args: Any) -> tuple[Any, ...]:
+        again.append(replica.stage.index)
+        return real(self, replica, *args)
 
-    monkeypatch.setattr(Passes, "_recomputed", noting)
+    monkeypatch.setattr(Passes, "_recompute", noting)
     x = torch.randn(6, 8)
     pm.train_step(x, target=x, loss_fn=square)
     assert again == [1, 1, 1]
@@ -202,7 +202,7 @@ def test_a_buffer_that_nothing_reads_is_written_once(whole: bool) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "through a view"])
-def test_a_stage_that_reads_a_buffer_it_writes_cannot_be_recomputed(whole: bool) -> None:
+def test_a_stage_that_reads_a_buffer_it_writes_cannot_be_recompute(whole: bool) -> None:
     model = nn.Sequential(Writing(whole, read=True), nn.Linear(8, 8))
     plan = Plan.from_split({"0": 0, "1": 1}, n_microbatches=2, recompute=[0])
     with pytest.raises(PlanError, match=r"stage 0 cannot be recomputed.*module '0'"):

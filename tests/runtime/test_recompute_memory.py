@@ -43,7 +43,7 @@ def peaks(schedule: str, n_microbatches: int, recompute: bool) -> list[int]:
     pm.train_step(x, target=target, loss_fn=loss_fn)
     pm.zero_grad()
     watch = MemoryWatch(CPUS)
-    with pm.watched(watch), watch.step([]):
+    with pm.device_context(watch), watch.step([]):
         pm.train_step(x, target=target, loss_fn=loss_fn)
     return [watch.peaks[device.name] for device in CPUS]
 

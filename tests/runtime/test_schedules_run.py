@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import PipelinedModule, Plan
-from autopar.runtime.executable import Part
+from autopar.runtime.executable import StageReplica
 from autopar.runtime.passes import Passes
 from autopar.runtime.split_backward import input_part
 from autopar.schedule.builders import SCHEDULES
@@ -245,10 +245,10 @@ def test_an_error_in_a_part_of_the_backward_names_stage_and_micro_batch(
     name = "_backward_inputs" if "inputs" in phase else "_backward_weights"
     real = getattr(Passes, name)
 
-    def failing(self: Passes, part: Part, microbatch: int) -> None:
-        if part.stage.index == 1 and microbatch == 1:
+    def failing(self: Passes, replica: StageReplica, microbatch: int) -> None:
+        if replica.stage.index == 1 and microbatch == 1:
             raise ValueError("out of order")
-        real(self, part, microbatch)
+        real(self, replica, microbatch)
 
     with monkeypatch.context() as patched:
         patched.setattr(Passes, name, failing)

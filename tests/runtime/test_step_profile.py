@@ -21,7 +21,7 @@ from autopar.costs.history import history_path, recall
 from autopar.plan.plan import Stage
 from autopar.report.tables import WIDTH
 from autopar.runtime import module as module_room
-from autopar.runtime import step_recorder as notes_room
+from autopar.runtime import step_recorder
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
@@ -160,7 +160,7 @@ def test_a_first_step_that_is_profiled_is_captured_and_planned_before_its_time_s
 
     def timed(step: Callable[[], torch.Tensor], devices: Any) -> tuple[torch.Tensor, float]:
         ready.append((pm.plan, pm.stages))
-        return notes_room.timed(step, devices)
+        return step_recorder.timed(step, devices)
 
     monkeypatch.setattr(module_room, "timed", timed)
     pm.train_step(X, target=Y, loss_fn=mse_loss, profile=True)
@@ -173,7 +173,7 @@ def test_a_first_step_that_is_profiled_is_captured_and_planned_before_its_time_s
     assert recorded.predicted == plan.predicted_step_time
 
 
-# -- notes -----------------------------------------------------------------------------------------------------------
+# -- recorder--------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -190,44 +190,44 @@ class Clock:
 
 
 def test_waiting_for_messages_is_no_work_and_the_loss_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, notes = Clock(), StepRecorder()
-    monkeypatch.setattr(notes_room, "time", clock)
-    monkeypatch.setattr(Mailbox, "receive", lambda mail, slot, address: clock.spend(5))
-    mail = notes.mail(1)
-    loss = notes.loss(lambda output, target: clock.spend(2))  # type: ignore[arg-type, return-value]
+    clock, recorder = Clock(), StepRecorder()
+    monkeypatch.setattr(step_recorder, "time", clock)
+    monkeypatch.setattr(Mailbox, "receive", lambda mailbox, slot, address: clock.spend(5))
+    mailbox = recorder.mailbox(1)
+    loss = recorder.timed_loss(lambda output, target: clock.spend(2))  # type: ignore[arg-type, return-value]
 
-    def forward(part: object, microbatch: int) -> None:
+    def forward(replica: object, microbatch: int) -> None:
         for _ in range(2):
-            mail.receive(0, Address(Phase.FORWARD, 0, 1, microbatch))
+            mailbox.receive(0, Address(Phase.FORWARD, 0, 1, microbatch))
         clock.spend(3)
         loss(None, None)
 
-    def backward(part: object, microbatch: int) -> None:
+    def backward(replica: object, microbatch: int) -> None:
         clock.spend(4)
 
-    ways = notes.actions({Phase.FORWARD: forward, Phase.BACKWARD: backward})
-    part: Any = SimpleNamespace(stage=SimpleNamespace(index=1), worker=SimpleNamespace(device=CPUS[0]))
+    acts = recorder.timed_acts({Phase.FORWARD: forward, Phase.BACKWARD: backward})
+    replica: Any = SimpleNamespace(stage=SimpleNamespace(index=1), worker=SimpleNamespace(device=CPUS[0]))
     for microbatch in range(2):
-        ways[Phase.FORWARD](part, microbatch)
-        ways[Phase.BACKWARD](part, microbatch)
+        acts[Phase.FORWARD](replica, microbatch)
+        acts[Phase.BACKWARD](replica, microbatch)
     for microbatch in range(2):
-        assert notes.taken[Action(Phase.FORWARD, 1, microbatch)] == (CPUS[0], 3 + 2, 2 * 5, 2)
-        assert notes.taken[Action(Phase.BACKWARD, 1, microbatch)] == (CPUS[0], 4, 0, 0)
-    assert notes.seconds()[Action(Phase.FORWARD, 1, 0)] == 5
+        assert recorder.times[Action(Phase.FORWARD, 1, microbatch)] == (CPUS[0], 3 + 2, 2 * 5, 2)
+        assert recorder.times[Action(Phase.BACKWARD, 1, microbatch)] == (CPUS[0], 4, 0, 0)
+    assert recorder.seconds()[Action(Phase.FORWARD, 1, 0)] == 5
 
 
-def test_a_call_that_nobody_notes_reads_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_without_a_recorder_reads_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     pm = recording(net(), hand_plan())
-    monkeypatch.setattr(notes_room, "time", None)
+    monkeypatch.setattr(step_recorder, "time", None)
     pm.train_step(X, target=Y, loss_fn=mse_loss)
     pm.close()
 
 
-def test_a_call_and_its_backward_can_be_noted_too() -> None:
-    pm, notes = recording(net(), hand_plan(n_microbatches=2)), StepRecorder()
-    with pm.noted(notes):
+def test_a_call_and_its_backward_can_be_recorded_too() -> None:
+    pm, recorder = recording(net(), hand_plan(n_microbatches=2)), StepRecorder()
+    with pm.recording(recorder):
         output = pm(X)
     mse_loss(output, Y).backward()
     pm.close()
     phases = (Phase.FORWARD, Phase.BACKWARD)
-    assert notes.taken.keys() == {Action(phase, stage, i) for phase in phases for stage in (0, 1) for i in (0, 1)}
+    assert recorder.times.keys() == {Action(phase, stage, i) for phase in phases for stage in (0, 1) for i in (0, 1)}

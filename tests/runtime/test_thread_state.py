@@ -31,7 +31,7 @@ def pipelined(model: nn.Module, plan: Plan = TWO_STAGES) -> PipelinedModule:
 
 def on_every_worker(pm: PipelinedModule, spread: bool) -> contextlib.AbstractContextManager[None]:
     """Stages this small may share a worker; inside, every device uses its own."""
-    return pm.watched(lambda _: contextlib.nullcontext()) if spread else contextlib.nullcontext()
+    return pm.device_context(lambda _: contextlib.nullcontext()) if spread else contextlib.nullcontext()
 
 
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def on_every_worker(pm: PipelinedModule) -> AbstractContextManager[None]:
     """Stages this small may share a worker; inside, every device uses its own."""
-    return pm.watched(lambda _: contextlib.nullcontext())
+    return pm.device_context(lambda _: contextlib.nullcontext())
 
 
 def workers() -> set[threading.Thread]:

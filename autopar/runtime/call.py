@@ -1,0 +1,117 @@
+"""The tensors of one pipelined call: what goes in, and what the workers keep, send back and return.
+
+A `PipelineCall` is fixed before the first worker starts. `CallTensors` fills up while the workers run: a forward stores
+what its backward needs, and a backward takes it away again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.analysis.batch_proof import OutputCombination
+from autopar.analysis.example import LossFunction
+from autopar.capture.program import Program
+from autopar.capture.thread_state import CallerState
+from autopar.lower.deferred_batch_norm import Statistics
+from autopar.runtime.micro_batches import split_leaf, split_tree
+from autopar.runtime.outputs import OutputCollector
+from autopar.runtime.split_backward import WeightPart
+
+
+@dataclass(frozen=True)
+class PipelineCall:
+    """What one call computes: the micro-batches that go in, and how outputs and the loss come out."""
+
+    inputs: tuple[Sequence[Any], ...]  # for each flat input of the model, its piece for each micro-batch
+    batch_dims: tuple[int | None, ...]  # for each flat input, the dimension that was split; None: shared by all
+    sizes: tuple[int, ...]  # samples in each micro-batch
+    outputs: tuple[OutputCombination, ...]  # for each flat output, how those of the micro-batches combine
+    state: CallerState  # the caller's thread-local settings of torch, which the workers apply
+    seed: int | None  # of the random operators; None: there are none
+    loss: LossFunction | None  # the last stage ends in loss(output, target); None: it returns the outputs
+    targets: Sequence[Any]  # for each micro-batch, if there is a loss
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        leaves: Sequence[Any],
+        sizes: Sequence[int],
+        outputs: Sequence[OutputCombination],
+        state: CallerState,
+        *,
+        seed: int | None = None,
+        loss: LossFunction | None = None,
+        target: Any = None,
+        target_dims: Sequence[int] = (0,),
+    ) -> PipelineCall:
+        """Split the flat inputs `leaves` and, with a loss, `target` into micro-batches of `sizes` samples.
+
+        A tensor in `target` is split on the first of `target_dims` whose size is that of the batch.
+        """
+        dims = tuple(i.batch_dim for i in program.inputs)
+        # (1) One piece of every input for each micro-batch.
+        inputs = tuple(split_leaf(leaf, dim, sizes) for leaf, dim in zip(leaves, dims, strict=True))
+        targets = split_tree(target, sizes, target_dims) if loss is not None else []
+        return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, targets)
+
+    @property
+    def n_microbatches(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples."""
+        return sum(self.sizes)
+
+
+@dataclass
+class KeptForward:
+    """What a stage keeps of a micro-batch between its forward and the end of its backward."""
+
+    model_inputs: list[Any]  # leaves: pieces of the model's inputs
+    received: list[Any]  # leaves: values that earlier stages sent
+    outputs: tuple[Any, ...] | None  # with their autograd graph; None where the backward computes them again
+    loss: torch.Tensor | None = None  # in the last stage of a call with a loss function
+    loss_inputs: tuple[Any, ...] = ()  # leaves: the outputs that the loss read, where they are computed again
+    weights: WeightPart | None = None  # after the input part of a split backward
+
+
+class CallTensors:
+    """What workers store of a call. Every entry has one writer, so that no lock is needed."""
+
+    def __init__(self, call: PipelineCall) -> None:
+        self.outputs = OutputCollector(call.outputs, call.sizes)
+        self.statistics = Statistics()  # of batch norms whose running statistics move once per batch
+        self.losses: list[torch.Tensor | None] = [None] * call.n_microbatches
+        self.kept: dict[tuple[int, int], KeptForward] = {}  # (stage, micro-batch)
+        self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
+        self._call = call
+
+    def mean_loss(self) -> torch.Tensor:
+        """The loss of the batch: the mean over micro-batches, weighted by their samples."""
+        pairs = zip(self.losses, self._call.sizes, strict=True)
+        return torch.stack([loss * (size / self._call.batch_size) for loss, size in pairs if loss is not None]).sum()
+
+    def input_gradient(self, index: int) -> torch.Tensor | None:
+        """The gradient of the whole flat input `index`, summed over the stages that read it."""
+        totals: list[torch.Tensor | None] = [None] * self._call.n_microbatches
+        for (leaf, microbatch, _), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
+            if leaf == index:
+                before = totals[microbatch]
+                totals[microbatch] = gradient if before is None else before + gradient.to(before.device)
+        known = [total for total in totals if total is not None]
+        if not known:
+            return None
+        dim = self._call.batch_dims[index]
+        if dim is None:
+            return sum(known[1:], known[0])
+        pieces = [
+            torch.zeros_like(piece) if total is None else total
+            for piece, total in zip(self._call.inputs[index], totals, strict=True)
+        ]
+        return torch.cat([piece.to(known[0].device) for piece in pieces], dim)

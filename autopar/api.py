@@ -25,8 +25,9 @@ from autopar.planner.plan_ahead import plan_ahead
 from autopar.planner.search_options import search_options
 from autopar.report.progress import progress_bar
 from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.compare import ComparedCall, run_comparison
+from autopar.runtime.compare import run_comparison
 from autopar.runtime.comparison import Comparison
+from autopar.runtime.contestants import ComparedCall
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning import plan_at_hand
 from cost_models import Cluster, Device, DeviceError, parse_devices

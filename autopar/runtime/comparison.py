@@ -1,4 +1,4 @@
-"""Plans side by side: what was predicted, and what was measured."""
+"""A comparison of plans: what was predicted, and what was measured."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from autopar.plan.plan import Plan
 class Row:
     """One plan and its steps.
 
-    Memory is by place: the name of a CPU worker, or that of a GPU with all its workers. Predicted are parameters, all
-    their gradients and the activations in flight, without optimizer state. Measured is what a place holds at its peak
-    in a step that starts without gradients, so that it may be less. It counts the storages that operators were seen to
-    use; replicas on CPU share their parameters, and each counts them.
+    Memory is by place: a CPU worker by its name, or a GPU with all its workers. The prediction counts parameters, all
+    their gradients and the activations in flight, without optimizer state. The measurement is the peak of a step that
+    starts without gradients, so that it may be less. It counts the storages that operators use; replicas on CPU share
+    their parameters, and each of them counts all.
     """
 
     name: str
     plan: Plan  # with its predictions
-    steps: tuple[float, ...]  # s, one of each round
+    steps: tuple[float, ...]  # s, one per round
     predicted_memory: Mapping[str, int]  # bytes at the peak
     measured_memory: Mapping[str, int]  # bytes at the peak
 
     @property
     def predicted(self) -> float | None:
-        """Seconds a step; None where a plan's sharded stages have no predictions."""
+        """Seconds per step; None where a plan's sharded stages have no predictions."""
         return self.plan.predicted_step_time
 
     @property
     def measured(self) -> float:
-        """Seconds a step, the median."""
+        """Seconds per step, the median."""
         return median(self.steps)
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to the measured time: above 0 where the step was faster than predicted."""
+        """Error of the prediction, relative to the measured time; above 0 where the step was faster than predicted."""
         return None if self.predicted is None else self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Steps of the same batch under several plans, taken in turn; `print(comparison)` shows a table."""
+    """Steps on the same batch under several plans, run in turn; `print(comparison)` shows a table."""
 
     single: Row  # the plain model on the first device
     plans: tuple[Row, ...]
@@ -59,21 +59,21 @@ class Comparison:
         return (self.single, *self.plans)
 
     def __getitem__(self, name: str) -> Row:
-        """The row of a plan. KeyError for a name that was not compared."""
+        """The row of a plan. Raises KeyError for an unknown name."""
         for row in self.plans:
             if row.name == name:
                 return row
         raise KeyError(name)
 
     def speed_up(self, row: Row) -> float:
-        """How many times faster than the single device, measured."""
+        """The measured time on the single device over that of `row`."""
         return self.single.measured / row.measured
 
     def __str__(self) -> str:
         return shown(self)
 
     def to_json(self) -> str:
-        """Rows with all numbers in seconds and bytes, and their plans."""
+        """All rows and their plans; times in seconds, memory in bytes."""
         rows = [self._as_json(row) for row in self.rows]
         data = {"devices": self.devices, "batch_size": self.batch_size, "training": self.training, "rows": rows}
         return json.dumps(data, indent=1)

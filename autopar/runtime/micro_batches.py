@@ -1,4 +1,4 @@
-"""A batch as micro-batches."""
+"""Splitting a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from autopar.capture import torch_private
 
 
 def split_sizes(batch: int, n_microbatches: int, least: int = 1, multiple: int = 1) -> list[int]:
-    """Samples in each micro-batch, as even as they go, larger ones first; none with fewer than `least`. All are
-    multiples of `multiple`, of which the batch is one."""
+    """Samples in each micro-batch: as equal as possible, larger ones first, and each at least `least`.
+
+    All are multiples of `multiple`, as `batch` must be. A small batch has fewer than `n_microbatches`.
+    """
     units = batch // multiple
     parts = max(1, min(n_microbatches, units // -(-least // multiple)))
     small, more = divmod(units, parts)
@@ -20,7 +22,7 @@ def split_sizes(batch: int, n_microbatches: int, least: int = 1, multiple: int =
 
 
 def split_leaf(leaf: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
-    """One piece of a flat input for each micro-batch, detached; the whole where it has no batch dimension."""
+    """One detached piece of a flat input per micro-batch; without a batch dimension, the whole input for each."""
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * len(sizes)
     whole = leaf.detach()
@@ -29,8 +31,8 @@ def split_leaf(leaf: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
 
 
 def split_tree(tree: Any, sizes: Sequence[int], dims: Sequence[int] = (0,)) -> list[Any]:
-    """`tree` for each micro-batch: tensors are split on the first of the dimensions `dims` that has the batch's number
-    of samples; those that have none are shared."""
+    """`tree` for each micro-batch. A tensor is split on the first of the dimensions `dims` whose size is the batch's;
+    without one, all micro-batches share the tensor."""
     leaves, spec = torch_private.tree_flatten(tree)
 
     def split(leaf: Any) -> list[Any]:

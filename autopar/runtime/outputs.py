@@ -1,4 +1,4 @@
-"""What the micro-batches of one call return, put together as the model's outputs, and their gradients taken apart."""
+"""The outputs of micro-batches joined into the model's outputs, and the gradients of those split again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.analysis.batch_proof import OutputCombination
 
 
 class OutputCollector:
-    """The flat outputs of a call. Workers add what micro-batches give, in any order."""
+    """The flat outputs of a call. Workers add those of micro-batches in any order."""
 
     def __init__(self, outputs: Sequence[OutputCombination], sizes: Sequence[int]) -> None:
         """`outputs`: how each flat output combines; `sizes`: samples in each micro-batch."""
@@ -23,11 +23,11 @@ class OutputCollector:
         self.differentiable = [False] * len(outputs)
         self.gradients: list[torch.Tensor | None] = []
         self._lock = threading.Lock()
-        self._pieces: dict[int, dict[int, torch.Tensor]] = {}  # flat output -> micro-batch -> its value, to be reduced
-        self._shares: dict[int, list[float]] = {}  # flat output that is a mean -> weight of each micro-batch, sum 1
+        self._pieces: dict[int, dict[int, torch.Tensor]] = {}  # flat output -> micro-batch -> value, until reduced
+        self._shares: dict[int, list[float]] = {}  # flat output that is a mean -> each micro-batch's weight, sum 1
 
     def add(self, values: Sequence[Any], microbatch: int) -> None:
-        """The flat outputs of one micro-batch."""
+        """Add the flat outputs of one micro-batch."""
         start = sum(self.sizes[:microbatch])
         for index, (value, how) in enumerate(zip(values, self.outputs, strict=True)):
             if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -35,9 +35,9 @@ class OutputCollector:
             self._combine(index, value, how, microbatch, start)
 
     def finish(self) -> list[Any]:
-        """All outputs, once every micro-batch is there; detached."""
+        """(8) All outputs of the batch, detached. Every micro-batch must have been added."""
         for index, pieces in self._pieces.items():
-            # In the order of micro-batches, not in that of arrival: the same bits every time.
+            # Sum in the order of micro-batches, not of arrival, so that the result has the same bits every time.
             ordered = [pieces[i] for i in range(len(self.sizes))]
             if self.outputs[index].combine == "mean":
                 self._shares[index] = shares = self._mean_shares(index)
@@ -47,7 +47,7 @@ class OutputCollector:
         return self.values
 
     def gradients_of(self, microbatch: int) -> list[torch.Tensor | None]:
-        """What the caller's gradients of the whole outputs mean for one micro-batch."""
+        """The gradients of one micro-batch's flat outputs, from the caller's gradients of the whole outputs."""
         start, rows = sum(self.sizes[:microbatch]), self.sizes[microbatch]
         result: list[torch.Tensor | None] = []
         for index, (gradient, how) in enumerate(zip(self.gradients, self.outputs, strict=True)):
@@ -61,8 +61,8 @@ class OutputCollector:
                 result.append(gradient)
             elif index in self._shares:
                 share = self._shares[index][microbatch]
-                result.append(gradient * share if share else None)  # a mean over nothing has no gradient but NaN
-            else:  # the same for all micro-batches: the mean of equal values
+                result.append(gradient * share if share else None)  # a mean over no entries has the gradient NaN
+            else:  # equal in all micro-batches, so that it is their mean
                 result.append(gradient * (rows / self.total))
         return result
 
@@ -74,7 +74,7 @@ class OutputCollector:
         piece, rows = value.detach() if isinstance(value, torch.Tensor) else value, self.sizes[microbatch]
         if how.combine == "cat":
             assert how.batch_dim is not None
-            factor = piece.shape[how.batch_dim] // rows  # a dimension may hold several entries a sample
+            factor = piece.shape[how.batch_dim] // rows  # the batch dimension may have several entries per sample
             with self._lock:
                 if self.values[index] is None:
                     shape = list(piece.shape)
@@ -86,10 +86,10 @@ class OutputCollector:
             self._pieces.setdefault(index, {})[microbatch] = piece
 
     def _mean_shares(self, index: int) -> list[float]:
-        """What each micro-batch weighs in the mean that flat output `index` is."""
+        """The weight of each micro-batch in flat output `index`, which is a mean."""
         place = self.outputs[index].weight
         if place is None:
             return [size / self.total for size in self.sizes]
         counts = [float(self._pieces[place][i]) for i in range(len(self.sizes))]
-        # Nothing to average at all is 0/0 in the model; a single share of one keeps that.
+        # With nothing to average in the whole batch, the model computes 0/0. A single weight of 1 keeps that NaN.
         return [c / sum(counts) for c in counts] if any(counts) else [1.0] + [0.0] * (len(counts) - 1)

@@ -16,7 +16,8 @@ from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, ch
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions, search_options
 from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.compare import ComparedCall, tune
+from autopar.runtime.compare import tune
+from autopar.runtime.contestants import ComparedCall
 from cost_models import Device
 
 _TUNING_STEPS = 5  # of every plan that is tuned, after one that warms up

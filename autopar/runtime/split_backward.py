@@ -1,18 +1,18 @@
-"""A backward in two parts: what the stage before is waiting for, and the gradients of parameters, which can wait.
+"""A backward in two parts: first the gradients that the previous stage waits for, later those of parameters.
 
     outputs <- addmm <- relu <- addmm <- inputs        on the path from the outputs to the inputs
                  \\                \\
                   weight           weight               off the path
 
-The input part runs the path alone: autograd leaves out the products that only off-path edges need. It remembers what
-flows into every node that an edge leaves the path at. The weight part later starts from these nodes and follows those
-edges alone, so that nothing is computed twice.
+The input part (1) runs only the path: autograd skips the products that only off-path edges need. Where an edge leaves
+the path (a junction), it stores the gradients that flow into that node. The weight part (2) starts from the junctions
+and follows only the edges off the path, so that nothing is computed twice.
 
-Some nodes compute all their gradients in one kernel (batch norm, LSTM): asking twice would cost twice. Leaves that
-they lead to get their gradients in the input part, handed on in the weight part. So do leaves that several nodes of the
-path lead to directly (a bias used at every time step): starting from one of these nodes, autograd would also take the
-way along the path. And since the input part computes all that flows into such a leaf, it does so for all leaves that
-share an edge out of the path with it.
+Three kinds of leaves get their gradients in the input part already, and the weight part only accumulates them:
+ - Leaves behind a node that computes all its gradients in one kernel (batch norm, LSTM). Two runs would cost twice.
+ - Leaves that several nodes of the path use directly (a bias used at every time step). Started from one of these nodes,
+   autograd would also follow the path to the others.
+ - Leaves behind the same off-path edge as one of those: the input part computes all that flows through that edge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-# Nodes whose gradients cost apart: two products of equal size, or two passes over the same data.
+# Nodes that compute the gradients of inputs and of weights separately: two products, or two passes over the data.
 _SEPARABLE = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "NativeLayerNorm")
 
 GradientRoot = tuple[torch.Tensor, torch.Tensor]  # a tensor and the gradient that flows into it
@@ -33,21 +33,21 @@ GradientRoot = tuple[torch.Tensor, torch.Tensor]  # a tensor and the gradient th
 
 @dataclass
 class WeightPart:
-    """What is left to do after the input part."""
+    """The rest of a backward after its input part."""
 
-    roots: list[GradientRoot]  # to be differentiated whole: they do not depend on the inputs
+    roots: list[GradientRoot]  # they do not depend on the inputs: their whole backward is left
     junctions: list[_Junction]
-    ready: list[tuple[GradientEdge, torch.Tensor]]  # gradients known already
+    ready: list[tuple[GradientEdge, torch.Tensor]]  # gradients that the input part has computed
 
     def run(self, retain_graph: bool) -> None:
-        """Accumulate the gradients of all leaves that are no inputs."""
+        """(2) Accumulate the gradients of all leaves other than the inputs."""
         edges: list[Any] = [tensor for tensor, _ in self.roots]
         gradients = [gradient for _, gradient in self.roots]
-        found = list(self.ready)
+        known = list(self.ready)
         for junction in self.junctions:
-            found += junction.gradients(retain_graph)
-        edges += [edge for edge, _ in found]
-        gradients += [gradient for _, gradient in found]
+            known += junction.gradients(retain_graph)
+        edges += [edge for edge, _ in known]
+        gradients += [gradient for _, gradient in known]
         if edges:
             torch.autograd.backward(edges, gradients, retain_graph=retain_graph)
 
@@ -58,30 +58,31 @@ class _Junction:
 
     node: Node
     off_path: list[GradientEdge]
-    arrived: list[tuple[torch.Tensor | None, ...]] = field(default_factory=list)  # by output of the node
+    # After (1), one entry: for each output of the node, the gradient that flows into it.
+    arrived: list[tuple[torch.Tensor | None, ...]] = field(default_factory=list)
 
     def gradients(self, retain_graph: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """What flows along the edges that leave the path."""
+        """The gradients that flow along the edges off the path."""
         if not self.arrived:
             return []
         known = [(GradientEdge(self.node, i), g) for i, g in enumerate(self.arrived[0]) if g is not None]
         if not known:
             return []
         edges, gradients = zip(*known, strict=True)
-        found = torch.autograd.grad(
+        flowing = torch.autograd.grad(
             edges, self.off_path, grad_outputs=gradients, retain_graph=retain_graph, allow_unused=True
         )
-        return [(edge, gradient) for edge, gradient in zip(self.off_path, found, strict=True) if gradient is not None]
+        return [(edge, gradient) for edge, gradient in zip(self.off_path, flowing, strict=True) if gradient is not None]
 
 
 def input_part(
     roots: Sequence[GradientRoot], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], WeightPart]:
-    """The gradients of `inputs` (leaves that require one), and what is left to do for all other leaves.
+    """(1) The gradients of `inputs` (leaves that require one), and the rest of the backward for all other leaves.
 
-    The graph is kept; the weight part frees it. That runs autograd once for every junction, which looks through all the
-    graph behind it: bookkeeping of O(junctions x nodes), 0.1 ms a junction in front of 500 nodes. Raises RuntimeError
-    for a root that requires no gradient.
+    The graph is kept, and the weight part frees it. The weight part runs autograd once per junction, and each run
+    visits the whole graph behind it: O(junctions x nodes), 0.1 ms for a junction in front of 500 nodes. Raises
+    RuntimeError for a root that requires no gradient.
     """
     if not inputs or not roots:
         return [None] * len(inputs), WeightPart(list(roots), [], [])
@@ -93,7 +94,7 @@ def input_part(
     handles = [j.node.register_prehook(_remember(j.arrived)) for j in later]
     try:
         wanted: list[Any] = [*inputs, *now]
-        found = (
+        computed = (
             torch.autograd.grad(
                 [t for t, _ in on_path], wanted, [g for _, g in on_path], retain_graph=True, allow_unused=True
             )
@@ -103,8 +104,8 @@ def input_part(
     finally:
         for handle in handles:
             handle.remove()
-    ready = [(edge, g) for edge, g in zip(now, found[len(inputs) :], strict=True) if g is not None]
-    return list(found[: len(inputs)]), WeightPart(rest, later, ready)
+    ready = [(edge, g) for edge, g in zip(now, computed[len(inputs) :], strict=True) if g is not None]
+    return list(computed[: len(inputs)]), WeightPart(rest, later, ready)
 
 
 def _remember(arrived: list[tuple[torch.Tensor | None, ...]]) -> Callable[[Any], None]:
@@ -115,29 +116,31 @@ def _remember(arrived: list[tuple[torch.Tensor | None, ...]]) -> Callable[[Any],
 
 
 class _Graph:
-    """The autograd graph behind some nodes; holds its nodes, whose identity would else be lost."""
+    """The autograd graph behind some nodes. It refers to the nodes, because torch makes a new Python object for a node
+    once the last reference to it is gone."""
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[torch.Tensor]) -> None:
         self._ends = {get_gradient_edge(tensor).node for tensor in inputs}
-        self._reaches: dict[Node, tuple[bool, bool]] = {}  # an input, any other leaf
-        self.path: list[Node] = []  # inner nodes from which an input is reached, in a fixed order
+        self._reaches: dict[Node, tuple[bool, bool]] = {}  # reaches an input, reaches another leaf
+        self.path: list[Node] = []  # inner nodes that reach an input, children first
         for root in roots:
             self._visit(root)
         children = [{child for child, _ in node.next_functions} for node in self.path]
-        self._parents = Counter(child for some in children for child in some)  # nodes on the path
+        self._parents = Counter(child for some in children for child in some)  # how many nodes of the path lead to it
 
     def on_path(self, node: Node) -> bool:
         return self._reaches[node][0]
 
     def deferred(self) -> tuple[list[_Junction], list[Node]]:
-        """Where the weight part starts, and the leaves that it leaves to the input part."""
+        """The junctions where the weight part starts, and the leaves whose gradients the input part computes."""
         edges = [(node, edge) for node in self.path for edge in self._leaving(node)]
         leaves_of = [self._leaves(edge.node) for _, edge in edges]
-        early: dict[Node, None] = {}  # leaves, in a fixed order
+        early: dict[Node, None] = {}  # leaves of the input part; a dict keeps their order
         waiting = [True] * len(edges)
         for index, (node, edge) in enumerate(edges):
             separable = node.name().removesuffix("0").removesuffix("Backward") in _SEPARABLE
             waiting[index] = separable and self._parents[edge.node] == 1
+        # An edge with an early leaf is not deferred, and then all its leaves are early. Repeat until nothing changes.
         settled = False
         while not settled:
             settled = True
@@ -154,8 +157,8 @@ class _Graph:
         return list(junctions.values()), list(early)
 
     def _leaves(self, node: Node) -> dict[Node, None]:
-        """The leaves behind a node off the path."""
-        found: dict[Node, None] = {}
+        """The leaves that a node off the path reaches."""
+        leaves: dict[Node, None] = {}
         seen, stack = set(), [node]
         while stack:
             node = stack.pop()
@@ -165,8 +168,8 @@ class _Graph:
             children = [child for child, _ in node.next_functions if child is not None]
             stack += children
             if not children:
-                found[node] = None
-        return found
+                leaves[node] = None
+        return leaves
 
     def _leaving(self, node: Node) -> list[GradientEdge]:
         """The edges of a node on the path that lead to leaves, none of them an input."""
@@ -179,7 +182,7 @@ class _Graph:
         return edges
 
     def _visit(self, root: Node) -> None:
-        """Children before parents, without recursion: graphs are deeper than Python's stack."""
+        """Visit children before parents. Without recursion, because graphs are deeper than Python's stack."""
         stack = [(root, False)]
         while stack:
             node, children_done = stack.pop()

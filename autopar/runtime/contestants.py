@@ -1,0 +1,168 @@
+"""Plans that run against each other, each on its own copy of the model: their steps in turn, and their peak memory.
+
+A B C   A B C   A B C ...
+warm up| these steps count
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.analysis.example import Example, untouched
+from autopar.capture import torch_private
+from autopar.capture.module_hooks import without_hooks
+from autopar.costs.cost_table import Progress
+from autopar.errors import InputError
+from autopar.plan.plan import Plan
+from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.memory_watch import DeviceContext, MemoryWatch
+from autopar.runtime.module import PipelinedModule
+from autopar.runtime.step_recorder import timed
+from cost_models import Device
+from cost_models.hardware.devices import operator_threads
+
+
+@dataclass(frozen=True)
+class ComparedCall:
+    """The call that every contestant's step makes."""
+
+    example: Example
+    settings: RunSettings
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A plan (or the plain model) on a copy of the model."""
+
+    name: str
+    plan: Plan  # with its predictions
+    model: nn.Module  # the copy
+    step: Callable[[], object]
+    device_context: Callable[[DeviceContext], AbstractContextManager[object]]  # see PipelinedModule.device_context
+    close: Callable[[], None]
+
+
+@contextmanager
+def contestants(
+    call: ComparedCall,
+    plans: Mapping[str, Plan],
+    devices: Sequence[Device],
+    progress: Progress,
+    *,
+    plain: Plan | None = None,
+) -> Iterator[list[Contestant]]:
+    """One contestant per plan. With `plain`, a plan of one stage, the plain model on the first device comes before.
+
+    Every contestant has a deep copy of the model, so that the user's keeps its parameters, gradients and running
+    statistics; the random state is put back. Operators in the caller's thread use the first device's threads.
+    """
+    ready: list[Contestant] = []
+    with untouched(call.example.model), operator_threads(devices[0].threads):
+        try:
+            if plain is not None:
+                ready.append(_plain(plain, call, devices[0]))
+            for name, plan in plans.items():
+                progress(f"preparing {name}", 0.0)
+                ready.append(_pipelined(name, plan, call, devices))
+            yield ready
+        finally:
+            for contestant in ready:
+                contestant.close()
+
+
+def steps_in_turn(
+    contestants: Sequence[Contestant], devices: Sequence[Device], repeats: int, progress: Progress
+) -> list[tuple[float, ...]]:
+    """For each contestant, the seconds of `repeats` steps, after one that warms up."""
+    steps: list[list[float]] = [[] for _ in contestants]
+    for turn in range(repeats + 1):
+        for contestant, seconds in zip(contestants, steps, strict=True):
+            progress(f"measuring {contestant.name}", turn / (repeats + 1))
+            seconds.append(timed_step(contestant, devices))
+    return [tuple(seconds[1:]) for seconds in steps]
+
+
+def timed_step(contestant: Contestant, devices: Sequence[Device]) -> float:
+    """Seconds of a step that starts without gradients."""
+    contestant.model.zero_grad(set_to_none=True)
+    _, seconds = timed(contestant.step, devices)
+    return seconds
+
+
+def measured_memory(contestant: Contestant, devices: Sequence[Device]) -> dict[str, int]:
+    """Bytes at the peak of one more step, by place (`MemoryWatch`). Counting bytes slows this step down."""
+    contestant.model.zero_grad(set_to_none=True)
+    watch = MemoryWatch([d for d in devices if d.name in contestant.plan.used_devices])
+    resident = [*contestant.model.parameters(), *contestant.model.buffers()]
+    with watch.step(resident), contestant.device_context(watch):
+        contestant.step()
+    return watch.peaks
+
+
+def _plain(plan: Plan, call: ComparedCall, device: Device) -> Contestant:
+    model = without_hooks(copy.deepcopy(call.example.model)).to(device.torch_device)
+    args, kwargs, target = torch_private.tree_map(
+        lambda x: x.to(device.torch_device) if isinstance(x, torch.Tensor) else x,
+        (call.example.args, call.example.kwargs, call.example.target),
+    )
+    example = replace(call.example, args=args, kwargs=kwargs, target=target)
+    return Contestant(
+        name="one device",
+        plan=plan,
+        model=model,
+        step=lambda: _whole_step(model, example),
+        device_context=lambda context: context(device.name),
+        close=lambda: None,
+    )
+
+
+def _pipelined(name: str, plan: Plan, call: ComparedCall, devices: Sequence[Device]) -> Contestant:
+    example = call.example
+
+    def decide(_: Example) -> Plan:
+        raise AssertionError("a contestant follows the plan that it got")
+
+    model = without_hooks(copy.deepcopy(example.model))
+    module = PipelinedModule(model, devices, decide, plan=plan, settings=call.settings)
+    module.prepare(example.args, example.kwargs, loss_fn=example.loss, target=example.target)
+
+    def step() -> None:
+        if example.loss is not None:
+            module.train_step(*example.args, target=example.target, loss_fn=example.loss, **example.kwargs)
+        else:
+            _whole_step(module, example)
+
+    def device_context(context: DeviceContext) -> AbstractContextManager[object]:
+        runs_in_this_thread = len(plan.used_devices) == 1 and plan.n_microbatches == 1
+        return context(plan.used_devices[0]) if runs_in_this_thread else module.device_context(context)
+
+    return Contestant(name, plan, model, step, device_context, module.close)
+
+
+def _whole_step(model: nn.Module, example: Example) -> None:
+    """Forward and, in training, backward from the loss of the whole batch."""
+    with torch.set_grad_enabled(example.training):
+        output = model(*example.args, **example.kwargs)
+        if example.training:
+            _loss(output, example).backward()
+
+
+def _loss(output: Any, example: Example) -> torch.Tensor:
+    """That of the loss function; without one, the output's `.loss`, or else the sum of the means of all outputs with a
+    gradient."""
+    if example.loss is not None:
+        return example.loss(output, example.target)
+    own = getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    means = [x.mean() for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not means:
+        raise InputError("the model returns nothing with a gradient; give loss_fn= and target=")
+    return torch.stack([m.to(means[0].device) for m in means]).sum()

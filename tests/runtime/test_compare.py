@@ -1,4 +1,4 @@
-"""Predictions for any plan, memory as it is really held, and comparisons that leave the model alone."""
+"""Measured memory, and comparisons that leave the model unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compile=True: the numbers are those of the stages as they are."""
+"""Compiled stages compute the same numbers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from models import assert_same_gradients, gradients
 
 from autopar import PipelinedModule
 
-pytestmark = pytest.mark.timeout(90)  # s: what hangs is stopped
+pytestmark = pytest.mark.timeout(90)  # s, for a program that hangs
 
 
 def assert_right(pm: PipelinedModule) -> None:

@@ -1,4 +1,4 @@
-"""What fails inside a worker reaches the caller as it is, says where it happened, and leaves nothing behind."""
+"""An error inside a worker reaches the caller unchanged, with a note of its place, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, wherever and whenever: the caller is told, nobody waits for ever, and the next step is right."""
+"""After a fault at any place and time, the caller gets the error, no thread hangs, and the next step is right."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from models import assert_same_gradients, gradients
 
 from autopar import PipelinedModule
 
-pytestmark = pytest.mark.timeout(90)  # s: what hangs is stopped
+pytestmark = pytest.mark.timeout(90)  # s, for a step that hangs
 
 FAULTS = 63  # of each plan; every one is followed by a step that must be right
 
@@ -43,8 +43,8 @@ class Refused(Exception):
 
 
 class CtrlC:
-    """SIGINT raises KeyboardInterrupt once inside `reaches`, and is nothing elsewhere: one that comes late must not
-    end the tests."""
+    """A SIGINT handler that raises KeyboardInterrupt once inside `reaches`. Elsewhere it does nothing, because a signal
+    that comes late must not end the tests."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -66,7 +66,7 @@ class CtrlC:
 
 
 def press() -> None:
-    """As the kernel delivers Ctrl-C, whatever thread this is."""
+    """Send SIGINT to the main thread, as the kernel does for Ctrl-C. May be called from any thread."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -79,7 +79,7 @@ def ctrl_c() -> Iterator[CtrlC]:
 
 
 class Trial:
-    """Steps of one pipelined module, in random ways, on one worker or on all."""
+    """Steps of one pipelined module: as a call or a `train_step`, on one worker or on all, at random."""
 
     def __init__(self, pm: PipelinedModule, n_stages: int, ctrl_c: CtrlC, chance: random.Random) -> None:
         self.pm, self.n_stages, self.ctrl_c, self.chance = pm, n_stages, ctrl_c, chance
@@ -116,7 +116,7 @@ class Trial:
         tokens[row, stage] = 99
         with pytest.raises(IndexError, match="index out of range") as caught:
             self.step(x, tokens)
-        self._assert_told(caught.value, f"in the forward of stage {stage} ", row // ROWS)
+        self._assert_located(caught.value, f"in the forward of stage {stage} ", row // ROWS)
 
     def no_loss(self) -> None:
         wrong = self.chance.randrange(ROWS * MICROBATCHES)
@@ -131,7 +131,7 @@ class Trial:
         with pytest.raises(Refused, match="no loss") as caught:
             self.step(*batch(self.n_stages), loss_fn)
         if inside == [True]:
-            self._assert_told(caught.value, f"in the forward of stage {self.n_stages - 1} ", wrong // ROWS)
+            self._assert_located(caught.value, f"in the forward of stage {self.n_stages - 1} ", wrong // ROWS)
 
     def no_backward(self) -> None:
         stage, number = self.chance.randrange(self.n_stages), self.chance.randrange(MICROBATCHES)
@@ -142,7 +142,7 @@ class Trial:
         refusing = happening({("backward", stage): at_call(number, refuse)})
         with pytest.raises(Refused, match="no backward") as caught, refusing:
             self.step(*batch(self.n_stages))
-        self._assert_told(caught.value, f"in the backward.* of stage {stage} ", r"\d")
+        self._assert_located(caught.value, f"in the backward.* of stage {stage} ", r"\d")
 
     def ctrl_c_in_an_operator(self) -> None:
         place = self.chance.choice(["forward", "backward"]), self.chance.randrange(self.n_stages)
@@ -159,7 +159,7 @@ class Trial:
         timer.join()
         self.pm.zero_grad()
 
-    def _assert_told(self, error: BaseException, where: str, microbatch: int | str) -> None:
+    def _assert_located(self, error: BaseException, where: str, microbatch: int | str) -> None:
         assert re.search(rf"{where}\(cpu:\d\), micro-batch {microbatch}\b", "\n".join(error.__notes__))
         assert all(p.grad is None for p in self.pm.parameters())
 
@@ -199,7 +199,7 @@ def test_after_any_fault_the_next_step_is_right(
 
 
 def watching_lines(step: Act, look: Callable[[tuple[str, int]], None]) -> None:
-    """Do `step`; before its thread runs a line of the runtime, `look` is told its file and number."""
+    """Do `step`. Before its thread runs a line of the runtime, call `look` with the file and the line number."""
 
     def entered(frame: Any, *_: object) -> Any:
         return at_line if "/autopar/runtime/" in frame.f_code.co_filename else None
@@ -246,25 +246,25 @@ def test_ctrl_c_at_any_line_of_the_caller_leaves_nothing_behind(way: str, ctrl_c
         interrupt_at(line)
         trial.pm.zero_grad()
         step()
-        found = gradients(trial.pm)
-        if not all(torch.allclose(found[name], g, atol=1e-6) for name, g in wanted.items()):  # type: ignore[arg-type]
+        after = gradients(trial.pm)
+        if not all(torch.allclose(after[name], g, atol=1e-6) for name, g in wanted.items()):  # type: ignore[arg-type]
             wrong.append(line)
     assert len(lines) > 50
     assert not wrong, "gradients of the next step"
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize("told", ["the main thread", "another thread"])
-def test_ctrl_c_does_not_wait_for_an_operator_and_its_thread_ends_after_it(told: str, way: str, ctrl_c: CtrlC) -> None:
+@pytest.mark.parametrize("receiver", ["the main thread", "another thread"])
+def test_ctrl_c_does_not_wait_for_an_operator_whose_thread_ends_later(receiver: str, way: str, ctrl_c: CtrlC) -> None:
     pm = pipelined("1f1b", ["cpu:0", "cpu:1"])
     trial = Trial(pm, 2, ctrl_c, random.Random(0))
     release, ended = threading.Event(), threading.Event()
 
     def long() -> None:
-        if told == "the main thread":
+        if receiver == "the main thread":
             press()
         else:
-            signal.raise_signal(signal.SIGINT)  # the process knows, but nobody who waits is woken
+            signal.raise_signal(signal.SIGINT)  # handled by this thread: it does not interrupt the caller's wait
         release.wait(30)
         ended.set()
 

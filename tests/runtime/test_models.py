@@ -1,4 +1,4 @@
-"""Every model family, whole: a pipelined model's outputs, losses and gradients are those of the original."""
+"""For every model family, a pipelined model's outputs, losses and gradients are those of the original."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BATCH = 5  # three micro-batches of 2, 2 and 1 samples
 
 @dataclass(frozen=True)
 class Oracle:
-    """What the original says to one call."""
+    """What the original model computes for one call."""
 
     case: Case
     model: nn.Module
@@ -42,7 +42,7 @@ class Oracle:
     gradients: dict[str, torch.Tensor | None]
 
 
-def ask(case: Case, model: nn.Module, batch: int) -> Oracle:
+def run_original(case: Case, model: nn.Module, batch: int) -> Oracle:
     torch.manual_seed(2)
     inputs, target = case.inputs(batch), torch.randn(batch)
     output = model(**inputs)
@@ -56,16 +56,16 @@ def oracle(request: pytest.FixtureRequest) -> Iterator[Oracle]:
     """The same model, inputs and captured graph for all plans: capturing takes most of a test's time."""
     case = request.param
     model = case.model()
-    # Before the original is asked: capturing tells torch's trees what a transformers cache is, for `loss_of` as well.
+    # Before the original runs: capturing registers transformers caches as pytrees, which `loss_of` needs as well.
     program = capture(model, (), case.inputs(BATCH))
-    asked = ask(case, model, BATCH)
+    original = run_original(case, model, BATCH)
 
     def capture_once(other: nn.Module, *args: Any, **kwargs: Any) -> Program:
         return program if other is model else capture(other, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime_example, "capture", capture_once)
-        yield asked
+        yield original
 
 
 PLANS = {
@@ -89,8 +89,8 @@ def replicas(case: Case, n_microbatches: int, schedule: str) -> Plan:
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=[name.replace(" ", "-").replace(",", "") for name in PLANS])
 def test_outputs_and_gradients_are_the_originals(oracle: Oracle, plan: Any) -> None:
-    made = plan(oracle.case)
-    pm = autopar.parallelize(oracle.model, ["cpu"] * 3, plan=made)
+    followed = plan(oracle.case)
+    pm = autopar.parallelize(oracle.model, ["cpu"] * 3, plan=followed)
     try:
         output = pm(**oracle.inputs)
         assert_same_outputs(output, oracle.output)
@@ -107,8 +107,8 @@ def test_outputs_and_gradients_are_the_originals(oracle: Oracle, plan: Any) -> N
         with torch.no_grad():
             assert_same_outputs(pm(**oracle.inputs), oracle.output)
         assert pm.plan is not None
-        assert pm.plan.n_microbatches == made.n_microbatches
-        assert len(pm.stages) == len(made.stages)
+        assert pm.plan.n_microbatches == followed.n_microbatches
+        assert len(pm.stages) == len(followed.stages)
     finally:
         pm.close()
 
@@ -118,7 +118,7 @@ def test_a_captured_model_takes_batches_of_other_sizes(oracle: Oracle, batch: in
     pm = autopar.parallelize(oracle.model, ["cpu"] * 2, plan=Plan.from_split(oracle.case.two, n_microbatches=3))
     try:
         pm(**oracle.inputs)
-        other = ask(oracle.case, oracle.model, batch)
+        other = run_original(oracle.case, oracle.model, batch)
         output = pm(**other.inputs)
         assert_same_outputs(output, other.output)
         loss_of(output, other.target).backward()
@@ -153,7 +153,7 @@ def test_an_automatic_plan_gives_the_originals_numbers(oracle: Oracle, forced: b
         pm.close()
 
 
-def test_clip_keeps_its_batch_whole_and_says_which_operator_is_why() -> None:
+def test_clip_keeps_its_batch_whole_and_the_warning_names_the_operator() -> None:
     model, inputs, target = clip().train(), clip_inputs(BATCH), torch.randn(BATCH)
     original = model(**inputs)
     loss_of(original, target).backward()
@@ -166,6 +166,6 @@ def test_clip_keeps_its_batch_whole_and_says_which_operator_is_why() -> None:
     loss_of(output, target).backward()
     assert_same_gradients(gradients(pm), expected)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # each warning is given once
         pm(**inputs)
     pm.close()

@@ -1,4 +1,5 @@
-"""At the peak of a step a device holds what its schedule keeps in flight; what is recomputed it holds once."""
+"""At the peak of a step, a device holds the activations that its schedule keeps in flight. Of a stage that recomputes,
+it holds those of one micro-batch."""
 
 from __future__ import annotations
 
@@ -12,12 +13,11 @@ from torch import nn
 import autopar
 from autopar import Plan
 from autopar.runtime.memory_watch import MemoryWatch
-from autopar.schedule.builders import in_flight_limit
 from cost_models import parse_devices
 
-DEPTH, ROWS, WIDTH = 60, 512, 32  # activations of a stage, each ROWS x WIDTH for a micro-batch: they dwarf all else
+DEPTH, ROWS, WIDTH = 60, 512, 32  # DEPTH activations of ROWS x WIDTH per stage and micro-batch: parameters are small
 CPUS = parse_devices(["cpu", "cpu"])
-TOLERANCE = 0.1  # gradients on their way, and what an operator needs while it runs: a few activations
+TOLERANCE = 0.1  # for gradients between stages and the transients of an operator: a few activations
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,8 @@ def measured(index: int, n_microbatches: int) -> Stage:
 
 
 def in_flight(schedule: str, n_microbatches: int, stage: int) -> int:
-    return in_flight_limit(schedule, n_microbatches, 1, 2 - stage, 2)
+    """GPipe runs all forwards first; 1F1B (PipeDream-Flush) holds one micro-batch per stage from here to the last."""
+    return n_microbatches if schedule == "gpipe" else min(n_microbatches, 2 - stage)
 
 
 @pytest.mark.parametrize("n_microbatches", [4, 8])
@@ -92,7 +93,6 @@ def test_1f1b_holds_fewer_activations_than_gpipe_by_what_it_keeps_in_flight(n_mi
     gpipe, alternating = peaks("gpipe", n_microbatches, False), peaks("1f1b", n_microbatches, False)
     for index in (0, 1):
         fewer = in_flight("gpipe", n_microbatches, index) - in_flight("1f1b", n_microbatches, index)
-        assert fewer == n_microbatches - (2 - index)
         predicted = fewer * measured(index, n_microbatches).saved
         assert gpipe[index] - alternating[index] == pytest.approx(predicted, rel=TOLERANCE), f"stage {index}"
 

@@ -1,4 +1,4 @@
-"""Every schedule trains and infers like the original model, its backwards whole or in two parts."""
+"""Every schedule gives the outputs and gradients of the original model, with whole and with split backwards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention and a recurrent layer, whose weights' gradients no part can compute alone."""
+    """Self-attention and a recurrent layer, whose kernels compute the gradients of inputs and weights together."""
 
     def __init__(self) -> None:
         super().__init__()

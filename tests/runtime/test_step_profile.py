@@ -1,4 +1,4 @@
-"""Profiled training steps: the step as always, and what every stage of it took and waited for."""
+"""Profiled training steps compute the same as others, and report how long every stage computed and waited."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPUS = parse_devices(["cpu", "cpu"])
 
 @pytest.fixture
 def own_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that nothing is in yet."""
+    """An empty cache directory."""
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "own"))
     return history_path()
 
@@ -173,7 +173,7 @@ def test_a_first_step_that_is_profiled_is_captured_and_planned_before_its_time_s
     assert recorded.predicted == plan.predicted_step_time
 
 
-# -- recorder--------------------------------------------------------------------------------------------------------
+# -- the recorder ----------------------------------------------------------------------------------------------------
 
 
 class Clock:

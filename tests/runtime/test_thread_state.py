@@ -1,4 +1,4 @@
-"""Stages and the loss run in worker threads, but under the settings of the thread that makes the call."""
+"""Stages and the loss run in worker threads, under the thread-local settings of the caller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pipelined(model: nn.Module, plan: Plan = TWO_STAGES) -> PipelinedModule:
 
 
 def on_every_worker(pm: PipelinedModule, spread: bool) -> contextlib.AbstractContextManager[None]:
-    """Stages this small may share a worker; inside, every device uses its own."""
+    """Inside, every device uses its own worker. Stages this small might share one."""
     return pm.device_context(lambda _: contextlib.nullcontext()) if spread else contextlib.nullcontext()
 
 
@@ -133,7 +133,7 @@ def test_a_loss_sees_grad_mode_inference_mode_and_autocast_of_a_training_step(sp
 
     for context, dtype in (
         (contextlib.nullcontext(), torch.float32),
-        (torch.no_grad(), torch.float32),  # a training step was asked for
+        (torch.no_grad(), torch.float32),  # a training step records gradients anyway
         (torch.autocast("cpu", torch.bfloat16), torch.bfloat16),
         (torch.autocast("cpu", torch.float16), torch.float16),
         (contextlib.nullcontext(), torch.float32),
@@ -156,14 +156,14 @@ class Attention(nn.Module):
 
 def operators_of(output: torch.Tensor) -> set[str]:
     """Names of the autograd nodes behind a tensor."""
-    found: set[Any] = set()
+    nodes: set[Any] = set()
     stack = [output.grad_fn]
     while stack:
         node = stack.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in nodes:
+            nodes.add(node)
             stack += [child for child, _ in node.next_functions]
-    return {node.name() for node in found}
+    return {node.name() for node in nodes}
 
 
 @pytest.mark.parametrize("first", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
@@ -191,7 +191,7 @@ def test_hooks_on_saved_tensors_are_called_for_the_stages_activations(way: str, 
     step(model, x, way)
     exact = gradients(model)
     coarse = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
-    with coarse:  # what rounds activations changes gradients
+    with coarse:  # rounded activations change gradients
         step(model, x, way)
     wanted = gradients(model)
     assert not torch.allclose(wanted["0.weight"], exact["0.weight"], rtol=1e-6)
@@ -271,7 +271,7 @@ def test_anomaly_mode_reports_a_nan_made_in_a_backward(way: str, spread: bool) -
 
 
 @workers
-def test_a_profile_names_stage_and_way_of_every_micro_batch(spread: bool) -> None:
+def test_a_torch_profile_names_stage_and_phase_of_every_micro_batch(spread: bool) -> None:
     pm, x = pipelined(mlp()), torch.randn(6, 16)
     pm.train_step(x, target=torch.zeros(6, 1), loss_fn=mean_square)
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
@@ -279,13 +279,13 @@ def test_a_profile_names_stage_and_way_of_every_micro_batch(spread: bool) -> Non
     with on_every_worker(pm, spread), torch.profiler.profile(activities=activities, experimental_config=config) as run:
         pm.train_step(x, target=torch.zeros(6, 1), loss_fn=mean_square)
     names = [event.name for event in run.events() if event.name.startswith("autopar")]
-    ranges = {f"autopar stage {stage} {way}" for stage in (0, 1) for way in ("forward", "backward")}
+    ranges = {f"autopar stage {stage} {phase}" for stage in (0, 1) for phase in ("forward", "backward")}
     assert set(names) == ranges
     assert all(names.count(name) == 3 for name in ranges)
 
 
-class Telling(nn.Module):
-    """Warns whoever calls it."""
+class WarningModel(nn.Module):
+    """Warns in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class Telling(nn.Module):
 def test_what_a_models_code_warns_of_reaches_the_caller() -> None:
     x = torch.randn(4, 8)
     with pytest.warns(FutureWarning, match="something to say"):
-        pipelined(Telling(), AB)(x)
+        pipelined(WarningModel(), AB)(x)
 
 
 def warning_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -314,8 +314,8 @@ def test_what_a_loss_warns_of_reaches_the_caller_at_every_step(spread: bool) -> 
         with on_every_worker(pm, spread), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             pm.train_step(x, target=torch.zeros(6, 1), loss_fn=warning_loss)
-        told = [(w.category, w.filename == __file__) for w in caught]
-        assert told.count((FutureWarning, True)) == 3, "once a micro-batch"
+        caught_here = [(w.category, w.filename == __file__) for w in caught]
+        assert caught_here.count((FutureWarning, True)) == 3, "once a micro-batch"
         assert sum("target size" in str(w.message) for w in caught) == 3
 
 
@@ -330,7 +330,7 @@ def test_a_warning_that_is_to_be_an_error_is_raised_to_the_caller() -> None:
 
 @pytest.fixture
 def callers_threads() -> Iterator[int]:
-    """A setting of the caller's that no worker has of itself."""
+    """A number of threads that the caller sets and that no worker has by itself."""
     before, mine = torch.get_num_threads(), usable_cores() + 3
     torch.set_num_threads(mine)
     yield mine

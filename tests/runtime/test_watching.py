@@ -1,4 +1,4 @@
-"""What is watched while a pipeline runs: NaN, memory that is short, and the size of operators."""
+"""What a pipeline watches while it runs: NaN, a lack of memory, and operators too small for threads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_first_operator_that_makes_a_nan_is_named() -> None:
     assert isinstance(caught.value, FloatingPointError)
 
 
-def test_a_nan_in_the_inputs_is_told_as_that() -> None:
+def test_a_nan_in_the_inputs_is_reported_as_one_of_the_inputs() -> None:
     with pytest.raises(NotANumberError, match="inputs have NaN"):
         watched(mlp_of_two())(torch.full((4, 4), torch.nan))
 
@@ -82,7 +82,7 @@ def test_infinities_pass_since_masks_are_made_of_them() -> None:
     watched(Masked())(torch.randn(4, 4).abs() + 1)
 
 
-def test_without_the_watch_a_nan_is_a_value_as_any_other() -> None:
+def test_without_watch_nan_a_nan_passes_as_any_other_value() -> None:
     plan = Plan.from_split({"first": 0, "last": 1}, n_microbatches=2)
     pm = autopar.parallelize(mlp_of_two(), ["cpu", "cpu"], plan=plan)
     assert pm(torch.full((4, 4), torch.nan)).isnan().all()
@@ -100,7 +100,7 @@ def mlp_of_two() -> nn.Module:
     return Two()
 
 
-def test_a_lack_of_memory_names_the_stage_its_prediction_and_what_there_is() -> None:
+def test_a_lack_of_memory_names_the_stage_its_prediction_and_the_available_bytes() -> None:
     x = torch.randn(8, 8)
     by_hand = Plan.from_split({"0": 0, "3": 1}, n_microbatches=2)
     predicted = replace(by_hand, stages=tuple(replace(s, peak_memory=12345) for s in by_hand.stages))
@@ -108,12 +108,15 @@ def test_a_lack_of_memory_names_the_stage_its_prediction_and_what_there_is() -> 
     def greedy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output.mean() + torch.empty(1 << 50).sum()
 
-    for plan, told in ((predicted, "was predicted to need 12,345 bytes"), (by_hand, "has a plan without predictions")):
+    for plan, prediction in (
+        (predicted, "was predicted to need 12,345 bytes"),
+        (by_hand, "has a plan without predictions"),
+    ):
         pm = autopar.parallelize(mlp(8, 4), ["cpu", "cpu"], plan=plan)
         with pytest.raises(RuntimeError, match="allocate memory") as caught:
             pm.train_step(x, target=x, loss_fn=greedy)
         notes = "\n".join(caught.value.__notes__)
-        assert f"out of memory: cpu:1 with stage 1 {told}" in notes
+        assert f"out of memory: cpu:1 with stage 1 {prediction}" in notes
         assert "bytes are available now" in notes
 
 
@@ -122,7 +125,7 @@ def test_a_lack_of_memory_names_the_stage_its_prediction_and_what_there_is() -> 
 def test_tiny_operators_are_run_by_one_worker_and_large_ones_by_all(
     seconds: float, one: bool, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`seconds`: what every worker takes of each call, by the clock that it looks at."""
+    """`seconds`: CPU time of each worker per execution, by a faked clock."""
     clock = threading.local()
 
     def thread_time() -> float:

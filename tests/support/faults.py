@@ -1,4 +1,4 @@
-"""Where faults are made: an operator that does as it is told, a model that consists of it, and what is left behind."""
+"""Faults to inject: an operator that runs a test's code, a model made of it, and checks of what is left behind."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autopar import PipelinedModule, Plan
 ROWS, MICROBATCHES, WIDTH, TOKENS = 2, 3, 6, 10  # ROWS samples a micro-batch
 
 Act = Callable[[], None]
-Acts = dict[tuple[str, int], Act]  # what happens inside `passing`: ("forward" or "backward", place) -> act
+Acts = dict[tuple[str, int], Act]  # ("forward" or "backward", place) -> what `passing` runs there
 _acts: Acts = {}
 
 
 @torch.library.custom_op("autopar_tests::passing", mutates_args=())
 def passing(x: torch.Tensor, place: int) -> torch.Tensor:
-    """The identity, inside of which something may happen, forward and backward."""
+    """The identity. Its forward and its backward run what `happening` has set for `place`."""
     _acts.get(("forward", place), _nothing)()
     return x.clone()
 
@@ -48,7 +48,7 @@ passing.register_autograd(_pass_back, setup_context=_remember_place)
 
 @contextlib.contextmanager
 def happening(acts: Acts) -> Iterator[None]:
-    """Inside, `passing` does these."""
+    """Inside, `passing` runs `acts`."""
     _acts.update(acts)
     try:
         yield
@@ -57,7 +57,7 @@ def happening(acts: Acts) -> Iterator[None]:
 
 
 def at_call(number: int, act: Act) -> Act:
-    """Does `act` the so-manieth time, from 0, that it is done; else nothing. Threads may share it."""
+    """Runs `act` at call `number` (from 0), and nothing at other calls. Threads may share it."""
     acts = iter([*[_nothing] * number, act])
     return lambda: next(acts, _nothing)()
 
@@ -67,7 +67,7 @@ def _nothing() -> None:
 
 
 class Block(nn.Module):
-    """Fails for tokens that its table does not have, and where `passing` is told to."""
+    """Fails for tokens that its table does not have, and where a test lets `passing` fail."""
 
     def __init__(self, place: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Blocks(nn.Module):
 
 
 def pipelined(schedule: str, devices: list[Any], recompute: Sequence[int] = ()) -> PipelinedModule:
-    """A block a stage."""
+    """One block per stage."""
     split = {f"blocks.{stage}": stage for stage in range(len(devices))}
     plan = Plan.from_split(split, n_microbatches=MICROBATCHES, schedule=schedule, devices=devices, recompute=recompute)
     return autopar.parallelize(Blocks(len(devices)), ["cpu"] * 4, plan=plan)
@@ -105,17 +105,17 @@ def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def on_every_worker(pm: PipelinedModule) -> AbstractContextManager[None]:
-    """Stages this small may share a worker; inside, every device uses its own."""
+    """Inside, every device uses its own worker. Stages this small might share one."""
     return pm.device_context(lambda _: contextlib.nullcontext())
 
 
 def workers() -> set[threading.Thread]:
-    """The threads of all pipelines that are alive."""
+    """The live threads of all pipelines."""
     return {t for t in threading.enumerate() if t.name.startswith("autopar")}
 
 
 def comes_true(condition: Callable[[], bool], within: float = 20.0) -> bool:
-    """Whether it does within so many seconds, for what other threads do in their own time."""
+    """Whether `condition` becomes true within `within` seconds, for conditions that other threads bring about."""
     end = time.monotonic() + within
     while not (true := condition()) and time.monotonic() < end:
         time.sleep(0.01)

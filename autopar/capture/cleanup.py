@@ -1,4 +1,4 @@
-"""What a captured graph goes through before it is a Program: one convention, no checks, every dependence an edge."""
+"""Clean up a traced graph: one calling convention, no checks, and an edge of the graph for every dependence."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopar.capture.rnn import separate_layers
 
 aten = torch.ops.aten
 
-# Checks that export leaves in the graph. They name the capture's device and cost a dispatch each; a wrong input
-# is found by our own matching of signatures instead.
+# Checks that export leaves in the graph. They name the capture's device and each costs a dispatch; autopar matches the
+# signature of each call instead.
 _ASSERTS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size"}
 
 
@@ -21,9 +21,13 @@ _CROSS_ENTROPY_DEFAULTS = (None, 1, -100, 0.0)  # weight, reduction (1: mean), i
 
 
 def tidy(module: fx.GraphModule) -> fx.GraphModule:
-    """Flat calling convention; no guards, no asserts, no dead code; context wrappers as plain calls.
+    """The cleaned graph of `module`, as a new module: the one from export checks its inputs in a hook.
 
-    A new module, because the one that export makes checks its inputs in a hook.
+    1. Use the flat calling convention, and remove guards, asserts and dead code.
+    2. Turn blocks under no_grad or autocast into plain calls.
+    3. Split recurrent operators into layers (`rnn`).
+    4. Make every read after an in-place write an edge of the graph.
+    5. Return the number of targets beside each mean cross-entropy.
     """
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())
@@ -44,14 +48,14 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
     _drop_copies_onto_themselves(graph)
     _name_writes(graph)
     for node in graph.nodes:
-        if node.target is aten.detach_.default:  # takes history off, and writes no memory
+        if node.target is aten.detach_.default:  # changes autograd's history, not the memory
             node.target = aten.detach.default
     _count_elements(graph)
     return fx.GraphModule(module, graph, class_name="Captured")
 
 
 def _name_writes(graph: fx.Graph) -> None:
-    """After `b = relu_(a)` read `b`, not `a`: every later reader then depends on the write by an edge of the graph."""
+    """After `b = relu_(a)` let later readers of `a` read `b`: an edge of the graph then puts them after the write."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if not _writes_first(node) or not isinstance(node.args[0], fx.Node) or node.args[0].op == "get_attr":
@@ -62,7 +66,7 @@ def _name_writes(graph: fx.Graph) -> None:
 
 
 def _drop_copies_onto_themselves(graph: fx.Graph) -> None:
-    """After `b = add_(a)` export may write b into a, which it is; autograd would take what it has saved for stale."""
+    """Remove `a.copy_(b)` after `b = add_(a)`: it changes nothing, but autograd would call its saved tensors stale."""
     for node in list(graph.nodes):
         if node.target is not aten.copy_.default or node.users:
             continue
@@ -74,7 +78,7 @@ def _drop_copies_onto_themselves(graph: fx.Graph) -> None:
 
 
 def _writes_first(node: fx.Node) -> bool:
-    """Whether a node is its first argument, written to."""
+    """Whether a node writes into its first argument and returns it."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns or not node.args:
         return False
@@ -83,6 +87,7 @@ def _writes_first(node: fx.Node) -> bool:
 
 
 def _drop_asserts(module: fx.GraphModule) -> None:
+    """Remove export's checks from a nested graph."""
     for node in reversed(module.graph.nodes):
         packet = getattr(node.target, "overloadpacket", None)
         if packet is not None and packet.__name__ in _ASSERTS:
@@ -91,7 +96,7 @@ def _drop_asserts(module: fx.GraphModule) -> None:
 
 
 def call_with_grad_mode(enabled: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """A `with torch.no_grad():` (or enable_grad) block of the model. The caller's own no_grad wins."""
+    """Run a `with torch.no_grad():` (or enable_grad) block of the model. A no_grad of the caller takes precedence."""
     with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
         return function(*args)
 
@@ -99,15 +104,16 @@ def call_with_grad_mode(enabled: bool, function: Callable[..., Any], *args: Any)
 def call_with_autocast(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None, function: Any, *args: Any
 ) -> Any:
-    """A `with torch.autocast(...):` block of the model."""
+    """Run a `with torch.autocast(...):` block of the model."""
     with torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache):
         return function(*args)
 
 
 def _count_elements(graph: fx.Graph) -> None:
-    """Return, beside every output that is a mean cross-entropy, the number of targets that it averages.
+    """Add one output per output that is a mean cross-entropy: the number of targets that it averages.
 
-    Targets equal to `ignore_index` do not count, so micro-batches weigh by their targets and not by their samples.
+    Targets equal to `ignore_index` do not count, so the mean over micro-batches weighs them by their numbers of
+    targets, not of samples.
     """
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -115,8 +121,8 @@ def _count_elements(graph: fx.Graph) -> None:
     for index, node in enumerate(results):
         if not isinstance(node, fx.Node) or node.target is not aten.cross_entropy_loss.default:
             continue
-        given: list[Any] = list(node.args[1:])
-        target, weight, reduction, ignored, *_ = given + list(_CROSS_ENTROPY_DEFAULTS[len(given) - 1 :])
+        arguments: list[Any] = list(node.args[1:])
+        target, weight, reduction, ignored, *_ = arguments + list(_CROSS_ENTROPY_DEFAULTS[len(arguments) - 1 :])
         value = target.meta.get("val") if isinstance(target, fx.Node) else None
         if weight is not None or reduction != 1 or value is None or value.is_floating_point():
             continue

@@ -24,17 +24,17 @@ from autopar.errors import CaptureError, InputError, warn
 
 log = logging.getLogger(__name__)
 
-# Where warnings of the tracer's own come from: torch, some of them one level too far out.
-_TRACERS = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
+# Files whose warnings are about tracing itself: torch, and contextlib, where a wrong stack level puts some of them.
+_TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph as the tracer made it."""
+    """A graph as the tracer returned it, before cleanup."""
 
     module: fx.GraphModule
     out_spec: torch_private.TreeSpec
-    guards: Callable[..., Any]  # raises AssertionError for flat inputs that the graph is not for
+    guards: Callable[..., Any]  # raises AssertionError for flat inputs that the graph does not fit
 
 
 def trace(
@@ -44,20 +44,20 @@ def trace(
     dims: list[int | None],
     in_spec: torch_private.TreeSpec,
 ) -> Traced:
-    """`model` as one graph for a call like this; `dims`: for every flat input the dimension whose size stays open.
+    """Trace `model` for a call like this into one graph.
 
-    Raises CaptureError.
+    `dims`: for every flat input its dimension with symbolic size, or None. Raises CaptureError.
     """
-    told: list[warnings.WarningMessage] = []
+    caught: list[warnings.WarningMessage] = []
     try:
-        traced = _export(model, args, kwargs, dims, in_spec, told)
-    except Exception as error:  # export raises what it likes; the fallback decides
+        traced = _export(model, args, kwargs, dims, in_spec, caught)
+    except Exception as error:  # export may raise anything; then the fallback decides
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:
             return _symbolic_trace(model, args, kwargs)
         except Exception as second:
             raise _capture_error(model, error) from second
-    for warning in told:
+    for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return traced
 
@@ -72,58 +72,63 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @contextlib.contextmanager
-def assignments_told(model: nn.Module) -> Iterator[None]:
-    """Warn of plain attributes that the model's code assigns while it is traced (and export puts back): the captured
-    graph does not assign them again."""
-    # torch's own modules keep private lists of their parameters, which export swaps.
+def warn_of_assignments(model: nn.Module) -> Iterator[None]:
+    """Inside, watch the model being traced; on leaving, warn of plain attributes that its code assigns.
+
+    Export restores such attributes after tracing, and the captured graph does not assign them again.
+    """
+    # Skip torch's own modules: they keep private lists of their parameters, which export swaps.
     users = [(name, m) for name, m in model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
     paths = {id(module): name for name, module in users}
     assigned: set[str] = set()
     original = nn.Module.__setattr__
 
-    def setattr_and_note(self: nn.Module, name: str, value: Any) -> None:
+    def recording_setattr(self: nn.Module, name: str, value: Any) -> None:
         known = name in self._parameters or name in self._buffers or name in self._modules
         if id(self) in paths and not known and not _same(vars(self).get(name, self), value):
             assigned.add(f"{paths[id(self)]}.{name}".lstrip("."))
         original(self, name, value)
 
-    nn.Module.__setattr__ = setattr_and_note  # type: ignore[method-assign]
+    nn.Module.__setattr__ = recording_setattr  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
     if assigned:
         warn(
-            f"forward assigns {', '.join(sorted(assigned))}; in a captured model such attributes stay as they are. "
-            "Return what you need, or keep it in a buffer"
+            f"forward assigns {', '.join(sorted(assigned))}, but a captured model does not change attributes; "
+            "return the value, or keep it in a buffer"
         )
 
 
 @contextlib.contextmanager
-def lost_writes_told(model: nn.Module) -> Iterator[None]:
-    """Warn of `out=` in the model's code: tracers turn it into an operator without effect on what it names."""
-    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
-    found: list[str] = []
+def warn_of_out_arguments(model: nn.Module) -> Iterator[None]:
+    """Inside, watch the model being traced; on leaving, warn if its code uses `out=`.
 
-    class Noting(TorchFunctionMode):
+    Tracers turn such a call into an operator that does not write to the tensor named by `out`.
+    """
+    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
+    writers: list[str] = []  # the first module that uses out=
+
+    class OutWatcher(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if kwargs and kwargs.get("out") is not None and not found:
+            if kwargs and kwargs.get("out") is not None and not writers:
                 frames = traceback.walk_stack(sys._getframe(1))
                 module = next((paths[id(s)] for f, _ in frames if id(s := f.f_locals.get("self")) in paths), None)
-                found.extend([module] if module is not None else [])
+                writers.extend([module] if module is not None else [])
             return func(*args, **(kwargs or {}))
 
-    with Noting():
+    with OutWatcher():
         yield
-    if found:
+    if writers:
         warn(
-            f"module '{found[0]}' writes into a tensor with out=; a captured model does not, so that a buffer written "
-            "like this stays as it is. Write it with copy_()"
+            f"module '{writers[0]}' writes into a tensor with out=, which a captured model does not do; "
+            "use copy_() to write a buffer"
         )
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether an attribute is what it was; export itself replaces containers by equal ones."""
+    """Whether an assignment keeps the value; export itself replaces containers by equal ones."""
     if old is new or callable(new):
         return True
     if type(old) is not type(new):
@@ -137,8 +142,11 @@ def _same(old: Any, new: Any) -> bool:
 
 @contextlib.contextmanager
 def _plain_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[str]]:
-    """Names of this call's arguments, in order. torch.export has trouble with *args and **kwargs: where the model
-    takes such, it wears for the moment a forward whose signature names every argument of this call."""
+    """The names of this call's arguments, in order.
+
+    torch.export does not support *args and **kwargs well. If `forward` has them, replace it inside by a function whose
+    signature names every argument of this call.
+    """
     signature = inspect.signature(model.forward)
     kinds = inspect.Parameter
     variadic = [p for p in signature.parameters.values() if p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
@@ -168,7 +176,7 @@ def _plain_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _unguarded(*_: Any) -> None:
-    """The guards of a graph that has none."""
+    """The guards of a graph without guards."""
 
 
 def _export(
@@ -177,9 +185,9 @@ def _export(
     kwargs: dict[str, Any],
     dims: list[int | None],
     in_spec: torch_private.TreeSpec,
-    told: list[warnings.WarningMessage],
+    caught: list[warnings.WarningMessage],
 ) -> Traced:
-    """Puts what the model's own code warned of into `told`."""
+    """Trace with torch.export; put the warnings of the model's own code into `caught`."""
     leaves = torch_private.tree_leaves((args, kwargs))
     dynamic = [
         ({} if dim is None else {dim: Dim.AUTO}) if isinstance(leaf, torch.Tensor) else None
@@ -188,7 +196,7 @@ def _export(
     shapes_args, shapes_kwargs = torch_private.tree_unflatten(dynamic, in_spec)
     for attempt in range(4):
         try:
-            with _quiet(told), _plain_signature(model, args, kwargs) as names:
+            with _quiet(caught), _plain_signature(model, args, kwargs) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
                 exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             break
@@ -202,7 +210,7 @@ def _export(
 
 
 def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    """torch.fx.symbolic_trace with everything but this call's tensors made constant."""
+    """Trace with torch.fx.symbolic_trace; all arguments of this call except tensors become constants."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     names = {p.name: p for p in inspect.signature(model.forward).parameters.values()}
     constants = {
@@ -211,14 +219,14 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if not isinstance(bound.arguments.get(name), torch.Tensor)
     }
     if any(isinstance(leaf, torch.Tensor) for leaf in torch_private.tree_leaves(constants)):
-        raise CaptureError("torch.fx.symbolic_trace takes no nested inputs")
+        raise CaptureError("torch.fx.symbolic_trace does not support tensors inside tuples, lists or dicts")
     tracer = fx.Tracer()
     tracer.record_stack_traces = True
     graph = tracer.trace(model, concrete_args=constants)
     module = fx.GraphModule(model, graph)
     module.graph.set_codegen(fx.graph.CodeGen())
     order = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in order:  # concrete_args leaves placeholders behind, with asserts on them; the signature covers both
+    for node in order:  # concrete_args leaves placeholders with asserts; matching of signatures replaces both
         if node.target not in bound.arguments:
             for user in list(node.users):
                 module.graph.erase_node(user)
@@ -230,18 +238,20 @@ def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @contextlib.contextmanager
-def _quiet(told: list[warnings.WarningMessage]) -> Iterator[None]:
-    """Export's own warnings, log lines and half-made graphs speak of its internals; its errors are shown whole, and
-    `told` is what others warned of."""
+def _quiet(caught: list[warnings.WarningMessage]) -> Iterator[None]:
+    """Hide export's own warnings, log lines and printed graphs, which are about its internals; errors still propagate.
+
+    All other warnings go into `caught`.
+    """
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(record=True) as recorded, contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("always")
             yield
-        told[:] = [w for w in caught if not w.filename.startswith(_TRACERS)]
+        caught[:] = [w for w in recorded if not w.filename.startswith(_TRACER_FILES)]
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -252,7 +262,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
-    """`error` of torch.export as ours: the module and line where it happened, and what to change."""
+    """`error` of torch.export as a CaptureError that names the module, the line and what to change."""
     if isinstance(error, CaptureError):
         return error
     paths = {id(module): name or "(root)" for name, module in model.named_modules()}
@@ -264,11 +274,11 @@ def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
             where, line = paths[id(owner)], f"{frame.f_code.co_filename}:{number}"
     text = str(error)
     if "data-dependent" in text or "DataDependent" in type(error).__name__ or "unbacked" in text:
-        advice = "it decides on a tensor's values; use torch.where or torch.cond, or decide outside the model"
+        advice = "control flow depends on a tensor's values; use torch.where or torch.cond, or decide outside the model"
     elif "in output, which is not a known type" in text:
         advice = "return tensors, tuples, dicts or dataclasses, or register the class (torch.export.register_dataclass)"
     elif isinstance(error, TypeError):
-        advice = "check that the example inputs are those that the model takes"
+        advice = "check that the example inputs are what the model expects"
     else:
         advice = "make this part traceable by torch.export, or move it out of the model"
     return CaptureError(

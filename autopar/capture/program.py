@@ -1,13 +1,16 @@
 """Model -> Program: one flat torch.fx graph with the original parameter names and a symbolic batch.
 
-torch.export (non-strict) does the work and torch.fx.symbolic_trace is the fallback for what it refuses. Training and
-evaluation are two captures, because dropout and batch norm are baked into the graph.
+    model --export--> graph --repeated_layers--> --shard_regions--> --cleanup--> --module_hooks--> Program
+
+torch.export (non-strict) traces the model; torch.fx.symbolic_trace is the fallback for models that it refuses. Training
+and evaluation are two captures, because dropout and batch norm are fixed in the graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import operator
 import os
 import re
@@ -20,7 +23,7 @@ from torch import fx, nn
 
 from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.cleanup import tidy
-from autopar.capture.export import assignments_told, check_call, lost_writes_told, trace
+from autopar.capture.export import check_call, trace, warn_of_assignments, warn_of_out_arguments
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
 from autopar.errors import InputError
 from autopar.hints.shard import hinted_modules
@@ -32,10 +35,10 @@ class Input:
 
     path: str  # e.g. "kwargs['input_ids']"
     name: str  # placeholder in the graph
-    value: Any  # what a non-tensor leaf was at capture: part of the signature; None for tensors
+    value: Any  # of a non-tensor leaf at capture, part of the signature; None for tensors
     shape: tuple[int, ...] | None  # of a tensor leaf at capture
     dtype: torch.dtype | None
-    batch_dim: int | None  # the dimension that counts samples; None for what all micro-batches share
+    batch_dim: int | None  # the dimension that counts samples; None for leaves that all micro-batches share
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,19 @@ class Program:
     in_spec: torch_private.TreeSpec
     out_spec: torch_private.TreeSpec
     training: bool
-    batch_size: int  # samples in the call that was captured; 0 if no input has a batch dimension
-    any_batch: bool  # the graph runs at other batch sizes (but one), too
-    guards: Callable[..., Any]  # raises AssertionError for flat inputs for which the model would take another path
-    n_outputs: int  # flat outputs of the model; the graph returns what `weights` points to after them
-    weights: dict[int, int]  # flat output (a mean over elements) -> place of the number of elements that it averages
-    shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # whose layouts the user asked for
+    batch_size: int  # number of samples in the captured call; 0 if no input has a batch dimension
+    any_batch: bool  # whether the graph also runs at other batch sizes, except 1
+    guards: Callable[..., Any]  # raises AssertionError for flat inputs that the model treats by other code
+    n_outputs: int  # number of flat outputs of the model; the graph returns the counts of `weights` after them
+    weights: dict[int, int]  # flat output that is a mean -> flat output with the number of elements averaged
+    shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # calls with a shard hint
 
     @property
     def graph(self) -> fx.Graph:
         return self.graph_module.graph
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], int] | None:
-        """The flat inputs of a call and its batch size, or None where the call has another signature."""
+        """The flat inputs of a call and its batch size; None if the call has another signature."""
         leaves, spec = torch_private.tree_flatten((args, dict(sorted(kwargs.items()))))
         if spec != self.in_spec:
             return None
@@ -81,7 +84,7 @@ class Program:
         batch = sizes.pop() if sizes else 0
         if batch == self.batch_size:
             return leaves, batch
-        if not self.any_batch or batch == 1:  # export takes a size of one for a case of its own
+        if not self.any_batch or batch == 1:  # export specialises a size of 1
             return None
         try:
             self.guards(*leaves)
@@ -91,7 +94,7 @@ class Program:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the innermost module that `node` came from, "" for the root."""
+    """Path of the innermost module whose forward created `node`; "" for the root."""
     stack = node.meta.get("nn_module_stack")
     path = str(list(stack.values())[-1][0]) if stack else ""
     if path == torch_private.NO_MODULE:
@@ -100,7 +103,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """`file:line` of the user's code that made `node`, "" if unknown."""
+    """`file:line` of the user's code that created `node`; "" if unknown."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     outside = [(name, line) for name, line in lines if "/torch/nn/" not in name]
     chosen = (outside or lines)[-1:]
@@ -108,14 +111,14 @@ def source_line(node: fx.Node) -> str:
 
 
 def users_frames(node: fx.Node) -> str:
-    """The traceback of the user's code that made `node`: autopar's own frames around the capture left out."""
+    """The traceback of the user's code that created `node`, without autopar's own frames."""
     frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
     mine = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
     return "".join(f for f in frames if f.strip() and f'File "{mine}' not in f).rstrip()
 
 
 def describe(node: fx.Node) -> str:
-    """`aten.relu in layer1.0 (model.py:12)`: how messages name an operator."""
+    """An operator as messages name it: `aten.relu in module 'layer1.0' (model.py:12)`."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else target
     line = source_line(node)
@@ -130,30 +133,35 @@ def capture(
     batch_dim: int | dict[str, int | None] | None = None,
     trace_equal_layers_once: bool = False,
 ) -> Program:
-    """Capture `model` as it is now (training or evaluation) for inputs like `args`, `kwargs`.
+    """Capture `model` in its current mode (training or evaluation) for inputs like `args`, `kwargs`.
 
-    `batch_dim`: the batch dimension of every tensor input whose size there equals the batch (default 0), or a dict
-    from the names of inputs (a keyword, or a parameter of `forward`) to their batch dimension (None: shared by all
-    samples). `trace_equal_layers_once`: trace only the first of equal layers, and copy its nodes for the others.
-    Raises CaptureError; the model is left as it was.
+    The model is unchanged afterwards.
+
+    Args:
+        batch_dim: the batch dimension of every tensor input whose size there equals the batch (default 0), or a dict
+            from the names of inputs (a keyword, or a parameter of `forward`) to their batch dimension (None: shared by
+            all samples).
+        trace_equal_layers_once: trace only the first of equal layers, and copy its nodes for the others.
+
+    Raises:
+        CaptureError: no tracer can capture the model.
+        InputError: the arguments do not fit `forward`, or `batch_dim` does not fit the arguments.
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
-    off = (torch_private.no_global_hooks(), torch_private.no_custom_functions())
     once = equal_layers_traced_once(model) if trace_equal_layers_once else contextlib.nullcontext()
-    sharded = shard_regions.marked(hinted_modules(model))
     with (
         module_hooks.marked(model) as marks,
-        assignments_told(model),
-        lost_writes_told(model),
-        off[0],
-        off[1],
+        warn_of_assignments(model),
+        warn_of_out_arguments(model),
+        torch_private.no_global_hooks(),
+        torch_private.no_custom_functions(),
         once,
-        sharded as calls,
+        shard_regions.marked(hinted_modules(model)) as calls,
     ):
-        # One row would be taken for a constant by export: what is captured for it serves no other batch size.
+        # Export makes a size of 1 a constant: a graph captured for one sample serves no other batch size.
         traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
     if trace_equal_layers_once:
         copy_traced_layers(traced.module, model)
@@ -163,34 +171,32 @@ def capture(
     module_hooks.join(module.graph, marks)
     module.recompile()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = tuple(
-        Input(path, node.name, None, tuple(leaf.shape), leaf.dtype, dim)
-        if isinstance(leaf, torch.Tensor)
-        else Input(path, node.name, leaf, None, None, None)
-        for path, node, leaf, dim in zip(
-            torch_private.tree_paths((args, kwargs)), placeholders, leaves, dims, strict=True
-        )
-    )
-    symbolic = [_is_symbolic(node, dim) for node, dim in zip(placeholders, dims, strict=True) if dim is not None]
+    paths = torch_private.tree_paths((args, kwargs))
     n_outputs = traced.out_spec.num_leaves
-    weights = {o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))}
+    symbolic = [_is_symbolic(node, dim) for node, dim in zip(placeholders, dims, strict=True) if dim is not None]
     return Program(
         module,
-        inputs,
+        tuple(itertools.starmap(_input, zip(paths, placeholders, leaves, dims, strict=True))),
         in_spec,
         traced.out_spec,
         model.training,
         batch,
-        batch > 1 and all(symbolic),
-        traced.guards,
-        n_outputs,
-        weights,
-        shard_calls,
+        any_batch=batch > 1 and all(symbolic),
+        guards=traced.guards,
+        n_outputs=n_outputs,
+        weights={o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))},
+        shard_calls=shard_calls,
     )
 
 
+def _input(path: str, node: fx.Node, leaf: Any, dim: int | None) -> Input:
+    if isinstance(leaf, torch.Tensor):
+        return Input(path, node.name, None, tuple(leaf.shape), leaf.dtype, dim)
+    return Input(path, node.name, leaf, None, None, None)
+
+
 def _is_symbolic(node: fx.Node, dim: int) -> bool:
-    """Whether export kept the size of an input open (symbolic_trace keeps all sizes open)."""
+    """Whether an input's size is symbolic in the graph (after symbolic_trace, every size is)."""
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor) or isinstance(value.shape[dim], torch.SymInt)
 
@@ -222,7 +228,7 @@ def find_batch(
         fits = isinstance(leaf, torch.Tensor) and dim is not None and -leaf.dim() <= dim < leaf.dim()
         if not fits:
             if isinstance(batch_dim, dict) and dim is not None:
-                raise InputError(f"batch_dim gives input '{name}' dimension {dim}, which it does not have")
+                raise InputError(f"batch_dim gives dimension {dim} for input '{name}', which has no such dimension")
             dims.append(None)
             continue
         assert dim is not None

@@ -1,6 +1,6 @@
-r"""Recurrent operators of several layers, taken apart: one operator a layer, so that a pipeline may be cut in between.
+r"""Split a recurrent operator into one operator per layer, so that a pipeline may be cut between the layers.
 
-nn.LSTM, nn.GRU and nn.RNN are captured as one operator, however many layers they stack:
+Export captures nn.LSTM, nn.GRU and nn.RNN as one operator, for any number of stacked layers:
 
 ```
    x, hx --> lstm(num_layers=2) --> y, h_n, c_n          becomes
@@ -12,8 +12,8 @@ nn.LSTM, nn.GRU and nn.RNN are captured as one operator, however many layers the
                               `--> h_n, c_n
 ```
 
-torch's own operators on the CPU loop over the layers in the same way, so the numbers are the same, bit by bit. A layer
-that reads in both directions stays one operator, with two rows of states.
+torch's CPU operators loop over the layers in the same order, so results are equal bit by bit. A bidirectional layer
+stays one operator, with two rows of states.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
 
 
 def separate_layers(graph: fx.Graph) -> None:
-    """Put one operator a layer in the place of every recurrent operator of several layers.
+    """Replace every recurrent operator of several layers by one operator per layer.
 
-    Dropout between the layers becomes an operator of its own where the graph trains; final states are put together
-    only where they are read. New nodes carry the module and the source line of the operator, and values of symbolic
-    size (`meta["val"]`) where it has them.
+    In training, dropout between layers becomes an operator of its own. Final states are concatenated only if they are
+    read. New nodes keep the module and source line of the operator, and get values of symbolic size (`meta["val"]`) if
+    it has them.
     """
     for node in list(graph.nodes):
         recurrent = getattr(node.target, "overloadpacket", None) in _RECURRENT
@@ -45,7 +45,7 @@ def separate_layers(graph: fx.Graph) -> None:
 
 
 def _correct(node: fx.Node) -> None:
-    """Final states have the sizes of the initial ones; torch 2.11 records others in `meta["val"]`."""
+    """Correct `meta["val"]`: final states have the sizes of the initial ones, but torch 2.11 records other sizes."""
     if "val" not in node.meta:
         return
     hx = node.args[2 if node.target._overloadname == "data" else 1]  # type: ignore[union-attr]
@@ -60,13 +60,13 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
     args: list[Any] = list(node.args)
     x, sizes = args.pop(0), []
     if node.target._overloadname == "data":  # type: ignore[union-attr]
-        sizes = [args.pop(0)]  # of the batch at every step of a packed sequence
+        sizes = [args.pop(0)]  # batch size at every step of a packed sequence
     hx, params, has_biases, n_layers, dropout, train, bidirectional, *batch_first = args
     if n_layers == 1:
         return
     values = node.meta.get("val")  # of (y, h_n) or (y, h_n, c_n)
     origin: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-    rows = 2 if bidirectional else 1  # of one layer in the states
+    rows = 2 if bidirectional else 1  # rows of the states per layer
     each = len(params) // n_layers
 
     def call(target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
@@ -74,8 +74,8 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
         new.meta = dict(origin) if value is None else origin | {"val": value}
         return new
 
-    def item(made: fx.Node, index: int) -> fx.Node:
-        return call(operator.getitem, (made, index), made.meta["val"][index] if values else None)
+    def item(results: fx.Node, index: int) -> fx.Node:
+        return call(operator.getitem, (results, index), results.meta["val"][index] if values else None)
 
     def narrowed(state: Any, layer: int) -> Any:
         return state.narrow(0, layer * rows, rows)
@@ -84,7 +84,7 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
         value = narrowed(state.meta["val"], layer) if values else None
         return call(aten.slice.Tensor, (state, 0, layer * rows, (layer + 1) * rows), value)
 
-    # Items stand right behind their tuple, because no cut may come between.
+    # Each getitem directly follows its tuple, because no cut may separate them.
     users: list[tuple[fx.Node, Any]] = [(user, user.args[1]) for user in node.users]
     items: dict[int, list[fx.Node]] = {0: []} | {index: [] for _, index in users}  # by layer
     for layer in range(n_layers):
@@ -94,9 +94,9 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
         weights = params[layer * each : (layer + 1) * each]
         options = (has_biases, 1, 0.0, train, bidirectional, *batch_first)
         value = (values[0], *(narrowed(v, layer) for v in values[1:])) if values else None
-        made = call(node.target, (x, *sizes, state, weights, *options), value)
-        for index, made_before in items.items():
-            made_before.append(item(made, index))
+        results = call(node.target, (x, *sizes, state, weights, *options), value)
+        for index, by_layer in items.items():
+            by_layer.append(item(results, index))
         x = items[0][-1]
     for user, index in users:
         user.replace_all_uses_with(call(aten.cat.default, (items[index], 0), user.meta.get("val")) if index else x)

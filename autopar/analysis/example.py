@@ -1,4 +1,4 @@
-"""The call that a plan is made for, and leaving the model as it was while it is looked at."""
+"""The example call that a plan is made for: captured and studied without changing the model."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> loss
 
 @dataclass(frozen=True)
 class Example:
-    """What a plan is made for: a captured program and a call of it."""
+    """The captured program and the call that a plan is made for."""
 
     model: nn.Module
     program: Program
     batching: Batching
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    leaves: list[Any]  # the flat inputs among them
+    leaves: list[Any]  # the flat inputs of the call
     training: bool
     loss: LossFunction | None
     target: Any
 
 
 def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | None) -> bool:
-    """Whether a backward is to be expected after a call that is made now."""
+    """Whether a call made now would be followed by a backward."""
     trains = any(p.requires_grad for p in model.parameters())
     return trains and (loss_fn is not None or (program.training and torch.is_grad_enabled()))
 
@@ -51,13 +51,13 @@ def examine(
     batch_dim: int | dict[str, int | None] | None,
     verify: bool,
 ) -> tuple[Program, Batching]:
-    """Capture a call of `model` and study its batch; the model is left as it was. Raises CaptureError, InputError.
+    """Capture a call of `model` and study how its batch may be split. The model is unchanged afterwards.
 
-    The graph is that of the caller's default dtype and device; what is tried out on it does not depend on them, nor on
-    other state of the calling thread.
+    The capture uses the caller's default dtype and device. Test runs of the graph depend neither on them nor on other
+    state of the calling thread. Raises CaptureError, InputError.
     """
     with untouched(model), neutral_state(device_types):
-        ahead = any(p.is_meta for p in model.parameters())  # nothing will run: what repeats need not be looked at
+        ahead = any(p.is_meta for p in model.parameters())  # nothing will run, so equal layers need one trace
         program = capture(model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead)
         bound = program.bind(args, kwargs)
         assert bound is not None, "a captured program takes the call that it was captured from"
@@ -68,8 +68,10 @@ def examine(
 def without_values(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    """A call to plan for where parameters have sizes but no values (on the meta device, or made under
-    FakeTensorMode): a copy of the model and its inputs on the meta device. Any other call stays as it is."""
+    """The call on the meta device, if a parameter has no values (on the meta device, or from a FakeTensorMode).
+
+    Then returns a copy of the model and its inputs on the meta device; any other call is returned unchanged.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     if not any(t.is_meta or torch_private.is_fake(t) for t in tensors):
         return model, args, kwargs, target
@@ -81,7 +83,7 @@ def without_values(
 
 
 def under_default_device(loss: LossFunction | None) -> LossFunction | None:
-    """`loss` for threads that do not know the default device of this one."""
+    """`loss` for other threads, which do not inherit this thread's default device."""
     device = torch.get_default_device()
     if loss is None or device.type == "cpu":
         return loss
@@ -95,7 +97,7 @@ def under_default_device(loss: LossFunction | None) -> LossFunction | None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Gradients and the random state are afterwards what they were."""
+    """Restore gradients and the random state on leaving."""
     state = torch.get_rng_state()
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
@@ -117,7 +119,7 @@ def capture_example(
     batch_dim: int | dict[str, int | None] | None = None,
     verify: bool = True,
 ) -> Example:
-    """A call of `model` as a program. The model is unchanged. Raises CaptureError and InputError."""
+    """Capture a call of `model` for these devices. The model is unchanged. Raises CaptureError, InputError."""
     types = {device.torch_device.type for device in devices}
     program, batching = examine(model, args, kwargs, types, batch_dim=batch_dim, verify=verify)
     leaves, _ = program.bind(args, kwargs) or ([], 0)
@@ -136,6 +138,6 @@ def example_ahead(
     batch_dim: int | dict[str, int | None] | None = None,
     verify: bool = True,
 ) -> Example:
-    """The same for devices that are not at hand; parameters need not have values."""
+    """Capture a call of `model` for devices that are not here; parameters need no values."""
     model, args, kwargs, target = without_values(model, args, kwargs, target)
     return capture_example(model, (), args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, verify=verify)

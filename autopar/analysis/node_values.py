@@ -1,6 +1,6 @@
-"""Running a captured graph on a few samples and looking at every value, with nothing of the model changed.
+"""The value of every node when a captured graph runs on a few samples. The model is unchanged.
 
-Buffers are copies, dropout is off, and batch norm uses its running statistics.
+Buffers are copied, dropout is off, and batch norm uses its running statistics.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ DROPOUT = {
 }
 
 
-# Differences between two ways to compute the same are about eps; a dependence between samples is looked for above this.
+# Two ways to compute one value differ by about eps; values that differ by more than eps ** 0.65 of the largest one count
+# as different.
 _EXPONENT = 0.65
-_HUGE = 1e15  # stands for minus infinity in masks
+_HUGE = 1e15  # larger values are infinities in masks
 
 
 def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> list[Any]:
-    """Flat inputs of `rows` samples that differ from each other, made from those of the example.
+    """Flat inputs of `rows` samples that differ from each other, derived from the example's inputs `leaves`.
 
-    Floating-point inputs are shuffled and their rows scaled differently, so that a degenerate example (all zeros,
-    equal rows) cannot hide a dependence; indices of an embedding that are the same in all rows are drawn anew.
-    `reverse`: the same samples in reverse order, which what sorts them cannot leave as they are both times.
+    A degenerate example (all zeros, equal rows) must not hide a dependence between samples. So floating-point inputs
+    are shuffled and their rows scaled differently, and indices of an embedding that are equal in all rows are replaced
+    by random ones. `reverse`: reverse the samples; a model that sorts samples changes at least one of both orders.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {n.name: size for n in program.graph.nodes if n.op == "placeholder" and (size := _table_rows(n))}
@@ -63,7 +64,7 @@ def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> l
 
 
 def _table_rows(node: fx.Node) -> int:
-    """Rows of the embedding table that `node` indexes, 0 if none."""
+    """Number of rows of the embedding table that `node` indexes; 0 if it indexes none."""
     for user in node.users:
         if user.target is aten.embedding.default and user.args[1] is node:
             return int(user.args[0].meta["val"].shape[0])  # type: ignore[union-attr]
@@ -71,14 +72,14 @@ def _table_rows(node: fx.Node) -> int:
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two values are the same but for rounding."""
+    """Whether two values are equal up to rounding."""
     if a.shape != b.shape:
         return False
     if not a.is_floating_point() and not a.is_complex():
         return torch.equal(a, b)
     wide = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.detach().to(wide), b.detach().to(wide)
-    usual = (x.abs() < _HUGE) & (y.abs() < _HUGE)  # False for NaN, too
+    usual = (x.abs() < _HUGE) & (y.abs() < _HUGE)  # also False for NaN
     if not torch.equal(x.isnan(), y.isnan()) or not torch.equal(usual, x.abs() < _HUGE):
         return False
     x, y = x[usual], y[usual]
@@ -89,14 +90,14 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def changed_dims(a: Any, b: Any) -> list[int]:
-    """Dimensions in which two values of a node differ in size."""
+    """The dimensions in which two values of a node have different sizes."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dim() != b.dim():
         return []
     return [d for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
 
 
 def storages_of(value: Any) -> frozenset[int]:
-    """Keys of the storages that the tensors of a value live in."""
+    """Keys of the storages of all tensors in a value."""
     if isinstance(value, torch.Tensor):
         return frozenset((storage_key(value),)) if value.numel() else frozenset()
     if isinstance(value, (tuple, list)):
@@ -105,7 +106,10 @@ def storages_of(value: Any) -> frozenset[int]:
 
 
 def observe(module: fx.GraphModule, leaves: list[Any]) -> dict[fx.Node, Any]:
-    """Every node's value. Values that a later node overwrites show what it wrote, in the whole as in the parts."""
+    """The value of every node. A value that a later node overwrites is shown after the write.
+
+    An exception has the failing node as its attribute `autopar_node`.
+    """
     observer = _Observer(module)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         observer.run(*leaves)
@@ -157,7 +161,7 @@ class _Observer(fx.Interpreter):
 
 
 def _with_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(input, weight, bias, mean, var) of batch norm, with standard statistics where it keeps none."""
+    """(input, weight, bias, mean, var) of batch norm; mean 0 and variance 1 if it has no running statistics."""
     x, weight, bias, mean, var = args[:5]
     if mean is None:
         mean, var = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])

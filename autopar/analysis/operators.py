@@ -1,7 +1,7 @@
-"""Facts about the operators of a captured graph that search and lowering must agree on.
+"""Facts about the operators of a captured graph on which search and lowering must agree.
 
-Which nodes write into tensors, which draw random numbers, which are cheap enough to be computed in every stage that
-needs them instead of being sent, and how an operator is named across captures.
+Which nodes write into tensors, draw random numbers or require grad; which are cheap enough that every stage that needs
+them computes them instead of receiving them; and how an operator is named across captures.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, is_getitem, module_path
 from cost_models.graphs import get_attribute
 
-# Work worth sending rather than repeating.
+# Operators whose results are worth sending to other stages instead of computing them again.
 _HEAVY = {
     *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution"),
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "embedding_bag"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "_grouped_mm", "upsample_bilinear2d", "fft_fft", "sort", "topk"),
 }
-# What of the backward is spared by leaving the parameters out, beside an activation that carries a gradient; 0.5 where
-# nothing is said. Measured on a CPU.
+# Fraction of the backward's time that is saved without gradients of parameters, where an activation requires grad, too.
+# 0.5 for all others. Measured on a CPU.
 _SPARED = {
-    **dict.fromkeys(("add", "add_", "sub", "sub_"), 1.0),  # an activation's gradient passes as it is; sums are left
-    # One kernel, or sums that the input's gradient is made from, too: as slow with parameters as without.
+    **dict.fromkeys(
+        ("add", "add_", "sub", "sub_"), 1.0
+    ),  # the activation's gradient is the incoming one; only the parameter's is summed
+    # One kernel computes both, or the input's gradient needs the same sums: nothing is saved.
     **dict.fromkeys(("batch_norm", "group_norm", "instance_norm", "rms_norm", "prelu", "lstm"), 0.0),
 }
-# Where the factors of a product are among the arguments; a bias beside them costs next to nothing.
+# Places of a product's factors among its arguments; the gradient of a bias costs almost nothing.
 _FACTORS = {
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d", "convolution"), slice(0, 2)),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), slice(0, 2)),
@@ -48,9 +50,9 @@ def operator_name(node: fx.Node) -> str:
 
 
 def operator_keys(program: Program) -> dict[fx.Node, str]:
-    """Names of operators that survive another capture of the model: `encoder.layer.0.fc1/linear#0`.
+    """Names of operators that are the same in every capture of the model: `encoder.layer.0.fc1/linear#0`.
 
-    The last number counts the operators of that name in that module, in program order.
+    The number counts the operators of this name in this module, in program order.
     """
     counts: Counter[tuple[str, str]] = Counter()
     keys = {}
@@ -62,7 +64,7 @@ def operator_keys(program: Program) -> dict[fx.Node, str]:
 
 
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that do something: not placeholders, attributes or the output."""
+    """The nodes that compute: all except placeholders, attributes and the output."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
@@ -82,15 +84,14 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]
-    if operator_name(node) == "batch_norm" and node.args[5]:  # its schema does not say so
-        written += [n for n in node.args[3:5] if isinstance(n, fx.Node)]
-    if operator_name(node) == "instance_norm" and node.args[5]:
+    # These write running statistics in training, which their schemas do not declare.
+    if operator_name(node) in ("batch_norm", "instance_norm") and node.args[5]:
         written += [n for n in node.args[3:5] if isinstance(n, fx.Node)]
     return written
 
 
 def is_random(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether `node` draws random numbers as it is called here."""
+    """Whether `node` draws random numbers with its arguments (dropout in evaluation does not)."""
     if node.op == "call_module":
         children = module.get_submodule(str(node.target)).modules()
         return any(isinstance(m, _RANDOM_MODULES) and bool(m.training and getattr(m, "dropout", 1)) for m in children)
@@ -109,22 +110,26 @@ def is_random(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 def argument(node: fx.Node, index: int, name: str, default: object) -> object:
-    """An argument of a call, given by place or by name."""
+    """An argument of a call that may be positional or a keyword."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def _rnn_drops(node: fx.Node) -> bool:
-    """(input, hx, params, has_biases, num_layers, dropout, train, ...); packed sequences have one argument more."""
+    """Whether a recurrent operator drops values between its layers.
+
+    Its arguments are (input, hx, params, has_biases, num_layers, dropout, train, ...), with one more before `hx` for
+    packed sequences.
+    """
     first = 5 if isinstance(node.args[3], bool) else 6
     dropout, train = node.args[first : first + 2]
     return bool(train) and float(dropout) > 0  # type: ignore[arg-type]
 
 
 def replicable_nodes(program: Program) -> set[fx.Node]:
-    """Nodes computed in every stage that needs them instead of being sent.
+    """Nodes that every stage that needs them computes itself, instead of receiving them.
 
-    They depend on the model's inputs and constants only, never on a parameter, and are cheap: position numbers,
-    attention masks, sizes. What is written in place, drawn at random or heavy is not among them.
+    They depend on the model's inputs and constants only, not on parameters, and are cheap: position numbers, attention
+    masks, sizes. Nodes that are written in place, draw random numbers or are heavy are not among them.
     """
     module = program.graph_module
     written = {source for node in module.graph.nodes for source in written_arguments(node)}
@@ -169,15 +174,15 @@ def requires_grad_nodes(module: fx.GraphModule) -> set[fx.Node]:
 def weight_shares(program: Program) -> dict[fx.Node, float]:
     """For every operator the fraction (0..1) of its backward's time that only gradients of parameters need.
 
-    That is what zero-bubble schedules put off (Qi et al., Zero Bubble Pipeline Parallelism, 2023): nothing waits for it
-    but the step's end.
+    Zero-bubble schedules delay this part (Qi et al., Zero Bubble Pipeline Parallelism, 2023), because no other stage
+    waits for it.
 
-    - 0: no trained parameter is read.
-    - 1: nothing else that is read carries a gradient: a first layer, an embedding, views of a parameter (`weight.t()`),
-      which are read like the parameter itself.
-    - 0.5: a product of an activation and a weight. For y = x w, of m x k by k x n, both gradients dx = dy w' and
-      dw = x' dy are products of m k n multiplications, as are those of convolutions. Norms over a sample read the same
-      twice. Where kernels fuse the two, or one is free, see `_SPARED`.
+    - 0: the operator reads no trained parameter.
+    - 1: none of its other inputs requires grad: a first layer, an embedding. Views of a parameter (`weight.t()`) count
+      as the parameter.
+    - 0.5: a product of an activation and a weight. For y = x w with shapes m x k and k x n, both gradients, dx = dy w'
+      and dw = x' dy, need m k n multiplications; so do those of convolutions. Norms read the same values for both. For
+      operators whose kernels compute both at once, or whose one gradient is free, see `_SPARED`.
     """
     grad, own = requires_grad_nodes(program.graph_module), _independent_of_inputs(program.graph)
     shares = {}
@@ -197,21 +202,22 @@ def weight_shares(program: Program) -> dict[fx.Node, float]:
 
 
 def _independent_of_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Parameters, constants and what is computed from them and from sizes alone."""
+    """Parameters, constants, and nodes that are computed only from them and from sizes."""
     result: set[fx.Node] = set()
     for node in graph.nodes:
-        known = node.op != "placeholder" and all(source in result for source in node.all_input_nodes)
-        if known or node.target is torch.ops.aten.sym_size.int:
+        independent = node.op != "placeholder" and all(source in result for source in node.all_input_nodes)
+        if independent or node.target is torch.ops.aten.sym_size.int:
             result.add(node)
     return result
 
 
 def _trains(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the module that a call_module node calls has trained parameters."""
+    """Whether the module of a call_module node has trained parameters."""
     return any(p.requires_grad for p in module.get_submodule(str(node.target)).parameters())
 
 
 def _differentiable(node: fx.Node) -> bool:
+    """Whether the result of `node` may require grad: integers and sizes may not."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
@@ -219,7 +225,7 @@ def _differentiable(node: fx.Node) -> bool:
 
 
 def move_constants(nodes: Iterable[fx.Node], captured: torch.device, device: torch.device) -> None:
-    """Operators that name the device they were captured on (arange, zeros, to) name `device` instead."""
+    """Let operators that name the device of the capture (arange, zeros, to) name `device` instead."""
     if device == captured:
         return
 
@@ -236,7 +242,7 @@ def move_constants(nodes: Iterable[fx.Node], captured: torch.device, device: tor
 
 
 def on_device(module: fx.GraphModule, captured: torch.device, device: torch.device) -> fx.GraphModule:
-    """`module` with its constants, and those of the graphs inside it, made on `device`; parameters stay."""
+    """A copy of `module` that creates its constants, and those of nested graphs, on `device`; parameters stay."""
     if device == captured:
         return module
     graph = fx.Graph()
@@ -250,35 +256,35 @@ def on_device(module: fx.GraphModule, captured: torch.device, device: torch.devi
 
 
 def captured_device(program: Program) -> torch.device:
-    """Where the model's tensors were when it was captured."""
+    """The device of the model's tensors at capture."""
     module = program.graph_module
     return next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
 
 
 def unrepeatable_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Operators that write a buffer which others read: run a second time, they would give something else.
+    """Operators that write a buffer that others read: running them again would change the result.
 
-    Running statistics of batch norm are none: in training nothing reads them.
+    Batch norm is not among them: in training nothing reads its running statistics.
     """
     readers: dict[str, set[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
             readers.setdefault(str(node.target), set()).update(node.users)
-    found = []
+    unrepeatable = []
     for node in compute_nodes(graph):
         if operator_name(node) in ("batch_norm", "instance_norm"):
             continue
         written = [a for a in written_arguments(node) if a.op == "get_attr"]
         if any(node.users or readers[str(a.target)] - {node} for a in written):
-            found.append(node)
-    return found
+            unrepeatable.append(node)
+    return unrepeatable
 
 
 def write_order(program: Program, storages: dict[str, frozenset[int]]) -> list[tuple[fx.Node, fx.Node]]:
-    """(reader, writer): a node that reads a tensor, and one that overwrites its storage later.
+    """Pairs (reader, writer): a node that reads a tensor, and a node that overwrites its storage later.
 
-    Data flow alone does not say that the reader comes first; in an earlier stage than the reader's the writer would
-    change what is on its way to it.
+    Data flow alone does not order them. A writer in an earlier stage than the reader would change the tensor before it
+    is sent. `storages`: node name -> keys of its storages.
     """
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     pairs = []
@@ -294,23 +300,23 @@ def write_order(program: Program, storages: dict[str, frozenset[int]]) -> list[t
 def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[set[fx.Node]]:
     """Nodes that no cut may separate.
 
-    - a tuple and the nodes that take items out of it;
-    - all users of a buffer that is written (its one copy lives in one stage);
-    - views of one storage that is written through one of them while another is read later: a copy of the storage
-      sent to another stage would miss the write. (A tensor that is only overwritten whole, as by `relu_`, needs no
-      fusing: its writer starts from a clone, see lowering.)
+    1. A tuple and the nodes that take items out of it.
+    2. All users of a buffer that is written: its only copy is in one stage.
+    3. The nodes from the first view of a storage to its last reader, if the storage is written through one view and
+       read through another one later: a copy sent to another stage would miss the write. (A tensor that is only
+       overwritten as a whole, as by `relu_`, needs no group: lowering clones it for the writer.)
     """
     graph = program.graph
     order = {node: index for index, node in enumerate(graph.nodes)}
     groups: list[set[fx.Node]] = []
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if is_getitem(node):
+        if is_getitem(node):  # 1
             groups.append({node.all_input_nodes[0], node})
         for source in written_arguments(node):
             writers.setdefault(source, []).append(node)
     for source, nodes in writers.items():
-        if source.op == "get_attr":
+        if source.op == "get_attr":  # 2
             same = [n for n in graph.nodes if n.op == "get_attr" and n.target == source.target]
             groups.append({user for n in same for user in n.users})
             continue
@@ -320,7 +326,7 @@ def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[
             for n in graph.nodes
             if n.op != "get_attr" and storages.get(n.name, frozenset()) & shared and n is not source and n not in nodes
         ]
-        for writer in nodes:
+        for writer in nodes:  # 3
             read_later = {
                 user for n in (*family, source) for user in n.users if order[user] > order[writer] and n is not writer
             }

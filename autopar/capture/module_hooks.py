@@ -1,16 +1,17 @@
-"""Hooks on inner modules: not run while a model is captured, and run once a micro-batch afterwards.
+"""The user's hooks on inner modules: skipped while a model is captured, and run once per micro-batch afterwards.
 
-A captured graph has no module calls left. Where a module has hooks of the user's, two operators mark its call, and
-everything that goes in or comes out passes through them:
+A captured graph has no module calls. So two operators mark each call of a module with user hooks; all tensors that the
+module takes or returns pass through them:
 
 ```
     x -> enter 'encoder.0' -> linear -> relu -> leave 'encoder.0' -> ...       enter: forward pre-hooks
               \\                                   /                             leave: forward hooks
                `---- args, kwargs, backward ------'                              both: full backward hooks
 ```
-In a stage that runs a call, they run the hooks that the module has at that moment, with the micro-batch's tensors;
-wherever else the graph is run (to look at it, to measure it) they hand on what they get. Hooks of torch's and
-transformers' own are part of how a model computes (weight_norm, output capturing) and are traced like its code.
+When a stage runs, the operators run the hooks that the module has at that moment, with the micro-batch's tensors. In
+all other runs of the graph (to observe or measure it) they return their tensors unchanged. Hooks that torch and
+transformers register themselves belong to the model's computation (weight_norm, output capturing) and are traced like
+its code.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def is_hook_point(node: fx.Node) -> bool:
 
 @contextmanager
 def running() -> Iterator[None]:
-    """Inside, this thread's stages run the hooks of the modules that they hold."""
+    """Inside, stages that run in this thread run the hooks of their modules."""
     before, _thread.running = _thread.running, True
     try:
         yield
@@ -66,22 +67,22 @@ def running() -> Iterator[None]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks that are not part of how the model computes."""
+    """Whether a module has user hooks: hooks that are not part of the model's computation."""
     tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(tables) and any(_users(table) for table in tables)
+    return any(tables) and any(_user_hooks(table) for table in tables)
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
-    """`model`, a copy that is run for its times alone, with the user's hooks taken off."""
+    """Remove the user's hooks from `model`, a copy that is only run to measure times. Returns it."""
     for module in model.modules():
         for name in _TABLES:
             table = getattr(module, name)
-            for key, _ in _users(table):
+            for key, _ in _user_hooks(table):
                 del table[key]
     return model
 
 
-def _users(table: dict[int, Callable[..., Any]]) -> list[tuple[int, Callable[..., Any]]]:
+def _user_hooks(table: dict[int, Callable[..., Any]]) -> list[tuple[int, Callable[..., Any]]]:
     return [(key, hook) for key, hook in table.items() if not _part_of_the_model(hook)]
 
 
@@ -92,12 +93,12 @@ def _part_of_the_model(hook: Any) -> bool:
 
 @dataclass
 class _Values:
-    """What one call of a hooked module took or gave: its tensors and sizes are values of the graph."""
+    """The arguments or results of one call of a hooked module. Its tensors and sizes are values of the graph."""
 
     spec: torch_private.TreeSpec
-    leaves: list[Any]  # those that are neither tensors nor sizes; others None
-    tensors: list[int]  # places among the leaves
-    sizes: list[int]
+    leaves: list[Any]  # None in the places of tensors and sizes
+    tensors: list[int]  # places of tensors among the leaves
+    sizes: list[int]  # places of symbolic sizes among the leaves
 
     @classmethod
     def taken_apart(cls, tree: Any) -> tuple[_Values, list[torch.Tensor], list[Any]]:
@@ -114,13 +115,13 @@ class _Values:
         return torch_private.tree_unflatten(leaves, self.spec)
 
     def tensors_of(self, tree: Any, path: str) -> list[torch.Tensor]:
-        """The tensors of a value of the same structure, which a hook has returned."""
+        """The tensors of `tree`, which a hook returned. Raises InputError unless it has the same structure."""
         leaves, spec = torch_private.tree_flatten(tree)
-        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if spec != self.spec or found != self.tensors:
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if spec != self.spec or tensors != self.tensors:
             raise InputError(
                 f"a hook of module '{path}' changed the structure of what the module takes or returns; in a captured "
-                "model a hook may change values, not how many there are or how they are nested"
+                "model a hook may change the values, but not their number or nesting"
             )
         return [leaves[i] for i in self.tensors]
 
@@ -137,16 +138,15 @@ class _Call:
 
 @dataclass
 class Marks:
-    """What was marked while a model was captured."""
+    """The calls of hooked modules that were marked while a model was traced."""
 
-    paths: list[str]  # of the inner modules that have hooks
-    calls: dict[str, _Call]  # by name
+    paths: list[str]  # inner modules with user hooks
+    calls: dict[str, _Call]  # by name: `path#number`
 
 
 @contextmanager
 def marked(model: nn.Module) -> Iterator[Marks]:
-    """The hooks of the user's are off, and calls of inner modules that have such are marked; afterwards the hooks are
-    the model's own again."""
+    """Inside, the user's hooks are off, and calls of inner modules with user hooks are marked in the traced graph."""
     calls: dict[str, _Call] = {}
     hooked = [(path, module) for path, module in model.named_modules() if has_hooks(module)]
     saved = [(module, {name: OrderedDict(getattr(module, name)) for name in _TABLES}) for _, module in hooked]
@@ -155,9 +155,9 @@ def marked(model: nn.Module) -> Iterator[Marks]:
         for path, module in hooked:
             for name in _TABLES:
                 table = getattr(module, name)
-                for key, _ in _users(table):
+                for key, _ in _user_hooks(table):
                     del table[key]
-            if path:  # the root's hooks see the whole batch, not micro-batches
+            if path:  # the root's hooks run on the whole batch, outside of the graph
                 marks += _mark(path, module, calls)
         yield Marks([path for path, _ in hooked if path], calls)
     finally:
@@ -170,7 +170,7 @@ def marked(model: nn.Module) -> Iterator[Marks]:
 
 
 def _mark(path: str, module: nn.Module, calls: dict[str, _Call]) -> list[Any]:
-    open_calls: list[str] = []  # of this module, innermost last: a module may call itself
+    open_calls: list[str] = []  # a stack, because a module may call itself
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = f"{path}#{sum(call.path == path for call in calls.values())}"
@@ -193,27 +193,30 @@ def _mark(path: str, module: nn.Module, calls: dict[str, _Call]) -> list[Any]:
 
 
 def join(graph: fx.Graph, marks: Marks) -> None:
-    """Turn the marks in a captured graph into what runs the hooks: `leave` gets what `enter` got, beside its own.
+    """Replace the marks in a captured graph by operators that run the hooks, in place.
 
-    Warns of modules whose hooks will not run, because the graph has no mark of them.
+    1. An `enter` mark becomes a call that returns the module's inputs, and a link for its backward hooks.
+    2. The matching `leave` mark becomes a call that also takes these inputs and the link: forward hooks see them.
+
+    Warns of modules whose hooks will not run, because the graph has no mark for them.
     """
-    found: set[str] = set()
+    seen: set[str] = set()
     entered: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is not torch.ops.autopar.module_call.default:
             continue
         tensors, sizes, point = node.args
-        way, name = str(point).split(" ", 1)
+        side, name = str(point).split(" ", 1)
         call = marks.calls[name]
-        found.add(call.path)
-        if way == "enter":
+        seen.add(call.path)
+        if side == "enter":  # 1
             node.target, node.args = _entering(call), (list(tensors), list(sizes))
             entered[name] = node
             continue
         enter = entered.get(name)
         state: fx.Node | None = None
-        given: tuple[list[fx.Node], list[Any]] = ([], [])
-        if enter is not None:
+        inputs: tuple[list[fx.Node], list[Any]] = ([], [])
+        if enter is not None:  # 2
             count = len(enter.args[0])  # type: ignore[arg-type]
             with graph.inserting_before(node):
                 *taken, state = [graph.call_function(operator.getitem, (enter, i)) for i in range(count + 1)]
@@ -221,28 +224,29 @@ def join(graph: fx.Graph, marks: Marks) -> None:
                 new.meta = {k: enter.meta[k] for k in ("nn_module_stack", "stack_trace") if k in enter.meta}
                 if new is not state and "val" in enter.meta:
                     new.meta["val"] = enter.meta["val"][i]
-            given = (taken, list(enter.args[1]))  # type: ignore[arg-type]
+            inputs = (taken, list(enter.args[1]))  # type: ignore[arg-type]
         node.target = _leaving(call)
-        node.args = (list(tensors), list(sizes), *given, state)
-    lost = [path for path in marks.paths if path not in found]
+        node.args = (list(tensors), list(sizes), *inputs, state)
+    lost = [path for path in marks.paths if path not in seen]
     if lost:
         warn(
             f"hooks of '{lost[0]}'" + (f" and {len(lost) - 1} more modules" if lost[1:] else "") + " will not run: the "
-            "captured graph does not show the module being called with tensors"
+            "captured graph has no call of the module with tensors"
         )
 
 
 def _entering(call: _Call) -> Callable[..., Any]:
+    """The function of an `enter` operator: runs forward pre-hooks and sets up backward hooks."""
     values = call.inputs
     assert values is not None
 
     def enter_module(tensors: list[torch.Tensor], sizes: list[int]) -> list[Any]:
-        """The tensors that the module takes, after its hooks, and last what links its backward hooks."""
+        """The tensors that the module takes, after its hooks; the last item links its backward hooks."""
         module = call.module
         if not _thread.running:
             return [*tensors, None]
         args, kwargs = values.together(tensors, sizes)
-        for key, hook in _users(module._forward_pre_hooks):
+        for key, hook in _user_hooks(module._forward_pre_hooks):
             if key in module._forward_pre_hooks_with_kwargs:
                 changed = hook(module, args, kwargs)
                 if changed is not None:
@@ -251,8 +255,8 @@ def _entering(call: _Call) -> Callable[..., Any]:
                 changed = hook(module, args)
                 if changed is not None:
                     args = changed if isinstance(changed, tuple) else (changed,)
-        hooks = [hook for _, hook in _users(module._backward_hooks)]
-        before = [hook for _, hook in _users(module._backward_pre_hooks)]
+        hooks = [hook for _, hook in _user_hooks(module._backward_hooks)]
+        before = [hook for _, hook in _user_hooks(module._backward_pre_hooks)]
         link = BackwardHook(module, hooks, before) if hooks or before else None
         if link is not None:
             args = link.setup_input_hook(args)
@@ -262,6 +266,7 @@ def _entering(call: _Call) -> Callable[..., Any]:
 
 
 def _leaving(call: _Call) -> Callable[..., Any]:
+    """The function of a `leave` operator: runs forward hooks and completes the set-up of backward hooks."""
     values = call.outputs
     assert values is not None
 
@@ -278,7 +283,7 @@ def _leaving(call: _Call) -> Callable[..., Any]:
             return tensors
         result = values.together(tensors, sizes)
         args, kwargs = call.inputs.together(taken, taken_sizes) if call.inputs is not None and taken else ((), {})
-        for key, hook in _users(module._forward_hooks):
+        for key, hook in _user_hooks(module._forward_hooks):
             with_kwargs = key in module._forward_hooks_with_kwargs
             changed = hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
             if changed is not None:

@@ -1,13 +1,13 @@
-"""Where sharded calls begin and end in a captured graph.
+"""Where calls with a shard hint begin and end in a captured graph.
 
-While a model is captured, an operator marks what enters a sharded call and what leaves it. In the graph such a mark
-becomes a border, a plain `alias`, for every tensor that has a layout asked for:
+While a model is traced, an operator marks the tensors that enter and leave a sharded call. In the graph each mark
+becomes borders: one plain `alias` for every tensor whose layout the hint fixes.
 
     x -> mark "enter 0" -> linear -> relu -> mark "leave 0" -> y         as traced
-    x -> alias          -> linear -> relu -> alias          -> y         two borders, if in_strategy and out_strategy
-    x -> linear -> y                                                     a call of one operator needs none to enter
+    x -> alias          -> linear -> relu -> alias          -> y         in_strategy and out_strategy: two borders
+    x -> linear -> y                                                     a single operator reads the layout itself
 
-A border is an operator like any other, so that the search gives it a strategy and the devices carry it out.
+A border is an operator like any other: the search chooses its strategy, the hint constrains it, and the devices run it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from autopar.hints.shard import sharded_calls_through
 
 @dataclass(frozen=True)
 class ShardCall:
-    """A sharded call in a captured graph."""
+    """A call with a shard hint in a captured graph. Nodes are given by name."""
 
-    title: str  # in messages
+    title: str  # as messages name the call
     path: str | None  # of the module; None for a function
     hint: ShardHint
-    inputs: tuple[str | None, ...]  # nodes of the tensors that enter: their borders; None where nothing reads one
-    outputs: tuple[str | None, ...]  # nodes of the tensors that leave: their borders where they have a layout
-    operator: str | None  # the node that does all of it; None where there are several, or none
-    operators: tuple[str, ...]  # nodes that do it
+    inputs: tuple[str | None, ...]  # the borders of its inputs, or the inputs themselves; None if nothing reads one
+    outputs: tuple[str | None, ...]  # the borders of its outputs, or the outputs themselves
+    operator: str | None  # the only operator inside the call; None if there are several or none
+    operators: tuple[str, ...]  # all operators inside the call
 
 
 @dataclass(frozen=True)
 class _Marked:
-    """A call while the model is traced."""
+    """A sharded call while the model is traced."""
 
     title: str
     path: str | None
@@ -62,7 +62,7 @@ _library.define("mark(Tensor[] tensors, str point) -> Tensor[]")
 _library.impl("mark", lambda tensors, point: [t.clone() for t in tensors], "CompositeExplicitAutograd")
 _MARK = torch.ops.autopar_shard.mark.default
 _ALIAS = torch.ops.aten.alias.default
-_BORDER = "autopar_border"  # in the meta of borders
+_BORDER = "autopar_border"  # key in the meta of borders
 
 
 @torch.library.register_fake("autopar_shard::mark", lib=_library)
@@ -72,7 +72,7 @@ def _mark_fake(tensors: list[torch.Tensor], point: str) -> list[torch.Tensor]:
 
 @contextmanager
 def marked(hinted: Mapping[str, tuple[nn.Module, ShardHint]]) -> Iterator[list[_Marked]]:
-    """Inside, calls of these modules (by path) and of sharded functions leave marks in the graph that is traced."""
+    """Inside, calls of these modules (by path) and of sharded functions leave marks in the traced graph."""
     handles: list[Any] = []
     before, _capturing.calls = _capturing.calls, []
     try:
@@ -87,7 +87,7 @@ def marked(hinted: Mapping[str, tuple[nn.Module, ShardHint]]) -> Iterator[list[_
 
 
 def _watch(path: str, module: nn.Module, hint: ShardHint, calls: list[_Marked]) -> list[Any]:
-    open_calls: list[int] = []  # of this module, innermost last: a module may call itself
+    open_calls: list[int] = []  # a stack of numbers of calls, because a module may call itself
     order = list(inspect.signature(module.forward).parameters)
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,7 +103,7 @@ def _watch(path: str, module: nn.Module, hint: ShardHint, calls: list[_Marked]) 
 
 
 def _call(function: Callable[..., Any], hint: ShardHint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`function` of these arguments, with marks around it."""
+    """Call `function` with marks around it."""
     calls = _capturing.calls
     assert calls is not None, "inside `marked`"
     number = len(calls)
@@ -113,7 +113,7 @@ def _call(function: Callable[..., Any], hint: ShardHint, args: tuple[Any, ...], 
 
 
 def _through(tree: Any, point: str) -> Any:
-    """`tree` with its tensors gone through a mark."""
+    """`tree` with its tensors passed through a mark."""
     leaves, spec = torch_private.tree_flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     for place, new in zip(places, _MARK([leaves[i] for i in places], point), strict=True):
@@ -126,7 +126,7 @@ def _through(tree: Any, point: str) -> Any:
 
 @dataclass
 class Region:
-    """A call in a graph whose marks have become borders."""
+    """A sharded call in a graph whose marks have been replaced by borders."""
 
     call: _Marked
     inputs: list[fx.Node]
@@ -135,50 +135,52 @@ class Region:
 
 
 def borders(graph: fx.Graph, calls: list[_Marked]) -> list[Region]:
-    """Put borders in the place of all marks, in the order of the calls; calls that the tracer did not see come last,
-    without operators."""
+    """Replace all marks by borders, in place.
+
+    Returns the calls in graph order; calls without a mark in the graph come last, without operators.
+    """
     opened: dict[str, tuple[Region, int]] = {}
-    found: list[Region] = []
+    regions: list[Region] = []
     nodes = list(graph.nodes)
     for position, node in enumerate(nodes):
         if node.target is not _MARK:
             continue
-        way, number = str(node.args[1]).split(" ")
+        side, number = str(node.args[1]).split(" ")
         known = calls[int(number)]
-        if way == "enter":
+        if side == "enter":
             region = Region(known, _border(graph, node, known.hint.inputs), [])
             opened[number] = (region, position)
-            found.append(region)
+            regions.append(region)
         elif number in opened:
             region, start = opened.pop(number)
             region.outputs = _border(graph, node, known.hint.outputs)
             region.operators = [n for n in nodes[start:position] if _computes(n)]
         graph.erase_node(node)
-    # A tracer that starts again calls everything again: what is shown once is not lost.
-    shown = {region.call for region in found}
-    return found + [Region(lost, [], []) for lost in dict.fromkeys(calls) if lost not in shown]
+    # If a tracer starts again, it makes each call twice, and only the second one has marks: equal calls are one call.
+    shown = {region.call for region in regions}
+    return regions + [Region(lost, [], []) for lost in dict.fromkeys(calls) if lost not in shown]
 
 
-def _border(graph: fx.Graph, mark: fx.Node, cuts: tuple[TensorSplit | None, ...] | None) -> list[fx.Node]:
-    """For every tensor that goes through a mark its border, or where it has no layout asked for the tensor itself."""
-    given: list[fx.Node] = list(mark.args[0])  # type: ignore[arg-type]
-    found = list(given)
-    for i, value in enumerate(given):
-        if cuts is not None and len(cuts) == len(given) and cuts[i] is not None:
+def _border(graph: fx.Graph, mark: fx.Node, splits: tuple[TensorSplit | None, ...] | None) -> list[fx.Node]:
+    """For every tensor of a mark its border, or the tensor itself if the hint does not fix its layout."""
+    tensors: list[fx.Node] = list(mark.args[0])  # type: ignore[arg-type]
+    ends = list(tensors)
+    for i, value in enumerate(tensors):
+        if splits is not None and len(splits) == len(tensors) and splits[i] is not None:
             with graph.inserting_before(mark):
-                found[i] = graph.call_function(_ALIAS, (value,))
-            found[i].meta = {k: mark.meta[k] for k in ("nn_module_stack", "stack_trace") if k in mark.meta}
-            found[i].meta[_BORDER] = True
+                ends[i] = graph.call_function(_ALIAS, (value,))
+            ends[i].meta = {k: mark.meta[k] for k in ("nn_module_stack", "stack_trace") if k in mark.meta}
+            ends[i].meta[_BORDER] = True
             if "val" in value.meta:
-                found[i].meta["val"] = value.meta["val"]
+                ends[i].meta["val"] = value.meta["val"]
     for item in list(mark.users):
-        item.replace_all_uses_with(found[item.args[1]])  # type: ignore[index]
+        item.replace_all_uses_with(ends[item.args[1]])  # type: ignore[index]
         graph.erase_node(item)
-    return found
+    return ends
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node makes tensors of its own; points where a module's hooks run do not."""
+    """Whether a node computes tensors; marks, getitem and the operators that run module hooks do not."""
     hook_point = getattr(node.target, "namespace", "") == "autopar"
     if node.op != "call_function" or node.target in (_MARK, operator.getitem) or hook_point:
         return False
@@ -187,14 +189,15 @@ def _computes(node: fx.Node) -> bool:
 
 
 def settled(graph: fx.Graph, regions: list[Region], title: Callable[[fx.Node], str]) -> tuple[ShardCall, ...]:
-    """The calls as names of nodes, after all other changes to the graph; a single operator needs no borders to enter.
+    """The calls as names of nodes, once all other changes of the graph are done.
 
-    `title`: how messages name an operator.
+    Removes the input borders of calls with a single operator: the hint constrains that operator directly.
+    `title`: names an operator for messages.
     """
     kept = set(graph.nodes)
     singles = [r.operators[0] if len(r.operators) == 1 and r.operators[0] in kept else None for r in regions]
     instead: dict[fx.Node, fx.Node] = {}
-    for region, single in reversed(list(zip(regions, singles, strict=True))):  # what is inside of a call comes after it
+    for region, single in reversed(list(zip(regions, singles, strict=True))):  # inner calls first
         for border in dict.fromkeys(region.inputs):
             if border in kept and _BORDER in border.meta and set(border.users) == {single}:
                 (value,) = border.args
@@ -209,15 +212,15 @@ def settled(graph: fx.Graph, regions: list[Region], title: Callable[[fx.Node], s
             node = instead[node]
         return node.name if node in kept else None
 
-    found = []
+    settled_calls = []
     for region, single in zip(regions, singles, strict=True):
         call = region.call
         place = next((n for n in region.operators if n in kept), None)
-        told = call.title
+        name_of_call = call.title
         if call.path is None and place is not None:
-            told += f" in {title(place).partition(' in ')[2]}"
+            name_of_call += f" in {title(place).partition(' in ')[2]}"
         inputs, outputs = tuple(map(name, region.inputs)), tuple(map(name, region.outputs))
         operator_name = None if single is None else single.name
         inside = tuple(n.name for n in region.operators if n in kept)
-        found.append(ShardCall(told, call.path, call.hint, inputs, outputs, operator_name, inside))
-    return tuple(found)
+        settled_calls.append(ShardCall(name_of_call, call.path, call.hint, inputs, outputs, operator_name, inside))
+    return tuple(settled_calls)

@@ -1,4 +1,4 @@
-"""Thread-local settings of torch: those a worker copies from its caller, and the defaults a capture runs under."""
+"""Thread-local settings of torch: workers copy those of their caller; a capture runs under torch's defaults."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class CallerState:
     autocast_cache: bool
     default_device: torch.device | None  # None: the CPU, as in a fresh thread
     saved_tensors_hooks: torch_private.SavedTensorsHooks | None
-    streams: tuple[torch.cuda.Stream, ...]  # of each GPU that the caller queues its kernels on: workers join it
+    streams: tuple[torch.cuda.Stream, ...]  # one per GPU: the stream on which the caller queues kernels
 
     @classmethod
     def of_this_thread(cls, devices: Iterable[torch.device], *, training: bool = False) -> CallerState:
-        """`training`: gradients are recorded whatever the caller's grad mode (a training step was asked for)."""
+        """The settings of the current thread. `training`: record gradients in any grad mode of the caller."""
         device_types = {device.type for device in devices}
         default = torch.get_default_device()
         return cls(
@@ -40,7 +40,7 @@ class CallerState:
 
     @contextlib.contextmanager
     def applied(self, device: torch.device) -> Iterator[None]:
-        """In a worker's thread, for its device."""
+        """Apply the settings in a worker's thread that uses `device`."""
         with contextlib.ExitStack() as stack:
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
@@ -61,7 +61,7 @@ class CallerState:
 
 @contextlib.contextmanager
 def neutral_state(device_types: set[str]) -> Iterator[None]:
-    """torch's defaults, for a capture that must not depend on where the first call happens to be made."""
+    """Apply torch's defaults: a capture must not depend on the context of the call that triggers it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

@@ -1,6 +1,6 @@
-"""The private corners of torch that autopar needs, each wrapped once, with the reason.
+"""All uses of torch's private API, each in one function, with the reason why no public API does it.
 
-`tests/test_torch_private.py` exercises every one of them, so a torch upgrade that moves one fails loudly.
+`tests/capture/test_torch_private.py` covers each of them, so a torch upgrade that changes one fails a test.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.utils import _pytree
 
 from autopar.errors import CaptureError
 
-# torch.export speaks of nested inputs and outputs in these trees; torch has no public module for them.
+# torch.export describes nested inputs and outputs by these trees; torch has no public module for them.
 TreeSpec = _pytree.TreeSpec
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 
-# What export's passes give nodes as their module where they know of none.
+# The module that export's passes record for nodes that belong to none.
 NO_MODULE: str = _node_metadata_hook._EMPTY_NN_MODULE_STACK_KEY
 
 
@@ -39,25 +39,27 @@ def tree_paths(tree: Any) -> list[str]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` was made under a FakeTensorMode, which is public only for those who make the mode."""
+    """Whether `tensor` was created under a FakeTensorMode (public only for code that creates the mode itself)."""
     return isinstance(tensor, FakeTensor)
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the backward pass that is running was asked to retain the graph (no public query exists)."""
+    """Whether the running backward retains the graph (no public query exists)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 @contextlib.contextmanager
 def no_custom_functions() -> Iterator[None]:
-    """Refuse a user's torch.autograd.Function while a model is traced: the tracer would look through its forward and
-    lose its backward without a word, and there is no public switch for that."""
+    """Inside, calling a user's torch.autograd.Function raises CaptureError.
+
+    A tracer would trace its forward and silently lose its backward; torch has no public switch against that.
+    """
     original: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.partition(".")[0] != "torch":
             raise CaptureError(
-                f"torch.autograd.Function '{cls.__qualname__}' has a backward of its own, which a graph cannot carry; "
+                f"torch.autograd.Function '{cls.__qualname__}' defines its own backward, which a captured graph loses; "
                 "write it with operators, or register it (torch.library.custom_op and register_autograd)"
             )
         return original(cls, *args, **kwargs)
@@ -70,16 +72,20 @@ def no_custom_functions() -> Iterator[None]:
 
 
 def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], keep_graph: bool) -> None:
-    """torch.autograd.backward for gradients of the roots' own shapes: its checks of them cost as much as the backward
-    of a small operator."""
+    """torch.autograd.backward without its checks of `gradients`, which cost as much as a small operator's backward.
+
+    `gradients`: of the same shapes as `roots`.
+    """
     torch.autograd.graph._engine_run_backward(
         tuple(roots), tuple(gradients), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 def profiler_is_on() -> bool:
-    """Whether a torch.profiler records anything in this process: naming a range costs as much as a small operator, and
-    torch.autograd._profiler_enabled() answers for its own thread alone."""
+    """Whether a torch.profiler records in this process; if not, callers skip naming ranges, which costs time.
+
+    torch.autograd._profiler_enabled() answers for the current thread only.
+    """
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
@@ -87,15 +93,14 @@ SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
 
 
 def saved_tensors_hooks() -> SavedTensorsHooks | None:
-    """The innermost pair of torch.autograd.graph.saved_tensors_hooks in force in this thread (no public query exists),
-    which another thread has to be told of."""
-    found: SavedTensorsHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
+    """The innermost saved_tensors_hooks of this thread, which other threads do not inherit (no public query exists)."""
+    hooks: SavedTensorsHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 @contextlib.contextmanager
 def no_global_hooks() -> Iterator[None]:
-    """Hooks that were registered for all modules are off (torch.nn.modules.module has no public switch)."""
+    """Inside, global module hooks are off (torch.nn.modules.module has no public switch)."""
     module = nn.modules.module
     tables: list[dict[int, Any]] = [
         module._global_forward_pre_hooks,
@@ -114,32 +119,37 @@ def no_global_hooks() -> Iterator[None]:
 
 
 def _unknown_output(error: BaseException) -> type | None:
-    """The class that `error` speaks of. torch 2.11 looks for the returned object itself in a table of classes, and
-    stumbles over one that cannot be hashed, as dataclasses cannot."""
-    found = re.search(r"<class '([\w.]+)'> in output", str(error))
-    if found:
-        module_name, _, class_name = found[1].rpartition(".")
+    """The output class that `error` of torch.export does not know; None for other errors.
+
+    torch 2.11 looks up the returned object itself in a table of classes, and raises TypeError if it is not hashable, as
+    dataclasses are not.
+    """
+    named = re.search(r"<class '([\w.]+)'> in output", str(error))
+    if named:
+        module_name, _, class_name = named[1].rpartition(".")
         cls = getattr(sys.modules.get(module_name), class_name, None)
         return cls if isinstance(cls, type) else None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    asked = [f.f_locals["cls"] for f in frames if f.f_code.co_name == "is_opaque_type" and "cls" in f.f_locals]
-    return type(asked[-1]) if asked and isinstance(error, TypeError) else None
+    looked_up = [f.f_locals["cls"] for f in frames if f.f_code.co_name == "is_opaque_type" and "cls" in f.f_locals]
+    return type(looked_up[-1]) if looked_up and isinstance(error, TypeError) else None
 
 
 def compile_for_threads(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """torch.compile for functions that several threads call. torch 2.11 knows only for the whole process whether
-    anything is being traced, and refuses calls of compiled functions while another thread compiles one: from here on
-    such a call runs the function as it is."""
+    """torch.compile for functions that several threads call.
+
+    torch 2.11 tracks for the whole process whether anything is being traced, and refuses calls of compiled functions
+    while another thread compiles one. From here on such a call runs the function without compiling it.
+    """
     torch._dynamo.config.error_on_nested_fx_trace = False
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)
     return compiled
 
 
 def register_output_type(error: BaseException, model: nn.Module) -> bool:
-    """Teach torch's trees the output class that `error` (of torch.export) calls unknown; False if we cannot.
+    """Register the output class that torch.export does not know according to `error`. Returns whether it succeeded.
 
-    Dataclasses are registered by their fields. Caches of transformers models are registered by transformers' own
-    functions, whose place depends on its version.
+    Dataclasses are registered by their fields, and caches of transformers models by transformers' own functions, whose
+    module depends on its version.
     """
     cls = _unknown_output(error)
     if cls is None:

@@ -29,8 +29,8 @@ DROPOUT = {
 }
 
 
-# Two ways to compute one value differ by about eps; values that differ by more than eps ** 0.65 of the largest one count
-# as different.
+# Two ways to compute one value differ by about eps. Values count as different if they differ by more than eps ** 0.65
+# of the largest one.
 _EXPONENT = 0.65
 _HUGE = 1e15  # larger values are infinities in masks
 

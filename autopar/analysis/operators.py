@@ -26,9 +26,7 @@ _HEAVY = {
 # Fraction of the backward's time that is saved without gradients of parameters, where an activation requires grad, too.
 # 0.5 for all others. Measured on a CPU.
 _SPARED = {
-    **dict.fromkeys(
-        ("add", "add_", "sub", "sub_"), 1.0
-    ),  # the activation's gradient is the incoming one; only the parameter's is summed
+    **dict.fromkeys(("add", "add_", "sub", "sub_"), 1.0),  # only the parameter's gradient needs work, a sum
     # One kernel computes both, or the input's gradient needs the same sums: nothing is saved.
     **dict.fromkeys(("batch_norm", "group_norm", "instance_norm", "rms_norm", "prelu", "lstm"), 0.0),
 }

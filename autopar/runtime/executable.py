@@ -120,14 +120,8 @@ class Executable:
             [self._replica(stage, placement, number, captured) for number in range(len(placement.workers))]
             for stage, placement in zip(lowered.stages, placements, strict=True)
         ]
-        self.consumers = [  # for each stage, the stages that read its outputs
-            tuple(t.index for t in lowered.stages if stage.index in t.sources) for stage in lowered.stages
-        ]
-        self.reads = {  # (stage, a later stage) -> which outputs of the first the second reads
-            (source, stage.index): tuple(position for s, position in stage.received if s == source)
-            for stage in lowered.stages
-            for source in stage.sources
-        }
+        self.consumers = _consumers(lowered)
+        self.reads = _reads(lowered)
         self._in_use = False  # workers may be in the middle of an execution
         self._holds_gradients = False  # leaves may have gradients that were not collected
         self._one_worker_suffices = False  # operators take less time than Python needs to call them
@@ -310,3 +304,17 @@ class Executable:
         backend = "inductor" if self.compiled is True else self.compiled
         compiled: Callable[..., Any] = torch_private.compile_for_threads(module.forward, backend)
         return compiled
+
+
+def _consumers(lowered: Lowered) -> list[tuple[int, ...]]:
+    """For each stage, the stages that read its outputs."""
+    return [tuple(later.index for later in lowered.stages if s.index in later.sources) for s in lowered.stages]
+
+
+def _reads(lowered: Lowered) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(stage, a later stage) -> which outputs of the first the second reads."""
+    return {
+        (source, stage.index): tuple(position for s, position in stage.received if s == source)
+        for stage in lowered.stages
+        for source in stage.sources
+    }

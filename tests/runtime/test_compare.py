@@ -3,136 +3,22 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import threading
 from collections.abc import Mapping
 
-import networkx as nx
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import autopar
 from autopar import Comparison, InputError, Plan, PlanError
-from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import CostTable
-from autopar.costs.operator_cost import OperatorCost, Weight
-from autopar.plan.plan import Stage
-from autopar.planner.predict import ACTION_OVERHEAD, Conditions, predict
-from autopar.planner.search import make_plan
-from autopar.planner.search_options import SearchOptions
 from autopar.report.tables import WIDTH
 from autopar.runtime.memory_watch import MemoryWatch
-from cost_models import Link, parse_devices
+from cost_models import parse_devices
 
 BATCH = 8
 CPUS = parse_devices(["cpu", "cpu"])
-INSIDE = Conditions(optimizer="none", loss_inside=True)
-
-
-# -- predictions, from a cost graph made up ---------------------------------------------------------------------------
-
-
-def line_of(*seconds: float, skips: tuple[tuple[int, int], ...] = ()) -> CostGraph:
-    """Operators in a line, one parameter each; the i-th takes seconds[i] forward and twice that backward, whole batch.
-
-    `skips`: who reads whom, beside the neighbours.
-    """
-    graph = nx.DiGraph()
-    for i in range(len(seconds)):
-        cost = OperatorCost(
-            key=f"m{i}/op#0",
-            operator="op",
-            module=f"m{i}",
-            source="",
-            position=i,
-            replicable=False,
-            weight_share=0.5,
-            repeatable=True,
-            output_bytes=800.0,
-            gradient_bytes=800.0,
-            allocated_bytes=800.0,
-            saved={i: 1600.0},
-            parameters={f"p{i}": Weight(4000, True, (1000,))},
-        )
-        graph.add_node(f"n{i}", cost=cost)
-    for a, b in {*((i, i + 1) for i in range(len(seconds) - 1)), *skips}:
-        graph.add_edge(f"n{a}", f"n{b}", nbytes=800.0)
-    graph.graph.update(fused=[], outputs=[f"n{len(seconds) - 1}"])
-    whole = np.array([seconds])
-    names = tuple(graph)
-    tables = tuple(
-        CostTable(CPUS[0].kind, workers, names, (BATCH,), whole, 2 * whole, np.zeros((1, 2))) for workers in (1, 2)
-    )
-    link = Link(0.0, np.inf)
-    return CostGraph(graph, BATCH, True, tables, CPUS, {(a.name, b.name): link for a in CPUS for b in CPUS}, 1e-9)
-
-
-def two_stages(n_microbatches: int) -> Plan:
-    return Plan((Stage(("cpu:0",)), Stage(("cpu:1",))), n_microbatches, "gpipe")
-
-
-@given(
-    seconds=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6),
-    n_microbatches=st.sampled_from([1, 2, 4, 8]),
-    data=st.data(),
-)
-def test_a_pipeline_of_two_takes_both_stages_and_the_slower_one_for_every_further_microbatch(
-    seconds: list[float], n_microbatches: int, data: st.DataObject
-) -> None:
-    cut = data.draw(st.integers(1, len(seconds) - 1))
-    stage_of = {f"n{i}": int(i >= cut) for i in range(len(seconds))}
-    found = predict(line_of(*seconds), two_stages(n_microbatches), stage_of, INSIDE)
-    a, b = (sum(s for i, s in enumerate(seconds) if int(i >= cut) == k) / n_microbatches for k in (0, 1))
-    expected = sum(
-        f * (a + ACTION_OVERHEAD / f)
-        + f * (b + ACTION_OVERHEAD / f)
-        + (n_microbatches - 1) * f * (max(a, b) + ACTION_OVERHEAD / f)
-        for f in (1, 2)  # a backward takes twice as long as a forward
-    )
-    assert found.predicted_step_time == pytest.approx(expected)
-    assert found.single_device_time == pytest.approx(3 * sum(seconds))
-
-
-def test_operators_of_a_stage_need_not_be_neighbours() -> None:
-    """n0 -> n1 -> n2, and n0 -> n2: with n1 alone on the second stage but for the last operator."""
-    costs = line_of(0.1, 0.2, 0.3, 0.4, skips=((0, 2), (2, 3)))
-    costs.graph.remove_edge("n1", "n2")
-    costs.graph.add_edge("n1", "n3", nbytes=800.0)
-    found = predict(costs, two_stages(2), {"n0": 0, "n1": 1, "n2": 0, "n3": 1}, INSIDE)
-    assert [stage.forward_time for stage in found.stages] == pytest.approx([0.2, 0.3])
-    assert [stage.operators for stage in found.stages] == [("m0/op#0", "m2/op#0"), ("m1/op#0", "m3/op#0")]
-    assert [(link.source, link.target, link.forward_bytes) for link in found.transfers] == [(0, 1, 800)]  # n0 and n2
-
-
-def test_memory_is_parameters_gradients_optimizer_state_and_what_is_in_flight() -> None:
-    costs, plan = line_of(0.1, 0.1, 0.1), two_stages(4)
-    stage_of = {"n0": 0, "n1": 0, "n2": 1}
-    none, adam = (
-        predict(costs, plan, stage_of, dataclasses.replace(INSIDE, optimizer=name)) for name in ("none", "adam")
-    )
-    transient = (800 + 800 + 800) // 4  # result, its copy and its gradient, of one micro-batch
-    assert none.stages[0].peak_memory == 2 * 2 * 4000 + 2 * 1600 + transient  # gpipe holds all four micro-batches
-    assert none.stages[1].peak_memory == 2 * 4000 + 1600 + 800 + transient  # and what it received
-    assert adam.stages[0].peak_memory == none.stages[0].peak_memory + 2 * 2 * 4000
-
-
-@pytest.mark.parametrize(
-    "options", [SearchOptions(), SearchOptions(max_replicas=1, loss_inside=True), SearchOptions(n_microbatches=3)]
-)
-def test_pricing_a_plan_that_the_search_made_gives_its_own_numbers(options: SearchOptions) -> None:
-    costs = line_of(0.2, 0.1, 0.3, 0.1, 0.2)
-    plan = make_plan(costs, options)
-    key_of = {key: index for index, stage in enumerate(plan.stages) for key in stage.operators}
-    stage_of = {name: key_of[operator.key] for name, operator in costs.operators.items()}
-    again = predict(costs, plan, stage_of, options.conditions)
-    assert again.predicted_step_time == pytest.approx(plan.predicted_step_time)
-    assert [s.peak_memory for s in again.stages] == [s.peak_memory for s in plan.stages]
-    assert (again.notes, again.transfers, again.bubble) == (plan.notes, plan.transfers, pytest.approx(plan.bubble))
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Prints two numbers: the bytes that a training step has resident beyond what lies there before it, as Linux counts
-them, and as they are predicted."""
+"""Prints two numbers for a training step: the bytes that are resident at its peak beyond those before it, as Linux
+counts them, and as they are predicted."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def main() -> None:
     counted = step_memory(program.graph_module, bound[0]).peak
     optimizer = torch.optim.AdamW(model.parameters())
     more = 0
-    for _ in range(3):  # the first ones make states, and whatever libraries keep
+    for _ in range(3):  # the first steps allocate optimizer states and caches of libraries
         optimizer.zero_grad()
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the most that was resident is counted anew (man 5 proc)
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak (man 5 proc)
         output = model(**inputs)
         output.loss.backward()
         optimizer.step()

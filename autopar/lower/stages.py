@@ -25,17 +25,16 @@ from autopar.analysis.operators import (
     move_constants,
     on_device,
     operator_keys,
-    replicable_nodes,
     unrepeatable_nodes,
     written_arguments,
 )
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, describe
-from autopar.errors import PlanError
 from autopar.lower.collectives import spread
 from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms
 from autopar.lower.random_operators import lower_random
 from autopar.lower.sharded import Piece, Sharded, shard
+from autopar.lower.stage_values import StageValues, stage_values
 from autopar.sharding.stage_sharding import StageSharding
 from cost_models.graphs import get_attribute
 
@@ -57,8 +56,8 @@ class StageProgram:
     unrepeatable: str  # the operator for which the stage cannot be run again for its backward; "" if there is none
     pieces: tuple[Piece, ...] = ()  # what its devices hold of its parameters
     shards: int = 1  # devices that compute a micro-batch together
-    multiple: int = 1  # of which the samples of a micro-batch must be one, so that they come apart evenly
-    undivided: tuple[str, ...] = ()  # operators that all of these devices do, for sizes that do not come apart
+    multiple: int = 1  # the number of samples in a micro-batch must be a multiple of this to be cut evenly
+    undivided: tuple[str, ...] = ()  # operators that all of these devices do whole: their sizes cannot be cut evenly
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -79,7 +78,7 @@ class Lowered:
 
     @property
     def multiple(self) -> int:
-        """Of which the samples of every micro-batch must be one."""
+        """The number of samples in every micro-batch must be a multiple of this."""
         return math.lcm(*(stage.multiple for stage in self.stages))
 
     @property
@@ -109,139 +108,113 @@ def lower(
     left to be updated after the batch. `shardings`: of every stage (default: none is sharded).
     Raises PlanError where a value would have to flow backwards.
     """
-    graph = program.graph
-    replicable = replicable_nodes(program)
-    n_stages = max((stage_of[n] for n in compute_nodes(graph) if n not in replicable), default=0) + 1
-    output = graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    last = n_stages - 1
-
-    def home(node: fx.Node) -> int | None:
-        """The stage that makes `node`, or None for what every stage has or makes itself."""
-        shared = node in replicable or node.op in ("placeholder", "get_attr", "output")
-        return None if shared else stage_of[node]
-
-    # needed[s]: values that stage s reads; what other stages send is the part with another home.
-    needed: list[set[fx.Node]] = [set() for _ in range(n_stages)]
-
-    def need(node: fx.Node, stage: int) -> None:
-        if node in needed[stage]:
-            return
-        needed[stage].add(node)
-        made = home(node)
-        if made is None:
-            for source in node.all_input_nodes:
-                need(source, stage)
-        elif made > stage:
-            raise PlanError(
-                f"stage {stage} reads {describe(node)}, which stage {made} makes: values only flow to later stages; "
-                f"put it on stage {stage} or earlier"
-            )
-
-    for node in compute_nodes(graph):
-        made = home(node)
-        if made is not None:
-            needed[made].add(node)
-            for source in node.all_input_nodes:
-                need(source, made)
-    for result in results:
-        if isinstance(result, fx.Node):
-            need(result, last)
-
-    sent: list[list[fx.Node]] = [[] for _ in range(n_stages)]
-    for node in graph.nodes:
-        made = home(node)
-        if made is not None and any(node in needed[s] for s in range(n_stages) if s != made):
-            sent[made].append(node)
-    for result in dict.fromkeys(r for r in results if isinstance(r, fx.Node)):
-        if result not in sent[last]:
-            sent[last].append(result)
-    meshes = dict(enumerate(shardings))
-    stages = tuple(
-        _build(program, s, needed[s], sent, home, storages, defer_norms, meshes.get(s)) for s in range(n_stages)
-    )
-    places = {node: position for position, node in enumerate(sent[last])}
-    return Lowered(stages, tuple(places[r] if isinstance(r, fx.Node) else Constant(r) for r in results))
+    flat = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = list(dict.fromkeys(result for result in flat if isinstance(result, fx.Node)))
+    values = stage_values(program, stage_of, results)
+    source = _Source(program, values, storages, operator_keys(program), defer_norms)
+    by_stage = dict(enumerate(shardings))
+    stages = tuple(_StageBuilder(source, s).build(by_stage.get(s)) for s in range(len(values.needed)))
+    positions = {node: position for position, node in enumerate(values.sent[-1])}
+    return Lowered(stages, tuple(positions[r] if isinstance(r, fx.Node) else Constant(r) for r in flat))
 
 
-def _build(
-    program: Program,
-    stage: int,
-    needed: set[fx.Node],
-    sent: list[list[fx.Node]],
-    home: Any,
-    storages: Mapping[str, frozenset[int]],
-    defer_norms: bool,
-    sharding: StageSharding | None,
-) -> StageProgram:
-    source_module = program.graph_module
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    targets = {argument for node in needed if home(node) == stage for argument in written_arguments(node)}
-    written = {pointer for argument in targets for pointer in storages.get(argument.name, ())}
+@dataclass(frozen=True)
+class _Source:
+    """What all stages are built from."""
 
-    def receive(node: fx.Node) -> None:
-        copy = graph.placeholder(node.name)
-        copy.meta = dict(node.meta)
-        copies[node] = copy
+    program: Program
+    values: StageValues
+    storages: Mapping[str, frozenset[int]]  # memory of every value, by name
+    keys: Mapping[fx.Node, str]  # of operators
+    defer_norms: bool
 
-    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-    model_inputs = [(i, n) for i, n in enumerate(placeholders) if n in needed]
-    received = [(s, i, n) for s in range(stage) for i, n in enumerate(sent[s]) if n in needed]
-    for _, node in model_inputs:
-        receive(node)
-    for _, _, node in received:
-        receive(node)
-    for node in list(copies):
-        if written & storages.get(node.name, frozenset()):
-            clone = graph.call_function(torch.ops.aten.clone.default, (copies[node],))
-            clone.meta = dict(node.meta)
-            copies[node] = clone
-    parameters: list[str] = []
-    overwritten: list[str] = []
-    for node in program.graph.nodes:
-        if node not in needed or node in copies or node.op == "placeholder":
-            continue
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-        if node.op == "get_attr" and isinstance(get_attribute(source_module, str(node.target)), torch.Tensor):
-            parameters.append(str(node.target))
-            if node in targets or written & storages.get(node.name, frozenset()):  # whole, or through a view
-                overwritten.append(str(node.target))
-        elif node.op == "call_module":
-            child = source_module.get_submodule(str(node.target))
-            tensors = [name for name, _ in [*child.named_parameters(), *child.named_buffers()]]
-            parameters += [f"{node.target}.{name}" for name in tensors]
-            if child.training:
-                overwritten += [f"{node.target}.{name}" for name, _ in child.named_buffers()]
-    graph.output(tuple(copies[n] for n in sent[stage]))
-    unrepeatable = [*unrepeatable_nodes(program.graph), *_written_through_views(program.graph, storages)]
-    deferred = defer_batch_norms(graph, source_module) if defer_norms else ()
-    later = {name for norm in deferred for name in (norm.mean, norm.var, norm.tracked)}
-    shards = sharding.size if sharding is not None else 1
-    made = Sharded(graph, tuple(Piece(name, name, 0) for name in dict.fromkeys(parameters)))
-    if sharding is not None and shards > 1:
-        keys = {copies[node].name: key for node, key in operator_keys(program).items() if node in copies}
-        made = shard(graph, source_module, sharding, keys, storages)
-    random = lower_random(made.graph, source_module)
-    root = _attributes(source_module, made.graph, made.pieces)
-    module = fx.GraphModule(root, made.graph, class_name=f"Stage{stage}")
-    return StageProgram(
-        stage,
-        module,
-        tuple(i for i, _ in model_inputs),
-        tuple((s, i) for s, i, _ in received),
-        tuple(n.name for n in sent[stage]),
-        tuple(dict.fromkeys(parameters)),
-        tuple(name for name in dict.fromkeys(overwritten) if name not in later),
-        random,
-        any(is_hook_point(node) for node in made.graph.nodes),
-        deferred,
-        next((describe(node) for node in unrepeatable if home(node) == stage), ""),
-        made.pieces,
-        shards,
-        made.multiple,
-        made.undivided,
-    )
+    @cached_property
+    def unrepeatable(self) -> list[fx.Node]:
+        """Operators that cannot run a second time for the backward."""
+        graph = self.program.graph
+        return [*unrepeatable_nodes(graph), *_written_through_views(graph, self.storages)]
+
+
+class _StageBuilder:
+    """Builds one stage: receives its inputs, copies its operators, returns what it sends."""
+
+    def __init__(self, source: _Source, stage: int) -> None:
+        self.source, self.stage = source, stage
+        self.module, self.values = source.program.graph_module, source.values
+        self.needed = source.values.needed[stage]
+        self.graph, self.copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        mine = (node for node in self.needed if source.values.home.get(node) == stage)
+        self.targets = {argument for node in mine for argument in written_arguments(node)}  # that operators overwrite
+        self.written = {memory for argument in self.targets for memory in source.storages.get(argument.name, ())}
+        self.parameters: dict[str, None] = {}  # names, in order
+        self.overwritten: dict[str, None] = {}
+
+    def build(self, sharding: StageSharding | None) -> StageProgram:
+        model_inputs, received = self._receive()
+        self._copy_operators()
+        sent = self.values.sent[self.stage]
+        self.graph.output(tuple(self.copies[node] for node in sent))
+        deferred = defer_batch_norms(self.graph, self.module) if self.source.defer_norms else ()
+        deferred_buffers = {name for norm in deferred for name in (norm.mean, norm.var, norm.tracked)}
+        sharded = self._sharded(sharding)
+        random = lower_random(sharded.graph, self.module)
+        root = _attributes(self.module, sharded.graph, sharded.pieces)
+        unrepeatable = (n for n in self.source.unrepeatable if self.values.home.get(n) == self.stage)
+        return StageProgram(
+            index=self.stage,
+            module=fx.GraphModule(root, sharded.graph, class_name=f"Stage{self.stage}"),
+            model_inputs=model_inputs,
+            received=received,
+            outputs=tuple(node.name for node in sent),
+            parameters=tuple(self.parameters),
+            written_buffers=tuple(name for name in self.overwritten if name not in deferred_buffers),
+            random=random,
+            hooked=any(is_hook_point(node) for node in sharded.graph.nodes),
+            deferred=deferred,
+            unrepeatable=next((describe(node) for node in unrepeatable), ""),
+            pieces=sharded.pieces,
+            shards=sharding.size if sharding is not None else 1,
+            multiple=sharded.multiple,
+            undivided=sharded.undivided,
+        )
+
+    def _receive(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """A placeholder for every model input and every value of an earlier stage; returns where they come from."""
+        placeholders = [node for node in self.source.program.graph.nodes if node.op == "placeholder"]
+        inputs = [(i, node) for i, node in enumerate(placeholders) if node in self.needed]
+        received = list(self.values.received(self.stage))
+        for node in [*(node for _, node in inputs), *(node for _, _, node in received)]:
+            self.copies[node] = self.graph.placeholder(node.name)
+            self.copies[node].meta = dict(node.meta)
+        for node, copy in list(self.copies.items()):
+            if self.written & self.source.storages.get(node.name, frozenset()):
+                clone = self.graph.call_function(torch.ops.aten.clone.default, (copy,))
+                clone.meta = dict(node.meta)
+                self.copies[node] = clone
+        return tuple(i for i, _ in inputs), tuple((s, i) for s, i, _ in received)
+
+    def _copy_operators(self) -> None:
+        for node in self.source.program.graph.nodes:
+            if node not in self.needed or node in self.copies or node.op == "placeholder":
+                continue
+            self.copies[node] = self.graph.node_copy(node, lambda n: self.copies[n])
+            if node.op == "get_attr" and isinstance(get_attribute(self.module, str(node.target)), torch.Tensor):
+                self.parameters[str(node.target)] = None
+                # The operator writes it whole, or through a view.
+                if node in self.targets or self.written & self.source.storages.get(node.name, frozenset()):
+                    self.overwritten[str(node.target)] = None
+            elif node.op == "call_module":
+                child = self.module.get_submodule(str(node.target))
+                buffers = [f"{node.target}.{name}" for name, _ in child.named_buffers()]
+                tensors = [*(f"{node.target}.{name}" for name, _ in child.named_parameters()), *buffers]
+                self.parameters.update(dict.fromkeys(tensors))
+                self.overwritten.update(dict.fromkeys(buffers if child.training else ()))
+
+    def _sharded(self, sharding: StageSharding | None) -> Sharded:
+        if sharding is None or sharding.size == 1:
+            return Sharded(self.graph, tuple(Piece(name, name, 0) for name in self.parameters))
+        keys = {self.copies[node].name: key for node, key in self.source.keys.items() if node in self.copies}
+        return shard(self.graph, self.module, sharding, keys, self.source.storages)
 
 
 def _written_through_views(graph: fx.Graph, storages: Mapping[str, frozenset[int]]) -> Iterator[fx.Node]:

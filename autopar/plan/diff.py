@@ -8,13 +8,11 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.hints.module_paths import ancestors, few, nearest
-from autopar.plan.display import shown
-
-if TYPE_CHECKING:
-    from autopar.plan.plan import Plan
+from autopar.plan.display import compared, shown
+from autopar.plan.plan import Plan
 
 Fact = str | int | bool | None
 
@@ -94,6 +92,7 @@ class PlanDiff:
         return shown(self)
 
 
+@compared.register(Plan)
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     """What `after` does otherwise than `before`. O(operators x depth of modules)."""
     stages = _stage_of(before, after)

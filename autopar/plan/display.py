@@ -1,7 +1,7 @@
-"""How a value that knows nothing of reports and searches still answers print() and explain().
+"""How a plan, which knows neither reports nor searches, answers print(), explain() and diff().
 
-The rooms above register what they do for a type: reports the text of it, the search the reasons for it. Importing
-`autopar` imports them all.
+Other modules register their function for a type: report/ registers texts, planner/ explanations, `plan/diff.py`
+differences. Importing `autopar` imports them all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,25 @@ def shown(value: Any) -> str:
 
 @singledispatch
 def explained(value: Any) -> Any:
-    """Why the value is as it is."""
+    """Why the value was chosen."""
     raise NotImplementedError(f"nothing explains {type(value).__name__}")
 
 
 @singledispatch
 def inside_explained(value: Any, path: str) -> Any:
-    """Why the part of the value that is called `path` is as it is."""
+    """Why the part of the value at `path` was chosen."""
     raise NotImplementedError(f"nothing explains parts of {type(value).__name__}")
+
+
+@singledispatch
+def compared(before: Any, after: Any) -> Any:
+    """What `after` decides differently from `before`."""
+    raise NotImplementedError(f"nothing compares {type(before).__name__}")
+
+
+def printable(text: str) -> str:
+    """The text with escapes such as `\\x1b` for characters that a terminal would act on or not show.
+
+    Plan files come from anywhere, and a terminal obeys the control characters in what it prints.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,38 +1,65 @@
-"""Devices at hand in place of those that a plan was made for without them."""
+"""Names of devices that are not here yet. `Plan.on` replaces them by devices that are.
+
+#2          the third device offered, of whatever type: in plans made by hand that name no devices
+0.3:H100    any device of this type: device 3 of node 0 of a cluster that was planned for ahead (`Cluster.devices`)
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cost_models.hardware.device_specs import describes
 
-_PLACEHOLDER = re.compile(r"\d+\.\d+:.+")  # node.index:kind, as `Cluster` calls devices that are not at hand
+_SLOT = re.compile(r"#\d+")
+_CLUSTER_DEVICE = re.compile(r"\d+\.\d+:.+")
 
 
-def stand_ins(
-    used: Sequence[str], kinds: dict[str, str], offered: Sequence[str], offered_kinds: Sequence[str] | None
+def slot(index: int) -> str:
+    """The placeholder of the device offered at this place."""
+    return f"#{index}"
+
+
+def is_slot(name: str) -> bool:
+    return _SLOT.fullmatch(name) is not None
+
+
+def devices_of_type(
+    used: Sequence[str], device_kinds: Mapping[str, str], offered: Sequence[str], offered_kinds: Sequence[str] | None
 ) -> tuple[dict[str, str], str]:
-    """For each device that a plan uses and that is not at hand one of `offered`, in order; and what is lacking, or "".
+    """A device offered for each cluster device that a plan uses, in order; and a sentence on what is lacking, or "".
 
-    `kinds`: of the devices that the plan was made for. `offered_kinds`: where not given, any device will do.
+    `device_kinds`: the types that the plan was made for, by name. `offered_kinds`: None where any device will do.
     """
-    wanted = [name for name in used if _PLACEHOLDER.fullmatch(name) and name not in offered]
+    wanted = [name for name in used if _CLUSTER_DEVICE.fullmatch(name) and name not in offered]
     free = list(zip(offered, offered_kinds or [""] * len(offered), strict=True))
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     lacking: list[str] = []
     for name in wanted:
-        spec = kinds.get(name, "")
+        spec = device_kinds.get(name, "")
         fitting = next((pair for pair in free if not pair[1] or describes(spec, pair[1])), None)
         if fitting is None:
             lacking.append(spec)
         else:
-            found[name] = fitting[0]
+            names[name] = fitting[0]
             free.remove(fitting)
     if not lacking:
-        return found, ""
-    here = ", ".join(f"{name} = '{kind}'" if kind else name for name, kind in free) or "none is left"
-    return (
-        found,
-        f"the plan uses {len(lacking)} more devices of kind {', '.join(sorted(set(lacking)))}; of those given {here}",
-    )
+        return names, ""
+    left = ", ".join(f"{name} = '{kind}'" if kind else name for name, kind in free) or "none is left"
+    kinds = ", ".join(sorted(set(lacking)))
+    return names, f"the plan uses {len(lacking)} more devices of kind {kinds}; of the devices offered, {left}"
+
+
+def devices_in_order(groups: Sequence[Sequence[str]], offered: Sequence[str], in_turn: bool) -> dict[str, str]:
+    """The device of every placeholder `#i`; `groups` are the devices of each stage.
+
+    With `in_turn` (interleaved stages), a plan that uses `#0` to `#3` goes round two devices: 0 1 0 1.
+    """
+    n = len(groups) if goes_round(groups, offered, in_turn) else len(offered)
+    return {slot(i): offered[i % len(offered)] for i in range(n) if offered}
+
+
+def goes_round(groups: Sequence[Sequence[str]], offered: Sequence[str], in_turn: bool) -> bool:
+    """Whether stages that name no devices share the devices offered, several stages each."""
+    free = all(tuple(group) == (slot(s),) for s, group in enumerate(groups))
+    return in_turn and free and len(offered) < len(groups)

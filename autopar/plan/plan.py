@@ -4,24 +4,28 @@ schedule, and what that was predicted to cost. Prints, saves and loads; knows ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
-from autopar.capture.program import Program, describe
+from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan import serialization
-from autopar.plan.diff import PlanDiff, diff_plans
-from autopar.plan.display import explained, inside_explained, shown
+from autopar.plan.assignment import by_modules, by_operators
+from autopar.plan.display import compared, explained, inside_explained, printable, shown
+from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
-from autopar.plan.placeholders import stand_ins
+from autopar.plan.placeholders import devices_in_order, devices_of_type, goes_round, is_slot, slot
 from autopar.plan.validation import INTERLEAVED, places, rounds, violations
 from autopar.sharding.stage_sharding import StageSharding
+
+if TYPE_CHECKING:
+    from autopar.plan.diff import PlanDiff
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,6 @@ class Plan:
     measured_step_time: float | None = None  # s, where it was tuned
     model: str | None = None  # fingerprint of the model that it was made for
     device_kinds: tuple[str, ...] = ()  # of `devices`
-    # What can explain it as a whole, and the operators at a path; not saved.
-    explainer: Callable[[Plan], Any] | None = field(default=None, repr=False, compare=False)
-    inside_explainer: Callable[[Plan, str], Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = violations(self)
@@ -123,26 +124,15 @@ class Plan:
         return places([stage.devices for stage in self.stages[: self.ranks]], self.chunks)
 
     def explain(self, path: str | None = None) -> Any:
-        """Why this plan: what bounds it, its rivals, what limits cost and what would help (`search.explain`).
+        """Why this plan was chosen: its bottleneck, its rivals, what each limit costs and what would help.
 
         `path`: of a module, or the key of an operator (`encoder.layer.3/linear#0`): why the operators there are split
-        as they are, what else they could do and what that would cost (`search.sharding_explain`). Raises PlanError for
-        a path that the plan does not know.
+        as they are, what else they could do and what that would cost. Raises PlanError for a path that the plan does
+        not contain.
 
-        A plan that was loaded tells what its own numbers tell; one that was just made searches again for the rest.
+        A plan that was chosen in this process is explained by further searches, a loaded plan by its own numbers.
         """
-        if path is not None:
-            return inside_explained(self, path) if self.inside_explainer is None else self.inside_explainer(self, path)
-        return explained(self) if self.explainer is None else self.explainer(self)
-
-    def explained_by(
-        self, explainer: Callable[[Plan], Any] | None = None, inside: Callable[[Plan, str], Any] | None = None
-    ) -> Plan:
-        """The same plan with what can explain it, and the operators inside of its modules."""
-        return replace(self, explainer=explainer or self.explainer, inside_explainer=inside or self.inside_explainer)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "explainer": None, "inside_explainer": None}  # they hold a whole search
+        return explained(self) if path is None else inside_explained(self, path)
 
     @classmethod
     def from_split(
@@ -168,7 +158,7 @@ class Plan:
             raise PlanError(f"stages are numbered from 0, got {wrong}")
         n_stages = max(split.values()) + 1
         if devices is None:
-            devices = [f"#{s}" for s in range(n_stages)]
+            devices = [slot(s) for s in range(n_stages)]
         if len(devices) != n_stages:
             raise PlanError(f"the split has {n_stages} stages, but devices names {len(devices)}")
         strange = [stage for stage in recompute if stage not in range(n_stages)]
@@ -179,45 +169,43 @@ class Plan:
         return cls(stages, n_microbatches, schedule, split=tuple(split.items()))
 
     def on(self, offered: Sequence[str], kinds: Sequence[str] | None = None) -> Plan:
-        """The plan for the devices `offered`: those that it calls "#0", "#1" ... get their names, and those of a
-        cluster that was planned for ahead get the names of devices of the same kind.
+        """The plan for the devices `offered`, which replace its placeholders (see `plan/placeholders.py`).
 
-        `kinds`: of the devices offered (`Device.kind`); the plan's predictions hold for those that it was made for.
-        Raises PlanError if there are too few devices, names that the plan uses are not among them, or their kinds are
-        others; lists all of it.
+        `kinds`: the types of the devices offered (`Device.kind`). Raises PlanError that lists all problems: too few
+        devices, names that are not among them, or other types than those that the plan was made for.
         """
-        here, lacking = stand_ins(
-            self.used_devices, dict(zip(self.devices, self.device_kinds, strict=False)), offered, kinds
-        )
+        made_for = dict(zip(self.devices, self.device_kinds, strict=False))
+        names, lacking = devices_of_type(self.used_devices, made_for, offered, kinds)
         if lacking:
             raise PlanError(lacking)
-        if here:
-            stages = tuple(replace(s, devices=tuple(here.get(d, d) for d in s.devices)) for s in self.stages)
-            return replace(self, stages=stages, devices=tuple(offered), device_kinds=()).on(offered, kinds)
-        used, n_stages = self.used_devices, len(self.stages)
-        free = all(stage.devices == (f"#{s}",) for s, stage in enumerate(self.stages))
-        turns = self.schedule == INTERLEAVED and free and len(offered) < n_stages
-        short = len(used) > len(offered)
-        problems = []
-        if turns and (not offered or n_stages % len(offered)):
-            problems.append(f"{n_stages} stages cannot go round {len(offered)} devices evenly: {', '.join(offered)}")
-        elif short and not turns:
-            problems.append(f"the plan uses {len(used)} devices, but {len(offered)} are given: {', '.join(offered)}")
-        named = {f"#{s}": offered[s % len(offered)] for s in range(n_stages if turns else len(offered)) if offered}
-        unknown = [n for n in used if n not in offered and n not in named and not (short and n.startswith("#"))]
-        if unknown:
-            problems.append(f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}")
-        made_for = dict(zip(self.devices, self.device_kinds, strict=False))
-        given = made_for if kinds is None else dict(zip(offered, kinds, strict=True))
-        other = [n for n in used if n in made_for and n in given and made_for[n] != given[n]]
-        if other:
-            told = ", ".join(f"{n} = '{made_for[n]}', which here is '{given[n]}'" for n in other)
-            problems.append(f"the plan was made for {told}; plan again, or take device_kinds out of the plan")
+        if names:
+            made_for = {}  # those devices are not here
+        here = made_for if kinds is None else dict(zip(offered, kinds, strict=True))
+        problems = [*self._too_few(offered), *self._unknown(offered, names), *_other_types(self, made_for, here)]
         if problems:
             raise PlanError("; ".join(problems))
-        stages = tuple(replace(s, devices=tuple(named.get(d, d) for d in s.devices)) for s in self.stages)
-        device_kinds = tuple(given[n] for n in offered) if all(n in given for n in offered) else ()
+        names |= self._slots(offered)
+        stages = tuple(_renamed(stage, names) for stage in self.stages)
+        device_kinds = tuple(here[n] for n in offered) if all(n in here for n in offered) else ()
         return replace(self, stages=stages, devices=tuple(offered), device_kinds=device_kinds)
+
+    def _slots(self, offered: Sequence[str]) -> dict[str, str]:
+        return devices_in_order([stage.devices for stage in self.stages], offered, self.schedule == INTERLEAVED)
+
+    def _too_few(self, offered: Sequence[str]) -> Iterator[str]:
+        n_stages, n_used = len(self.stages), len(self.used_devices)
+        if goes_round([stage.devices for stage in self.stages], offered, self.schedule == INTERLEAVED):
+            if not offered or n_stages % len(offered):
+                yield f"{n_stages} stages cannot go round {len(offered)} devices evenly: {', '.join(offered)}"
+        elif n_used > len(offered):
+            yield f"the plan uses {n_used} devices, but {len(offered)} are given: {', '.join(offered)}"
+
+    def _unknown(self, offered: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:
+        known = {*offered, *names, *self._slots(offered)}
+        short = len(self.used_devices) > len(offered)  # already reported, so leave out the slots without a device
+        unknown = [name for name in self.used_devices if name not in known and not (short and is_slot(name))]
+        if unknown:
+            yield f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}"
 
     def check_model(self, model: nn.Module) -> None:
         """Raise PlanError if the plan was made for a model with other parameters, or names modules that it has not.
@@ -244,82 +232,37 @@ class Plan:
     def assign(self, program: Program) -> dict[fx.Node, int]:
         """The stage of every operator of `program`.
 
-        Operators that the plan does not name (another capture of the model has others) follow their inputs. Raises
+        Operators that the plan does not list follow their inputs: another capture of the model may have others. Raises
         PlanError for a path that no module has.
         """
-        return self._by_split(program) if self.split else self._by_operator(program)
-
-    def _by_operator(self, program: Program) -> dict[fx.Node, int]:
-        known = {key: index for index, stage in enumerate(self.stages) for key in stage.operators}
-        keys = operator_keys(program)
-        if len(self.stages) > 1 and not any(key in known for key in keys.values()):
-            raise PlanError(
-                f"the plan names no operator of this model: it was made for another one, with {few(list(known))}; "
-                f"here are {few(list(keys.values()))}"
-            )
-        # Replicable nodes (positions, masks) are computed where they are needed: they hold no reader back.
-        free = replicable_nodes(program)
-        result: dict[fx.Node, int] = {}
-        for node in compute_nodes(program.graph):
-            after = max((result[n] for n in node.all_input_nodes if n in result and n not in free), default=0)
-            result[node] = max(after, known.get(keys[node], 0))
-        return result
-
-    def _by_split(self, program: Program) -> dict[fx.Node, int]:
-        named = dict(self.split)
-        free = replicable_nodes(program)
-        keys = operator_keys(program)
-        found: set[str] = set()
-        result: dict[fx.Node, int] = {}
-        for node in compute_nodes(program.graph):
-            path = nearest(keys[node].rpartition("/")[0], named)
-            inputs = [n for n in node.all_input_nodes if n in result and n not in free]
-            if path is not None:
-                found.add(path)
-                result[node] = named[path]
-                late = [n for n in inputs if result[n] > named[path]]
-                if late and node not in free:
-                    raise PlanError(
-                        f"'{path}' is on stage {named[path]}, but it reads {describe(late[0])} on stage "
-                        f"{result[late[0]]}; values only flow to later stages"
-                    )
-            else:
-                result[node] = max((result[n] for n in inputs), default=0)
-        unknown = sorted(set(named) - found)
-        paths = sorted({key.rpartition("/")[0] for key in keys.values()})
-        unknown = [u for u in unknown if not any(p == u or p.startswith(u + ".") for p in paths)]
-        if unknown:
-            raise PlanError(
-                f"no operator of the model runs in {', '.join(map(repr, unknown))}; modules are {', '.join(paths[:8])}"
-                + (" ..." if len(paths) > 8 else "")
-            )
-        return result
+        if self.split:
+            return by_modules(dict(self.split), program)
+        return by_operators([stage.operators for stage in self.stages], program)
 
     # -- text and files ---------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Readable JSON, to be edited by hand (`planfile`)."""
+        """Readable JSON that can be edited by hand; `plan/serialization.py` describes the format."""
         return serialization.write(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote, perhaps edited. Raises PlanError that lists everything wrong with it."""
+        """The plan that `to_json` wrote, perhaps edited since. Raises PlanError that lists everything wrong with it."""
         try:
             fields, problems = serialization.read(text, cls)
         except ValueError as error:
             raise PlanError(f"not a plan: {error}") from error
-        unchecked = object.__new__(cls)  # some of its fields may be None that must not
-        unchecked.__dict__.update(fields)
-        problems += violations(unchecked)
+        problems += violations(SimpleNamespace(**fields))  # no Plan yet: fields that cannot be read are None
         stages = fields["stages"] or ()
         if len(stages) > 1 and fields["split"] == () and all(stage.operators == () for stage in stages):
             problems.append("no stage has operators; list them, or give a split of the modules")
         if problems:
-            raise PlanError("not a valid plan:\n  " + "\n  ".join(problems))
+            raise PlanError("not a valid plan:\n  " + "\n  ".join(map(printable, problems)))
         return cls(**fields)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        """Write the plan to a file. An interrupted save leaves an existing file as it was."""
+        write_whole(Path(path), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -330,8 +273,22 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What `other` does otherwise, and how its predictions differ; `print(plan.diff(other))` shows it."""
-        return diff_plans(self, other)
+        """What `other` decides and predicts differently; `print(plan.diff(other))` shows it."""
+        difference: PlanDiff = compared(self, other)
+        return difference
 
     def __str__(self) -> str:
         return shown(self)
+
+
+def _renamed(stage: Stage, names: Mapping[str, str]) -> Stage:
+    """The stage on devices of other names; the same object where none changes."""
+    devices = tuple(names.get(name, name) for name in stage.devices)
+    return stage if devices == stage.devices else replace(stage, devices=devices)
+
+
+def _other_types(plan: Plan, made_for: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
+    other = [n for n in plan.used_devices if n in made_for and n in here and made_for[n] != here[n]]
+    if other:
+        types = ", ".join(f"{n} = '{made_for[n]}', which here is '{here[n]}'" for n in other)
+        yield f"the plan was made for {types}; plan again, or take device_kinds out of the plan"

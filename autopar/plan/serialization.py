@@ -6,10 +6,9 @@
       {"devices": ["cuda:0"], "operators": ["embed: embedding#0", "layers.0.fc: linear#0"], "recompute": false, ...},
       ...
 
-Keys are the names of the fields of `Plan`, `Stage`, `Link` and `RunnerUp`; what is None or empty is left out. Of an
-operator `module.path/operator#k` the module path comes once for all that follow each other in it: moving a line to
-another stage moves them. Version 2 has more fields than version 1 (recomputation, kinds of devices, how far the plan
-is proven best, sharded stages); both are read.
+Keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding` and `RunnerUp`. Fields that are
+None or empty are left out. One line lists the operators `module.path/operator#k` of one module that follow each other:
+moving the line to another stage moves these operators.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,19 +36,19 @@ from autopar.sharding.stage_sharding import (
 )
 
 VERSION = 2
-_READ = (1, 2)
+_MOST_DIGITS = 30  # of a whole number: longer ones are no quantity, and too large for a float
 _LINE = re.compile(r"([^:]*): (\S+#\d+(?: \S+#\d+)*)")
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list"}
 
 
 def write(plan: Any) -> str:
-    """The JSON of a Plan; fields that its equality leaves out are not saved."""
+    """The JSON of a Plan."""
     return json.dumps({"autopar_plan": VERSION, **_plain(plan)}, indent=1, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare)
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
         kept = ((f.name, item) for f, item in fields if item != f.default or item not in (None, "", ()))
         return {name: _SPECIAL[name][0](item) if name in _SPECIAL else _plain(item) for name, item in kept}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
@@ -56,45 +57,52 @@ def _plain(value: Any) -> Any:
 def read(text: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
     """(fields by name, everything wrong with them) of the dataclass `kind` that `write` wrote.
 
-    A field that cannot be read is None, and so is one in a dataclass inside. Raises ValueError for what is no JSON of
-    a version that is known.
+    A field that cannot be read is None, also inside a nested dataclass. Raises ValueError for text that is not JSON, or
+    of another version.
     """
     problems: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        problems.extend(f"'{name}' is given twice" for name in dict.fromkeys(names) if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        problems.extend(f"'{name}' is given twice" for name, count in counts.items() if count > 1)
         return dict(pairs)
 
     try:
-        data = json.loads(text, object_pairs_hook=unique)
+        data = json.loads(text, object_pairs_hook=unique, parse_int=_parsed_int)
     except RecursionError:
         raise ValueError("lists in lists too deep to read") from None
     version = data.pop("autopar_plan", None) if isinstance(data, dict) else None
-    if type(version) is not int or version not in _READ:
-        raise ValueError(f"'autopar_plan' must be its version, {VERSION} (or 1), got {version!r}")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f"'autopar_plan' must be the version of the format, {VERSION}, got {version!r}")
     return _fields(kind, data, "", problems), problems
 
 
+def _parsed_int(digits: str) -> float:
+    """An int, or infinity for one with too many digits, which the checks of its field then refuse by name."""
+    if len(digits) <= _MOST_DIGITS:
+        return int(digits)
+    return -math.inf if digits.startswith("-") else math.inf
+
+
 def _fields(kind: Any, data: dict[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
-    """The fields of dataclass `kind`; what is missing, unknown or of another type is noted."""
+    """The fields of dataclass `kind`. Missing and unknown fields and values of a wrong type go into `problems`."""
     hints = typing.get_type_hints(kind)
-    saved = {f.name: f for f in dataclasses.fields(kind) if f.compare}
+    saved = {f.name: f for f in dataclasses.fields(kind)}
     problems += [f"{where}{name} is unknown" for name in data if name not in saved]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, field in saved.items():
         if name in data:
             reader = _SPECIAL[name][1] if name in _SPECIAL else _value
-            found[name] = reader(hints[name], data[name], f"{where}{name}", problems)
+            values[name] = reader(hints[name], data[name], f"{where}{name}", problems)
         else:
             if field.default is dataclasses.MISSING:
                 problems.append(f"{where}{name} is missing")
-            found[name] = None if field.default is dataclasses.MISSING else field.default
-    return found
+            values[name] = None if field.default is dataclasses.MISSING else field.default
+    return values
 
 
 def _value(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
-    """`data` as a value of type `kind`; None if it is none."""
+    """`data` as a value of type `kind`; None if it is not one."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):  # X | None
         return None if data is None else _value(typing.get_args(kind)[0], data, where, problems)
     if typing.get_origin(kind) is tuple and isinstance(data, list):
@@ -113,7 +121,7 @@ def _value(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
 
 
 def _operator_lines(operators: tuple[str, ...]) -> list[str]:
-    """`layer.0: conv2d#0 relu#0`, one line a run of operators of one module."""
+    """`layer.0: conv2d#0 relu#0`: one line per run of operators of one module."""
     parts = (key.rpartition("/") for key in operators)
     runs = itertools.groupby(parts, key=lambda part: part[0])
     return [f"{path}: {' '.join(name for _, _, name in run)}" for path, run in runs]

@@ -8,17 +8,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from autopar.plan.placeholders import is_slot
 from autopar.schedule.builders import SCHEDULES
 from autopar.sharding.stage_sharding import problems
 
 INTERLEAVED = "interleaved-1f1b"
 _MOST_NAMED = 4  # devices of a stage that a text lists
-_OTHER_RULES = ("n_microbatches", "source", "target")  # numbers of which more is asked than not to be negative
+_OTHER_RULES = ("n_microbatches", "source", "target")  # numbers that have their own lower bound
+_LARGEST = 1e18  # s, bytes or pieces: products and sums of larger numbers could overflow a float
 
 
 def violations(plan: Any) -> list[str]:
-    """Everything wrong with a Plan; empty if it is valid. A field that is None is taken to be unknown (a file may hold
-    anything there, which is reported by who read it), and nothing is said about it."""
+    """Everything wrong with a Plan, or with a namespace of its fields; empty if it is valid.
+
+    A field that is None was unreadable in a file, which the reader reports; here it passes.
+    """
     return [*_counts(plan), *_numbers(plan, ""), *_devices(plan), *_operators(plan), *_split(plan), *_transfers(plan)]
 
 
@@ -56,15 +60,20 @@ def _counts(plan: Any) -> Iterator[str]:
 
 
 def _numbers(item: Any, where: str) -> Iterator[str]:
-    """Seconds, bytes and counts that are none: negative, infinite or NaN."""
-    for field in dataclasses.fields(item):
-        value = getattr(item, field.name)
+    """Seconds, bytes and counts that are negative, infinite, NaN or too large."""
+    for name, value in vars(item).items():
         if isinstance(value, tuple):
             for index, part in enumerate(value):
                 if dataclasses.is_dataclass(part):
-                    yield from _numbers(part, f"{where}{field.name}[{index}].")
-        elif isinstance(value, (int, float)) and field.name not in _OTHER_RULES and not 0 <= value < math.inf:
-            yield f"{where}{field.name} must be a finite number of at least 0, got {value}"
+                    yield from _numbers(part, f"{where}{name}[{index}].")
+        elif dataclasses.is_dataclass(value):
+            yield from _numbers(value, f"{where}{name}.")
+        elif not isinstance(value, (int, float)):
+            continue
+        elif name not in _OTHER_RULES and not 0 <= value < math.inf:
+            yield f"{where}{name} must be a finite number of at least 0, got {value}"
+        elif value > _LARGEST:
+            yield f"{where}{name} must be at most {_LARGEST:g}, got {value:g}"
 
 
 def _devices(plan: Any) -> Iterator[str]:
@@ -88,7 +97,7 @@ def _devices(plan: Any) -> Iterator[str]:
             sharding.redistributions,
         ):
             yield from (f"stage {s}: {problem}" for problem in problems(sharding, len(names)))
-        absent = [name for name in names if offered and name not in offered and not name.startswith("#")]
+        absent = [name for name in names if offered and name not in offered and not is_slot(name)]
         if absent:
             yield f"stage {s} is on {', '.join(absent)}, but the devices are {', '.join(offered)}"
     groups = [names for _, names in known]

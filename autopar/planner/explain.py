@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.plan.display import explained, shown
 from autopar.plan.plan import Plan, Stage
+from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.predict import plan_timeline, simulated
 from autopar.planner.search_options import SearchOptions
@@ -63,6 +64,12 @@ class Explanation:
 
 @explained.register(Plan)
 def explain_plan(plan: Plan) -> Explanation:
+    """Why a plan is as it is; for a loaded plan, from its own numbers alone."""
+    explain = explainer_of(plan).plan or own_explanation
+    return explain(plan)
+
+
+def own_explanation(plan: Plan) -> Explanation:
     """What a plan's own numbers say, without a search."""
     timeline = plan_timeline(plan)
     if timeline is None:
@@ -89,7 +96,7 @@ def explanation(
     """How to explain the plan of `chosen`: done when asked for, since it takes further searches."""
 
     def explain(plan: Plan) -> Explanation:
-        known = explain_plan(plan)
+        known = own_explanation(plan)
         limits = tuple(_limits(searching, plan, make_plan))
         helps = [*known.helps, *_more_memory(searching, make_plan)]
         bottleneck = known.bottleneck

@@ -14,6 +14,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.errors import InfeasibleError, InputError
 from autopar.plan.plan import Plan, RunnerUp
 from autopar.planner.explain import explanation
+from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
 from autopar.planner.inter_op.partition import explain_infeasible
@@ -68,7 +69,7 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan
             runners_up=runners_up,
         )
         inside = _operators_explained(costs, candidate.arrangement.configurations) if costs.meshes else None
-        plans.append(plan.explained_by(explanation(searching, candidate, candidates, make_plan), inside))
+        plans.append(with_explainer(plan, Explainer(explanation(searching, candidate, candidates, make_plan), inside)))
     return plans
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from autopar.plan.display import shown
-from autopar.report.tables import WIDTH, megabytes, milliseconds, table
+from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from autopar.runtime.comparison import Comparison, Row
 
 
 @shown.register
 def _comparison(comparison: Comparison) -> str:
     step = "training step" if comparison.training else "forward pass"
-    head = textwrap.fill(
+    head = paragraph(
         f"One {step} of {comparison.batch_size} samples on {', '.join(comparison.devices)}, "
-        f"median of {len(comparison.single.steps)} taken in turn",
-        WIDTH,
+        f"median of {len(comparison.single.steps)} taken in turn"
     )
     columns = ["plan", "stages", "micro-\nbatches", "schedule", "predicted\nms", "measured\nms", "range\nms"]
     columns += ["error", "speed-up", "peak MB\npredicted", "peak MB\nmeasured"]

@@ -6,7 +6,7 @@ from autopar.plan.display import shown
 from autopar.plan.plan import Plan
 from autopar.plan.validation import replicas
 from autopar.planner.explain import Change, Explanation
-from autopar.report.tables import bullet, milliseconds, table
+from autopar.report.tables import bullet, milliseconds, paragraph, table
 
 _BOUNDS = {
     "compute": "its own work: a faster device or a finer split of the model would help most",
@@ -22,7 +22,7 @@ def explanation_text(explained: Explanation) -> str:
     plan = explained.plan
     parts = [_headline(explained)]
     if plan.optimality:
-        parts.append(f"How good: {plan.optimality}.")
+        parts.append(paragraph(f"How good: {plan.optimality}."))
     if explained.runners_up:
         parts.append(_changes("runner-up", explained.runners_up, plan, "loses"))
     if explained.limits:
@@ -44,10 +44,9 @@ def _headline(explained: Explanation) -> str:
         return "The plan has no predictions: it was made by hand and not priced (compare does that)."
     shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
     where = replicas(bottleneck.devices)
-    return (
-        f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}.\n"
-        f"Its step of {milliseconds(explained.plan.predicted_step_time)} ms is {shares}."
-    )
+    step = milliseconds(explained.plan.predicted_step_time)
+    head = f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}."
+    return f"{paragraph(head)}\nIts step of {step} ms is {shares}."
 
 
 def _changes(title: str, changes: tuple[Change, ...], plan: Plan, verb: str) -> str:

@@ -10,7 +10,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.validation import replicas
 from autopar.planner.intra_op.explain import Alternative, InsideExplained, OperatorExplained
 from autopar.report.sharding import axis_text, cut_short, mesh_text, when
-from autopar.report.tables import bullet, megabytes, milliseconds, table
+from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
 from autopar.sharding.stage_sharding import Exchange, StageSharding, parse_strategy
 
 _SAME = 1e-9  # relative; seconds that differ less are equal
@@ -48,7 +48,7 @@ def _full(plan: Plan, one: OperatorExplained) -> Iterator[str]:
     sharding = plan.stages[one.stage].sharding
     assert sharding is not None
     assert one.chosen is not None
-    yield f"{one.key} in stage {one.stage}, mesh {mesh_text(sharding)}"
+    yield paragraph(f"{one.key} in stage {one.stage}, mesh {mesh_text(sharding)}")
     rows = [_row(sharding, one.key, one.chosen, "chosen")]
     rows += [_row(sharding, one.key, other, "") for other in one.others]
     if one.more:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from autopar.plan.plan import Plan, Stage
 from autopar.plan.validation import replicas
 from autopar.planner.predict import plan_timeline
 from autopar.report.sharding import sharding_parts
-from autopar.report.tables import WIDTH, bullet, megabytes, milliseconds, table
+from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
 from autopar.runtime.module import PipelinedModule
 from autopar.schedule.builders import make_schedule
 
@@ -112,7 +111,7 @@ def _headline(plan: Plan) -> str:
         words.append(f"recomputing stage{'s' if len(again) > 1 else ''} {', '.join(again)}")
     if not plan.training:
         words.append("inference")
-    lines = [textwrap.fill(", ".join(words), WIDTH, subsequent_indent="  ")]
+    lines = [paragraph(", ".join(words), others="  ")]
     if plan.predicted_step_time is not None:
         numbers = [f"predicted step {milliseconds(plan.predicted_step_time)} ms"]
         if plan.measured_step_time is not None:

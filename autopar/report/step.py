@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from autopar.plan.display import shown
-from autopar.report.tables import WIDTH, milliseconds, table
+from autopar.report.tables import milliseconds, paragraph, table
 from autopar.runtime.step_profile import StageStep, StepProfile
 
 
@@ -19,7 +17,7 @@ def _step_profile(profile: StepProfile) -> str:
     head += f"; {profile.schedule}, {profile.n_microbatches} micro-batch{'es' * (profile.n_microbatches > 1)}"
     columns = ["stage", "device", "micro-\nbatches", "forward\nms", "predicted\nms", "of it loss\nms"]
     columns += ["backward\nms", "predicted\nms", "waiting\nms", "busy"]
-    parts = [textwrap.fill(head, WIDTH), table(columns, [_cells(profile, s) for s in profile.stages], words=2)]
+    parts = [paragraph(head), table(columns, [_cells(profile, s) for s in profile.stages], words=2)]
     if profile.one_worker:
         parts.append("One thread did the actions of all devices in turn: the operators are too small for several.")
     if profile.synchronized:

@@ -1,4 +1,4 @@
-"""Tables and numbers as plain text: no colours, ASCII, at most 120 columns."""
+"""Tables and numbers as plain text: no colours, at most 120 columns, control characters escaped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from autopar.plan.display import printable
 
 WIDTH = 120
 _NAME = 20  # characters of the first column that do not wrap
@@ -31,7 +33,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: int =
             min_width=min(longest, _NAME) if index == 0 else None,
         )
     for row in rows:
-        shown.add_row(*map(Text, row))
+        shown.add_row(*(Text(printable(cell)) for cell in row))
     out = StringIO()
     Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(shown)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
@@ -39,7 +41,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: int =
 
 def bullet(text: str) -> str:
     """A paragraph of a list."""
-    return textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ")
+    return paragraph(text, "- ", "  ")
+
+
+def paragraph(text: str, first: str = "", others: str = "") -> str:
+    """Lines of a text, with the indent of the first and of the others."""
+    words = printable(" ".join(text.splitlines()))
+    return textwrap.fill(words, WIDTH, initial_indent=first, subsequent_indent=others)
 
 
 def milliseconds(seconds: float | None) -> str:

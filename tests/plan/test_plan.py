@@ -221,7 +221,7 @@ def test_a_plan_of_another_model_is_refused(how: str) -> None:
 
 def test_a_plan_none_of_whose_operators_runs_is_refused_with_those_that_do() -> None:
     plan = Plan((Stage(("cpu:0",), ("0/conv2d#0",)), Stage(("cpu:1",), ("2/conv2d#0",))), 2)
-    with pytest.raises(PlanError, match=r"with '0/conv2d#0', '2/conv2d#0'; here are '0/linear#0', '1/relu_#0'"):
+    with pytest.raises(PlanError, match=r"with '0/conv2d#0', '2/conv2d#0'; this model has '0/linear#0', '1/relu_#0'"):
         plan.assign(capture(mlp(), (torch.randn(4, 16),), {}))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import itertools
 import math
+import pickle
+import weakref
 from typing import Any
 
 import networkx as nx
@@ -19,6 +23,7 @@ from torch import nn
 import autopar
 from autopar import InfeasibleError, InputError, Plan
 from autopar.costs.cost_graph import CostGraph
+from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.atoms import Constraints, make_atoms
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
@@ -266,6 +271,20 @@ def test_a_loaded_plan_explains_what_its_numbers_tell() -> None:
     assert explained.partial
     assert explained.bottleneck == dataclasses.replace(plan.explain().bottleneck, bound=explained.bottleneck.bound)
     assert "only a new search can tell" in str(explained)
+
+
+def test_a_plan_is_explained_by_its_search_as_long_as_it_lives() -> None:
+    plan = make_plan(costs_of(6, (2,)), STEP)
+    annotated = dataclasses.replace(plan, notes=("a note",))
+    assert not annotated.explain().partial
+    assert explainer_of(plan.on(plan.devices)) is explainer_of(plan), "the same devices"
+    for copied in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert copied == plan
+        assert copied.explain().partial
+    searching = weakref.ref(explainer_of(plan).plan)  # type: ignore[arg-type]
+    del plan, annotated
+    gc.collect()
+    assert searching() is None, "the search is freed with its plan"
 
 
 def test_an_idle_device_is_named_with_the_reason() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.plan.plan import Plan, Stage, StageTransfer
+from autopar.errors import PlanError
+from autopar.plan.plan import Plan, RunnerUp, Stage, StageTransfer
 from autopar.planner.predict import ACTION_OVERHEAD
 from autopar.report.plan import module_ranges, module_text, plan_text
 from autopar.report.tables import WIDTH, milliseconds, table
@@ -28,7 +30,7 @@ def plan_of(*cuts: int, **changes: object) -> Plan:
     """The operators above in stages that end before `cuts`, with made-up numbers."""
     ends = [0, *cuts, len(OPERATORS)]
     stages = tuple(
-        Stage((f"cpu:{s}",), OPERATORS[a:b], 0.01, 0.02, 4_000_000, 500_000, 9_000_000, 0.0)
+        Stage((f"cpu:{s}",), OPERATORS[a:b], 0.01, 0.02, 0.01, 4_000_000, 500_000, 9_000_000)
         for s, (a, b) in enumerate(itertools.pairwise(ends))
     )
     links = tuple(StageTransfer(s, s + 1, 123_000, 123_000, 1e-5) for s in range(len(cuts)))
@@ -116,3 +118,24 @@ def test_times_keep_at_least_two_digits(seconds: float) -> None:
 
 def test_a_table_shows_markup_and_emoji_codes_as_they_are() -> None:
     assert "[red]x[/red] :smile:" in table(["what"], [["[red]x[/red] :smile:"]])
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[2J", "\x9b31m", "\r", "\x07", "\u202e", "\x00"])
+def test_texts_of_a_plan_file_do_not_steer_the_terminal(hostile: str) -> None:
+    plan = plan_of(
+        3,
+        notes=(f"a {hostile}note",),
+        optimality=f"proven {hostile}best",
+        runners_up=(RunnerUp(f"another {hostile}plan", 0.2),),
+        device_kinds=(f"CPU{hostile}",) * 2,
+    )
+    names = {f"cpu:{s}": f"cpu{hostile}:{s}" for s in range(2)}
+    stages = tuple(dataclasses.replace(s, devices=tuple(names[d] for d in s.devices)) for s in plan.stages)
+    plan = Plan.from_json(dataclasses.replace(plan, stages=stages, devices=tuple(names.values())).to_json())
+    broken = plan.to_json().replace('"1f1b"', json.dumps(hostile)).replace('"devices"', json.dumps(f"x{hostile}"))
+    with pytest.raises(PlanError) as refused:
+        Plan.from_json(broken)
+    texts = [str(plan), str(plan.explain()), str(plan.diff(plan_of(2))), module_text(plan, []), str(refused.value)]
+    for text in texts:
+        assert all(c.isprintable() or c == "\n" for c in text)
+        assert hostile.encode("unicode_escape").decode() in text

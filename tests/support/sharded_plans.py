@@ -13,6 +13,7 @@ from autopar import Plan
 from autopar.analysis.operators import captured_device, on_device, operator_keys
 from autopar.capture.program import capture
 from autopar.plan.plan import Stage
+from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.intra_op.explain import Solved, operator_explainer
 from autopar.planner.intra_op.solution import whole_graph_sharding
 from autopar.planner.intra_op.strategy_graph import ShardingTask
@@ -83,7 +84,8 @@ def chosen(name: str, room: float = 1.0) -> tuple[Plan, ShardingProblem, Shardin
     stage = Stage(problem.mesh.devices, tuple(keys.values()), sharding=whole_graph_sharding(problem, found, keys))
     plan = Plan((stage,), M, batch_size=8 * M, predicted_step_time=M * found.seconds)
     solved = Solved(problem, found, {key: node for node, key in keys.items()}, memory)
-    return plan.explained_by(inside=operator_explainer(lambda _: solved)), problem, found, keys, memory
+    explainer = Explainer(operators=operator_explainer(lambda _: solved))
+    return with_explainer(plan, explainer), problem, found, keys, memory
 
 
 def sharding_in(plan: Plan, stage: int = 0) -> StageSharding:

@@ -12,6 +12,7 @@ from autopar.hints.module_hints import read_hints
 from autopar.hints.shard import hinted_modules
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
+from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.hint_constraints.pinned_meshes_plan import plan_pinned
 from autopar.planner.hint_constraints.sharding import has_sharding_hints, microbatch_on_meta, resolve_sharding
 from autopar.planner.intra_op.explain import Solved, operator_explainer
@@ -88,7 +89,7 @@ def plan_as_sharded(
     )
     nodes = {key: name for name, key in keys.items()}
     solved = Solved(problem, found, nodes, memory, resolved.constraints)
-    return plan.explained_by(inside=operator_explainer(lambda _: solved))
+    return with_explainer(plan, Explainer(operators=operator_explainer(lambda _: solved)))
 
 
 def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool) -> Iterator[str]:

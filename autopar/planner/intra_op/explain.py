@@ -16,6 +16,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.hints.module_paths import ancestors
 from autopar.plan.display import inside_explained, shown
 from autopar.plan.plan import Plan
+from autopar.planner.explainers import explainer_of
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.planner.intra_op.elimination.choices import Edge, SelectionProblem
 from autopar.planner.intra_op.elimination.solve import select
@@ -91,10 +92,10 @@ class InsideExplained:
 
 
 def operator_explainer(problem_of: Callable[[int], Solved | None]) -> Callable[[Plan, str], InsideExplained]:
-    """How to explain the operators of a plan (`Plan.explained_by`).
+    """A function that explains the operators of a plan (`Explainer.operators`).
 
-    `problem_of`: by stage, what it was chosen in; None if its operators are not split. Asked only for what is to be
-    explained.
+    `problem_of`: the problem that a stage's strategies were chosen in; None if its operators are not split. It is
+    called only for stages that are explained.
     """
 
     def explain(plan: Plan, path: str) -> InsideExplained:
@@ -111,8 +112,9 @@ def operator_explainer(problem_of: Callable[[int], Solved | None]) -> Callable[[
 
 @inside_explained.register(Plan)
 def explain_inside(plan: Plan, path: str) -> InsideExplained:
-    """What a plan's own numbers say of the operators inside of a module, without a search."""
-    return operator_explainer(lambda stage: None)(plan, path)
+    """Why the operators in a module are split as they are; for a loaded plan, from its own numbers alone."""
+    explain = explainer_of(plan).operators or operator_explainer(lambda stage: None)
+    return explain(plan, path)
 
 
 def operators_inside(plan: Plan, path: str) -> dict[str, int]:

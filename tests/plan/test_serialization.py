@@ -337,8 +337,7 @@ def test_loading_compares_every_name_with_few_others(monkeypatch: pytest.MonkeyP
 
         return parse(text, object_pairs_hook=hook, **options)
 
-    sharding = StageSharding((2,), ("data",), tuple((f"{i}/relu#0", "S0 -> S0") for i in range(n)))
-    plan = Plan((Stage(("a", "b"), sharding=sharding),), 1)
+    plan = Plan.from_split({f"layers.{i}": 0 for i in range(n)}, n_microbatches=1)
     parse = json.loads
     monkeypatch.setattr(json, "loads", named)
     assert Plan.from_json(plan.to_json()) == plan

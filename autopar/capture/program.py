@@ -228,7 +228,7 @@ def find_batch(
         fits = isinstance(leaf, torch.Tensor) and dim is not None and -leaf.dim() <= dim < leaf.dim()
         if not fits:
             if isinstance(batch_dim, dict) and dim is not None:
-                raise InputError(f"batch_dim gives dimension {dim} for input '{name}', which has no such dimension")
+                raise InputError(f"batch_dim gives input '{name}' dimension {dim}, but the input has no such dimension")
             dims.append(None)
             continue
         assert dim is not None

@@ -7,7 +7,7 @@
 
 A strategy has one entry per tensor: the number of parts of each dimension, or the mesh axes that split it. If the parts
 are fewer than the devices, groups of devices repeat the same work. `shard` checks what needs no graph; planning checks
-the rest against the captured model (`autopar.planner.hint_constraints.sharding`).
+the rest against the captured model (`autopar.planner.hint_constraints.shard_hints`).
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ from autopar.lower.strategy_choices import (
     ordered_kwargs,
     tensors_of,
 )
-from autopar.sharding.group_operators import operators as special
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements, fits, slices
 from autopar.sharding.local import local_call, sizes_place, takes_sizes
+from autopar.sharding.parallel_operators import operators as special
 from autopar.sharding.stage_sharding import StageSharding, TensorRedistribution, layout_text
 from autopar.sharding.strategies import Strategy
 from cost_models.graphs import get_attribute

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autopar.analysis.example import Example
 from autopar.hints.module_hints import read_hints
 from autopar.options import PlanOptions
-from autopar.planner.hint_constraints.stages import resolve
+from autopar.planner.hint_constraints.stage_hints import resolve
 from autopar.planner.inter_op.atoms import NO_CONSTRAINTS, Constraints
 from autopar.planner.predict import Conditions
 

@@ -17,8 +17,8 @@ from autopar.hints.module_hints import read_hints
 from autopar.lower.stages import Lowered, lower
 from autopar.options import BatchDim, PlanOptions
 from autopar.plan.plan import Plan
-from autopar.planner.hint_constraints.sharding_followed import sharding_violations
-from autopar.planner.hint_constraints.stages import resolve, violations
+from autopar.planner.hint_constraints.shard_violations import sharding_violations
+from autopar.planner.hint_constraints.stage_hints import resolve, violations
 from autopar.runtime.executable import Executable, StagePlacement
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device, find_device

@@ -14,9 +14,9 @@ from torch import fx
 
 from autopar.analysis.rules.notation import Rule
 from autopar.analysis.rules.table import bind
-from autopar.sharding.group_operators.operators import collectives
 from autopar.sharding.layouts import PARTIAL, Placements, parts
 from autopar.sharding.mesh import Mesh
+from autopar.sharding.parallel_operators.operators import collectives
 from autopar.sharding.strategies import Strategy, repeated, strategies
 from cost_models import Cluster
 from cost_models.graphs import tensors_in

@@ -21,7 +21,7 @@ from autopar import InputError, PlanError
 from autopar.analysis.operators import compute_nodes, replicable_nodes
 from autopar.capture.program import Program, capture, module_path
 from autopar.hints.module_hints import Hints, read_hints
-from autopar.planner.hint_constraints.stages import ResolvedHints, resolve, violations
+from autopar.planner.hint_constraints.stage_hints import ResolvedHints, resolve, violations
 
 
 class Residual(nn.Module):

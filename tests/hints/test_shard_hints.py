@@ -25,7 +25,7 @@ from autopar.capture import export
 from autopar.capture.program import Program, capture
 from autopar.hints.shard import hint_of
 from autopar.plan.plan import Stage
-from autopar.planner.hint_constraints.sharding import microbatch_on_meta, resolve_sharding
+from autopar.planner.hint_constraints.shard_hints import microbatch_on_meta, resolve_sharding
 from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, choose
 from autopar.sharding.layouts import REPLICATE, slices

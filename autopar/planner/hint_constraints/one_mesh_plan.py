@@ -14,7 +14,7 @@ from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.hint_constraints.pinned_meshes_plan import plan_pinned
-from autopar.planner.hint_constraints.sharding import has_sharding_hints, microbatch_on_meta, resolve_sharding
+from autopar.planner.hint_constraints.shard_hints import has_sharding_hints, microbatch_on_meta, resolve_sharding
 from autopar.planner.intra_op.explain import Solved, operator_explainer
 from autopar.planner.intra_op.solution import times, whole_graph_sharding
 from autopar.planner.intra_op.strategy_graph import ShardingTask

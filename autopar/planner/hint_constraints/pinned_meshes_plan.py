@@ -23,9 +23,9 @@ from autopar.hints.module_hints import read_hints
 from autopar.lower.stages import StageProgram, lower
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
-from autopar.planner.hint_constraints.sharding import ResolvedSharding, microbatch_on_meta, resolve_sharding
-from autopar.planner.hint_constraints.stages import resolve as resolve_hints
-from autopar.planner.hint_constraints.stages import violations
+from autopar.planner.hint_constraints.shard_hints import ResolvedSharding, microbatch_on_meta, resolve_sharding
+from autopar.planner.hint_constraints.stage_hints import resolve as resolve_hints
+from autopar.planner.hint_constraints.stage_hints import violations
 from autopar.planner.intra_op.constraints import ShardingConstraints
 from autopar.planner.intra_op.solution import whole_graph_sharding
 from autopar.planner.intra_op.strategy_graph import ShardingTask

@@ -15,11 +15,11 @@ from autopar.sharding.strategy_costs import StrategyCosts
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AllowedPlacements:
     """Layouts that one tensor may have, and who asked for it."""
 
     layouts: frozenset[Placements]
-    asked: str
+    reason: str  # the hint, in words
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class ShardingConstraints:
     """By operator (node name) and place of the tensor; what is not named is free. A border of a sharded call is an
     operator, too."""
 
-    operands: Mapping[str, Mapping[int, tuple[Wanted, ...]]] = field(default_factory=dict)
-    results: Mapping[str, Mapping[int, tuple[Wanted, ...]]] = field(default_factory=dict)
-    stored: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by parameter
+    operands: Mapping[str, Mapping[int, tuple[AllowedPlacements, ...]]] = field(default_factory=dict)
+    results: Mapping[str, Mapping[int, tuple[AllowedPlacements, ...]]] = field(default_factory=dict)
+    stored: Mapping[str, tuple[AllowedPlacements, ...]] = field(default_factory=dict)  # by parameter
 
     def __bool__(self) -> bool:
         return bool(self.operands or self.results or self.stored)
@@ -46,7 +46,7 @@ class ShardingConstraints:
     def refusal(self, operator: str, offered: Sequence[Strategy]) -> str:
         """Why nothing is left of what an operator can do."""
         sides = [*self.operands.get(operator, {}).values(), *self.results.get(operator, {}).values()]
-        asked = dict.fromkeys(wanted.asked for several in sides for wanted in several)
+        asked = dict.fromkeys(wanted.reason for several in sides for wanted in several)
         can = dict.fromkeys(" ".join(map(layout_text, one.inputs)) for one in offered)
         return f"{operator} cannot do what {'; '.join(asked)} asks for; of its operands it can have {_few(can)}"
 
@@ -77,7 +77,7 @@ def narrowed(
         allowed = np.array([all(one.layout in wanted.layouts for wanted in several) for one in layouts])
         result[variable] = np.where(allowed, seconds[variable], np.inf)
         if not allowed.any():
-            problems.append(f"parameter {name} cannot be stored as {'; '.join(wanted.asked for wanted in several)}")
+            problems.append(f"parameter {name} cannot be stored as {'; '.join(wanted.reason for wanted in several)}")
     if problems:
         raise PlanError("the sharding asked for cannot be:\n  " + "\n  ".join(problems))
     return result

@@ -148,7 +148,7 @@ def _explained(plan: Plan, stage: int, keys: Sequence[str], solved: Solved | Non
         repeated = {one.operator: one.seconds for one in sharding.repeated}
         for exchange in sharding.exchanges:
             exchanges[exchange.operator].append(exchange)
-    known = _Known(solved) if solved is not None else None
+    known = _Neighbourhood(solved) if solved is not None else None
     anew = known.longest(keys, _ANEW) if known is not None else []
     found = []
     for key in keys:
@@ -160,7 +160,7 @@ def _explained(plan: Plan, stage: int, keys: Sequence[str], solved: Solved | Non
     return found
 
 
-class _Known:
+class _Neighbourhood:
     """A choice, and what lies around each of its operators."""
 
     def __init__(self, solved: Solved) -> None:

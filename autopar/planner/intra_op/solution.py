@@ -15,8 +15,8 @@ from autopar.capture.program import is_getitem
 from autopar.planner.intra_op.redistributions import OUTPUT, ChosenUse, Collective, TensorUse
 from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
-from autopar.sharding.group_operators.operators import collectives
 from autopar.sharding.layouts import REPLICATE
+from autopar.sharding.parallel_operators.operators import collectives
 from autopar.sharding.stage_sharding import Exchange, Passage, Repeated, StageSharding, Stored, TensorRedistribution
 from autopar.sharding.strategies import OperatorPlacements
 

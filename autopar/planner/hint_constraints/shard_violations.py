@@ -10,8 +10,8 @@ from autopar.analysis.operators import operator_keys
 from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan
-from autopar.planner.hint_constraints.sharding import ResolvedSharding, has_sharding_hints, resolve_sharding
-from autopar.planner.intra_op.constraints import Wanted
+from autopar.planner.hint_constraints.shard_hints import ResolvedSharding, has_sharding_hints, resolve_sharding
+from autopar.planner.intra_op.constraints import AllowedPlacements
 from autopar.sharding.layouts import REPLICATE, Placements
 from autopar.sharding.stage_sharding import StageSharding, layout_text
 
@@ -56,7 +56,7 @@ def _astray(asked: ResolvedSharding, sharding: StageSharding, keys: Mapping[str,
         yield from _other(several, whole if stored is None else stored.layout, name)
 
 
-def _other(several: Sequence[Wanted], layout: Placements, name: str) -> Iterator[str]:
+def _other(several: Sequence[AllowedPlacements], layout: Placements, name: str) -> Iterator[str]:
     for wanted in several:
         if layout not in wanted.layouts:
-            yield f"{wanted.asked}; in the plan, {name} has {layout_text(layout)} there"
+            yield f"{wanted.reason}; in the plan, {name} has {layout_text(layout)} there"

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from autopar.sharding.group_operators.group import Call, Exchanged, GroupCall, OperatorGroup, accumulated, again, named
+from autopar.sharding.parallel_operators.group import (
+    Call,
+    Exchanged,
+    GroupCall,
+    OperatorGroup,
+    accumulated,
+    again,
+    named,
+)
 
 
 def embedding(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:

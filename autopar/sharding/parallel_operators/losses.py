@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from autopar.sharding.group_operators.group import Call, Exchanged, GroupCall, OperatorGroup, accumulated, again, named
+from autopar.sharding.parallel_operators.group import (
+    Call,
+    Exchanged,
+    GroupCall,
+    OperatorGroup,
+    accumulated,
+    again,
+    named,
+)
 
 _NONE, _MEAN = 0, 1  # reductions; 2: sum
 

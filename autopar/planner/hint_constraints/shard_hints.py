@@ -22,8 +22,8 @@ from autopar.errors import PlanError
 from autopar.hints.layout import Layout as NamedMesh
 from autopar.hints.layout import ShardHint, TensorLayout, TensorSplit, misfits, parts_of
 from autopar.hints.shard import hinted_modules
-from autopar.planner.hint_constraints.sharding_obstacles import clashes, refused, slices_in
-from autopar.planner.intra_op.constraints import ShardingConstraints, Wanted
+from autopar.planner.hint_constraints.shard_refusals import clashes, refused, slices_in
+from autopar.planner.intra_op.constraints import AllowedPlacements, ShardingConstraints
 from autopar.sharding.layouts import REPLICATE, Placements, layouts
 from autopar.sharding.mesh import divisors
 from autopar.sharding.strategies import repeated, strategies
@@ -66,7 +66,7 @@ def resolve_sharding(
     else:
         elsewhere = set()
     hinted = {path: found for path, found in hinted_modules(model).items() if path not in elsewhere}
-    work = _Resolving(program, hinted, model, n_devices, n_microbatches, mesh)
+    work = _HintResolver(program, hinted, model, n_devices, n_microbatches, mesh)
     found = work.resolved()
     if work.problems:
         raise PlanError("the sharding asked for cannot be:\n  " + "\n  ".join(dict.fromkeys(work.problems)))
@@ -87,7 +87,7 @@ def microbatch_on_meta(program: Program, n_microbatches: int) -> tuple[fx.GraphM
     return private_copy(module, META), inputs, rows
 
 
-class _Resolving:
+class _HintResolver:
     def __init__(
         self,
         program: Program,
@@ -103,9 +103,9 @@ class _Resolving:
         self._nodes = {node.name: node for node in program.graph.nodes}
         module, inputs, self._rows = microbatch_on_meta(program, n_microbatches)
         self._values = {node.name: value for node, value in observe(module, inputs).items()}
-        self._operands: dict[str, dict[int, list[Wanted]]] = defaultdict(lambda: defaultdict(list))
-        self._results: dict[str, dict[int, list[Wanted]]] = defaultdict(lambda: defaultdict(list))
-        self._stored: dict[str, list[Wanted]] = defaultdict(list)
+        self._operands: dict[str, dict[int, list[AllowedPlacements]]] = defaultdict(lambda: defaultdict(list))
+        self._results: dict[str, dict[int, list[AllowedPlacements]]] = defaultdict(lambda: defaultdict(list))
+        self._stored: dict[str, list[AllowedPlacements]] = defaultdict(list)
         self._mesh: tuple[int, ...] = ()
         self._names: tuple[str, ...] = ()
 
@@ -213,7 +213,7 @@ class _Resolving:
         what: str,
         nodes: Sequence[str | None],
         cuts: Sequence[TensorSplit | None] | None,
-    ) -> dict[int, Wanted]:
+    ) -> dict[int, AllowedPlacements]:
         """What is wanted of inputs or outputs, by number."""
         if cuts is None:
             return {}
@@ -232,7 +232,9 @@ class _Resolving:
                     found[i] = wanted
         return found
 
-    def _wanted(self, where: str, cut: TensorSplit, value: torch.Tensor, node: str | None = None) -> Wanted | None:
+    def _wanted(
+        self, where: str, cut: TensorSplit, value: torch.Tensor, node: str | None = None
+    ) -> AllowedPlacements | None:
         shape = tuple(value.shape)
         wrong = list(misfits(cut, shape))
         n = math.prod(parts_of(cut))
@@ -249,7 +251,7 @@ class _Resolving:
             self.problems.append(
                 f"{where}: no axes of the mesh {self._mesh} ({', '.join(self._names)}) cut it into {cut}"
             )
-        return Wanted(fitting, f"{where} as {cut}") if fitting else None
+        return AllowedPlacements(fitting, f"{where} as {cut}") if fitting else None
 
     def _is_batched(self, name: str) -> bool:
         recorded = self._nodes[name].meta.get("val")
@@ -263,13 +265,13 @@ class _Resolving:
         fitting = layouts(shape, self._mesh, partial=False)
         return frozenset(one for one in fitting if slices_in(one, self._mesh, len(shape)) == cut)
 
-    def _bound(self, border: str | None, wanted: Wanted) -> None:
+    def _bound(self, border: str | None, wanted: AllowedPlacements) -> None:
         """A border hands on what it gets."""
         assert border is not None
         self._operands[border][0].append(wanted)
         self._results[border][0].append(wanted)
 
-    def _add_operands(self, call: ShardCall, inputs: Mapping[int, Wanted]) -> None:
+    def _add_operands(self, call: ShardCall, inputs: Mapping[int, AllowedPlacements]) -> None:
         """What a single operator reads, in the place where it reads it."""
         node = self._nodes[str(call.operator)]
         operands = [o.name if isinstance(o, fx.Node) else None for o in self._rule(node)[1]]
@@ -280,7 +282,7 @@ class _Resolving:
             if len(places) == len(same):
                 places = [places[same.index(i)]]
             if not places and any(code != REPLICATE for layout in wanted.layouts for code in layout):
-                self.problems.append(f"{wanted.asked}: {describe(node)} needs it whole on every device")
+                self.problems.append(f"{wanted.reason}: {describe(node)} needs it whole on every device")
             for place in places:
                 self._operands[node.name][place].append(wanted)
 
@@ -312,15 +314,15 @@ class _Resolving:
                 p: slices_in(next(iter(several[0].layouts)), self._mesh, self._values[operands[p].name].dim())
                 for p, several in wanted.items()
             }
-            who = "; ".join(dict.fromkeys(w.asked for several in wanted.values() for w in several))
+            who = "; ".join(dict.fromkeys(w.reason for several in wanted.values() for w in several))
             why = [] if rule is None else list(clashes(rule, cuts))
             why = why or [refused(offered, cuts, self._mesh, [o.name for o in operands if isinstance(o, fx.Node)])]
             self.problems += [f"{who}: {describe(node)} cannot be split so: {one}" for one in why]
 
-    def _check_agreement(self, what: str, several: Sequence[Wanted]) -> bool:
+    def _check_agreement(self, what: str, several: Sequence[AllowedPlacements]) -> bool:
         if frozenset.intersection(*(wanted.layouts for wanted in several)):
             return True
-        told = " and ".join(dict.fromkeys(wanted.asked for wanted in several))
+        told = " and ".join(dict.fromkeys(wanted.reason for wanted in several))
         self.problems.append(f"hints contradict each other about {what}: {told}")
         return False
 

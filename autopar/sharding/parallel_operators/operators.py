@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from autopar.analysis.rules.notation import Rule
-from autopar.sharding.group_operators import layers as special_layers
-from autopar.sharding.group_operators import losses as special_losses
-from autopar.sharding.group_operators.group import Call, Exchanged, GroupCall, OperatorGroup
+from autopar.sharding.parallel_operators import layers as special_layers
+from autopar.sharding.parallel_operators import losses as special_losses
+from autopar.sharding.parallel_operators.group import Call, Exchanged, GroupCall, OperatorGroup
 from autopar.sharding.strategies import Strategy
 from cost_models import Collective
 
@@ -50,7 +50,7 @@ SPECIALS: dict[str, tuple[_Run, _Exchange]] = {
 
 
 @dataclass(frozen=True)
-class Inner:
+class InnerCollective:
     """A collective inside of an operator."""
 
     collective: Collective
@@ -71,13 +71,13 @@ def run(name: str, calls: Sequence[Call], *, strategy: Strategy, mesh: Sequence[
 
 def collectives(
     strategy: Strategy, rule: Rule, operands: Sequence[torch.Tensor | None], mesh: Sequence[int]
-) -> list[Inner]:
+) -> list[InnerCollective]:
     """What the devices exchange within an operator; `operands`: of the rule, whole (on the meta device)."""
     if not strategy.special:
         return []
     plan = GroupCall(rule, OperatorGroup(strategy, tuple(mesh)), operands)
     return [
-        Inner("all_reduce", nbytes, axis, backward)
+        InnerCollective("all_reduce", nbytes, axis, backward)
         for nbytes, axes, backward in SPECIALS[strategy.special][1](plan)
         for axis in axes
     ]

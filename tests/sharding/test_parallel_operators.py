@@ -19,9 +19,9 @@ from torch import fx
 
 from autopar.analysis.rules.notation import Rule
 from autopar.analysis.rules.table import bind
-from autopar.sharding.group_operators.group import OperatorGroup
-from autopar.sharding.group_operators.operators import SPECIALS, collectives, run
 from autopar.sharding.layouts import REPLICATE, Placements, slices
+from autopar.sharding.parallel_operators.group import OperatorGroup
+from autopar.sharding.parallel_operators.operators import SPECIALS, collectives, run
 from autopar.sharding.strategies import Strategy, strategies
 
 MESHES = [(2,), (3,), (2, 2)]

@@ -20,7 +20,7 @@ decides about both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ from autopar.analysis.rules.views import FILLINGS, LIKE, LIKE_OTHERS, NEW
 from autopar.analysis.rules.views import RULES as VIEWS
 from autopar.analysis.sample_states import (
     BATCH,
+    DIVIDES,
+    DIVISIONS,
     Extent,
     Mean,
     Mixed,
@@ -50,7 +52,7 @@ from autopar.analysis.sample_states import (
     pieces,
     varies,
 )
-from autopar.capture.cleanup import call_with_autocast, call_with_grad_mode
+from autopar.capture.cleanup import call_with_autocast, call_with_grad_mode, cross_entropy_arguments
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, describe, is_getitem
 
@@ -113,6 +115,17 @@ def prove(program: Program) -> Proof:
     return Proof(verdict, culprit.node, f"{describe(culprit.node)} {culprit.why}", tuple(outputs))
 
 
+def propagate(program: Program, states: Mapping[fx.Node, State]) -> _Walk | None:
+    """The states of all nodes of `program` from those of its placeholders; None where `program` does not run at every
+    batch size."""
+    symbols = {size_of(n.meta["val"].shape[s.dim]) for n, s in states.items() if isinstance(s, Split)}
+    if not all(isinstance(symbol, sympy.Symbol) for symbol in symbols):
+        return None
+    walk = _Walk(program.graph_module, frozenset(symbols))
+    walk.run([states[n] for n in program.graph.nodes if n.op == "placeholder"])
+    return walk
+
+
 def _combination(
     program: Program, index: int, node: fx.Node, state: States, walk: _Walk
 ) -> OutputCombination | Mixed | Unproven:
@@ -125,6 +138,10 @@ def _combination(
         case Sum():
             return OutputCombination("sum")
         case Mean(counted):
+            if counted is not None and rule_name(counted) in DIVISIONS:
+                return Mixed(counted, DIVIDES)
+            if counted is not None and _has_class_weights(counted):
+                return Mixed(counted)
             if counted is not None and not (counted is node and index in program.weights):
                 return Unproven(
                     counted, "averages over the targets that it does not ignore, and their number is unknown"
@@ -146,6 +163,11 @@ def _combination(
             folded = walk.first(node, lambda s: isinstance(s, Split) and s.outer > 1)
             return Mixed(folded, "interleaves the samples, so that micro-batches cannot be concatenated")
     return Unproven(node, "is not one tensor")
+
+
+def _has_class_weights(node: fx.Node) -> bool:
+    found = cross_entropy_arguments(node)
+    return found is not None and found.weight is not None
 
 
 class _Walk:

@@ -93,7 +93,7 @@ State = Unbatched | Split | Sum | Mean | Extent | Mixed | Unproven
 DIVIDES = "divides by a number computed from the values of the whole batch"
 _FOLDS = "folds the batch dimension in a way that the proof cannot follow"
 _USES_COUNT = "computes with the number of samples"
-_DIVISIONS = ("div", "divide", "true_divide")
+DIVISIONS = ("div", "divide", "true_divide")
 _PRODUCTS = ("mul", "multiply")
 _SLICES = ("slice", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "unfold")
 
@@ -135,7 +135,9 @@ def follow(
         return [state] * len(shapes)
 
     places = range(len(states))[PLACES.get(name, slice(0))]
-    if name in _DIVISIONS and isinstance(states[1], (Sum, Mean, Mixed)) and not isinstance(states[0], Mixed):
+    if name in DIVISIONS and isinstance(states[0], Sum) and isinstance(states[1], Sum) and not any(rule.inputs[1]):
+        return everywhere(Mean(node))  # a ratio of sums: a mean in which the divisor gives the weights
+    if name in DIVISIONS and isinstance(states[1], (Sum, Mean, Mixed)) and not isinstance(states[0], Mixed):
         return everywhere(Mixed(node, DIVIDES))
     for i, state in enumerate(states):
         if isinstance(state, Mixed):
@@ -234,8 +236,11 @@ def _follow_samples(
         kind = IndexKind.KEPT  # the caller decides how training statistics are computed
     if kind is IndexKind.KEPT:
         return [_spread(rule, dims, place, positions) or Mixed(node) for dims in rule.outputs]
+    counts = name in _COUNTING and len(rule.inputs[1]) < len(rule.inputs[0])
+    averages = not any(rule.outputs[0]) and any(place.index in dim for dims in rule.inputs[1:2] for dim in dims)
+    if counts and averages and kind is IndexKind.WHOLE:
+        return [Mean(node)] * n_outputs  # class weights: every target counts as much as its class weighs
     if kind is IndexKind.AVERAGED:
-        counts = name in _COUNTING and len(rule.inputs[1]) < len(rule.inputs[0])
         return [Mean(node if counts else None)] * n_outputs
     if kind is IndexKind.SUMMED:
         once = any(i not in located for i in rule.addends)  # every micro-batch would add this term again
@@ -302,14 +307,8 @@ def _follow_totals(node: fx.Node, name: str, rule: Rule, states: Sequence[State]
     means = {i for i, s in enumerate(states) if isinstance(s, Mean)}
     extents = [i for i, s in enumerate(states) if isinstance(s, Extent)]
     if extents:
-        if (
-            len(states) == 2
-            and extents == [1]
-            and (sums or means)
-            and name in (*_DIVISIONS, *_PRODUCTS)
-            and rule.linear
-        ):
-            return _scaled(node, states[0], states[1].size, name in _DIVISIONS)  # type: ignore[union-attr]
+        if len(states) == 2 and extents == [1] and (sums or means) and name in (*DIVISIONS, *_PRODUCTS) and rule.linear:
+            return _scaled(node, states[0], states[1].size, name in DIVISIONS)  # type: ignore[union-attr]
         return Mixed(node) if sums or means else Unproven(node, _USES_COUNT)
     if not sums and not means:
         return Unbatched()
@@ -317,7 +316,7 @@ def _follow_totals(node: fx.Node, name: str, rule: Rule, states: Sequence[State]
         return Sum()
     if means and not sums and any(means <= group for group in rule.linear):
         counted = {s.counted for s in states if isinstance(s, Mean)}
-        return Mean(next((c for c in counted if c is not None), None))
+        return Mean(*counted) if len(counted) == 1 else Unproven(node, "adds means over different numbers of values")
     return Mixed(node)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,6 +17,12 @@ aten = torch.ops.aten
 _ASSERTS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size"}
 
 
+_CROSS_ENTROPIES = (
+    aten.cross_entropy_loss.default,
+    aten.nll_loss.default,
+    aten.nll_loss_nd.default,
+    aten.nll_loss2d.default,
+)
 _CROSS_ENTROPY_DEFAULTS = (None, 1, -100, 0.0)  # weight, reduction (1: mean), ignore_index, label_smoothing
 
 
@@ -109,6 +115,26 @@ def call_with_autocast(
         return function(*args)
 
 
+class CrossEntropyArguments(NamedTuple):
+    """What decides how many targets a mean cross-entropy averages."""
+
+    target: fx.Node  # classes
+    weight: fx.Node | None  # of every class
+    ignore_index: int
+
+
+def cross_entropy_arguments(node: fx.Node) -> CrossEntropyArguments | None:
+    """Of a cross-entropy (or negative log-likelihood) that is a mean over classes as targets; else None."""
+    if node.target not in _CROSS_ENTROPIES or node.kwargs:
+        return None
+    given: list[Any] = list(node.args[1:])
+    target, weight, reduction, ignored, *_ = given + list(_CROSS_ENTROPY_DEFAULTS[len(given) - 1 :])
+    value = target.meta.get("val") if isinstance(target, fx.Node) else None
+    if reduction != 1 or value is None or value.is_floating_point():
+        return None
+    return CrossEntropyArguments(target, weight, ignored)
+
+
 def _count_elements(graph: fx.Graph) -> None:
     """Add one output per output that is a mean cross-entropy: the number of targets that it averages.
 
@@ -121,13 +147,11 @@ def _count_elements(graph: fx.Graph) -> None:
     for index, node in enumerate(results):
         if not isinstance(node, fx.Node) or node.target is not aten.cross_entropy_loss.default:
             continue
-        arguments: list[Any] = list(node.args[1:])
-        target, weight, reduction, ignored, *_ = arguments + list(_CROSS_ENTROPY_DEFAULTS[len(arguments) - 1 :])
-        value = target.meta.get("val") if isinstance(target, fx.Node) else None
-        if weight is not None or reduction != 1 or value is None or value.is_floating_point():
+        found = cross_entropy_arguments(node)
+        if found is None or found.weight is not None:
             continue
         with graph.inserting_before(output):
-            counted = graph.call_function(aten.ne.Scalar, (target, ignored))
+            counted = graph.call_function(aten.ne.Scalar, (found.target, found.ignore_index))
             counts.append(graph.call_function(aten.sum.default, (counted,)))
         for new in (counted, counts[-1]):
             new.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}

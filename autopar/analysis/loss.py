@@ -1,0 +1,324 @@
+"""How the loss of a whole batch follows from the losses of its micro-batches.
+
+`train_step` calls `loss_fn(output, target)` once for every micro-batch. That equals the loss of the whole batch only if
+each result gets the right weight, and the right weight depends on what the loss averages over. The loss is captured as
+a graph, like a model, and the proof of `batch_proof` is carried through it:
+
+```
+   loss of the whole batch                                     weight of micro-batch i
+   a mean over samples                                         samples_i / samples
+   a sum over samples                                          1
+   a sum / count(targets): ignored targets, class weights,     count(targets_i) / count(targets),
+     masks that come with the targets                            known before the pipeline starts
+   anything else (Dice, contrastive losses, numpy code ...)    none: the loss runs once, on the whole batch
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from autopar.analysis.batch_proof import OutputCombination, propagate
+from autopar.analysis.batching import Batching
+from autopar.analysis.loss_count import Count, count_of, counted_targets
+from autopar.analysis.operators import is_random
+from autopar.analysis.rules.calls import size_of
+from autopar.analysis.rules.table import rule_name
+from autopar.analysis.sample_states import Mean, Mixed, Split, State, Sum, Unbatched, Unproven
+from autopar.capture import torch_private
+from autopar.capture.cleanup import cross_entropy_arguments
+from autopar.capture.program import Program, capture, describe
+from autopar.errors import CaptureError, InputError
+
+log = logging.getLogger(__name__)
+
+_MOST_EXCLUDED = 2  # target tensors that have the batch's size by chance and yet belong to no sample
+_TARGET, _OUTPUT = "target", "output"
+
+
+@dataclass(frozen=True)
+class LossSplit:
+    """How the losses of micro-batches make the loss of the batch."""
+
+    combine: str  # "mean" (weighted by samples, or by `count`), "sum", or "whole": the loss sees the whole batch
+    target_dims: tuple[int | None, ...] = ()  # of every flat target leaf: the dimension that counts samples, or None
+    count: Count | None = None
+    why: str = ""  # for "whole": what keeps the loss from being split, with the operator and its source line
+
+    def weights(
+        self, sizes: Sequence[int], inputs: Sequence[Sequence[Any]], targets: Sequence[Sequence[Any]]
+    ) -> list[float]:
+        """The weight of every micro-batch's loss. A weight of 0 means that the micro-batch has nothing to average.
+
+        Args:
+            sizes: samples of each micro-batch. inputs, targets: flat leaves of each micro-batch.
+        """
+        if self.combine == "sum":
+            return [1.0] * len(sizes)
+        if self.count is None:
+            return [size / sum(sizes) for size in sizes]
+        counts = [self.count.of(own, target) for own, target in zip(inputs, targets, strict=True)]
+        total = sum(counts)
+        # Nothing to average in the whole batch is 0 / 0 in the plain model, too: one micro-batch keeps that.
+        return [count / total for count in counts] if total else [1.0, *[0.0] * (len(sizes) - 1)]
+
+
+def study_loss(
+    loss_fn: Callable[[Any, Any], Any],
+    program: Program,
+    batching: Batching,
+    target: Any,
+    target_dim: int | Sequence[int | None] | None = None,
+) -> LossSplit:
+    """How `loss_fn(output, target)` may be split for outputs of `program`, proven on the captured loss.
+
+    `target_dim`: the dimension of the targets that counts samples (default 0), or one entry per flat target leaf (None:
+    the tensor belongs to no sample). With an int, a tensor whose size there happens to equal the batch's but that
+    belongs to no sample (class weights) is recognised by the captured loss.
+    """
+    leaves, spec = torch_private.tree_flatten(target)
+    dims = _candidate_dims(leaves, target_dim, program.batch_size)
+    if program.batch_size < 2 or not batching.splittable:
+        return LossSplit("mean", tuple(dims))  # one micro-batch: nothing is split
+    try:
+        outputs = _example_outputs(program, batching)
+    except _Unknown as error:
+        return LossSplit("whole", why=str(error))
+    reasons: list[str] = []
+    free = [] if isinstance(target_dim, Sequence) else [i for i, dim in enumerate(dims) if dim is not None]
+    for excluded in itertools.chain.from_iterable(
+        itertools.combinations(free, n) for n in range(min(len(free), _MOST_EXCLUDED) + 1)
+    ):
+        chosen = [None if i in excluded else dim for i, dim in enumerate(dims)]
+        split = _LossStudy(loss_fn, program, batching, outputs, leaves, spec, chosen).run()
+        if split.combine != "whole":
+            return split
+        reasons.append(split.why)
+    return LossSplit("whole", why=reasons[0])
+
+
+class _Unknown(Exception):
+    """The outputs of the model cannot be described well enough to follow the loss."""
+
+
+def _candidate_dims(
+    leaves: Sequence[Any], target_dim: int | Sequence[int | None] | None, batch: int
+) -> list[int | None]:
+    if isinstance(target_dim, Sequence):
+        if len(target_dim) != len(leaves):
+            raise InputError(f"target_dim has {len(target_dim)} entries, but the target has {len(leaves)} leaves")
+        given: list[int | None] = list(target_dim)
+        for i, (leaf, dim) in enumerate(zip(leaves, given, strict=True)):
+            fits = isinstance(leaf, torch.Tensor) and dim is not None and -leaf.dim() <= dim < leaf.dim()
+            if dim is not None and (not fits or leaf.shape[dim] != batch):
+                shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+                raise InputError(f"target_dim[{i}] is {dim}, but that target is {shape} and the batch is {batch}")
+        return given
+    dim = 0 if target_dim is None else target_dim
+    return [
+        dim if isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == batch else None
+        for leaf in leaves
+    ]
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One flat output of the model."""
+
+    value: Any  # a constant; None for tensors
+    shape: tuple[Any, ...] | None  # sizes; sympy expressions of the batch
+    dtype: torch.dtype | None
+    device: torch.device | None
+    how: OutputCombination
+
+    def example(self, symbols: Mapping[sympy.Symbol, int]) -> Any:
+        """The leaf for a batch of another size: values do not matter, sizes do."""
+        if self.shape is None:
+            return self.value
+        sizes = [int(s.xreplace(symbols)) if isinstance(s, sympy.Basic) else s for s in self.shape]
+        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+
+
+def _example_outputs(program: Program, batching: Batching) -> list[_Leaf]:
+    flat = list(program.graph.output_node().args[0])[: program.n_outputs]  # type: ignore[arg-type]
+    found = []
+    for node, how in zip(flat, batching.outputs, strict=False):
+        if not isinstance(node, fx.Node):
+            found.append(_Leaf(node, None, None, None, how))
+            continue
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise _Unknown(f"the size of the output of {describe(node)} is not known")
+        shape = tuple(size_of(s) for s in value.shape)
+        if how.combine == "cat" and not isinstance(shape[how.batch_dim or 0], sympy.Symbol):
+            raise _Unknown(f"the output of {describe(node)} has several entries per sample along the batch")
+        found.append(_Leaf(None, shape, value.dtype, value.device, how))
+    return found
+
+
+class _LossModule(nn.Module):
+    """`loss_fn` over flat leaves: o000, o001, ... of the output and t000, t001, ... of the target."""
+
+    def __init__(self, loss_fn: Any, program: Program, spec: torch_private.TreeSpec) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self._specs = (program.out_spec, spec)
+
+    def forward(self, **leaves: Any) -> Any:
+        output, target = (
+            torch_private.tree_unflatten([leaves[key] for key in sorted(leaves) if key[0] == side[0]], spec)
+            for side, spec in zip((_OUTPUT, _TARGET), self._specs, strict=True)
+        )
+        return self.loss_fn(output, target)
+
+
+def _title(loss_fn: Any) -> str:
+    """How messages name a loss function: its name, file and line."""
+    code = getattr(loss_fn, "__code__", None)
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    return f"loss_fn '{name}'" + (f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else "")
+
+
+class _LossStudy:
+    """One attempt: the loss with certain dimensions of the targets taken for the batch."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        program: Program,
+        batching: Batching,
+        outputs: Sequence[_Leaf],
+        targets: Sequence[Any],
+        spec: torch_private.TreeSpec,
+        dims: Sequence[int | None],
+    ) -> None:
+        self._model, self._batching, self._outputs, self._targets = program, batching, outputs, targets
+        self._module = _LossModule(loss_fn, program, spec)
+        self._dims = tuple(dims)
+
+    def run(self) -> LossSplit:
+        leaves, batch_dims = self._example()
+        try:
+            with warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")
+                loss = capture(self._module, (), leaves, batch_dim=batch_dims)
+        except (CaptureError, InputError) as error:
+            log.debug("loss_fn cannot be captured: %s", error)
+            return self._whole("it cannot be captured as a graph")
+        if not loss.any_batch:
+            return self._whole(
+                "it is made for one batch size, or reads tensors of the batch from outside its arguments"
+            )
+        if loss.n_outputs != 1:
+            return self._whole("it returns several values")
+        placeholders = [n for n in loss.graph.nodes if n.op == "placeholder"]
+        if any("val" not in n.meta for n in placeholders):
+            return self._whole("it cannot be captured by torch.export")
+        if any(is_random(n, loss.graph_module) for n in loss.graph.nodes):
+            return self._whole("it draws random numbers")
+        states = {n: self._state(n, path) for n, path in zip(placeholders, sorted(leaves), strict=True)}
+        walk = propagate(loss, states)
+        if walk is None:
+            return self._whole("it is made for some batch sizes only")
+        result = next(iter(loss.graph.output_node().args[0]))  # type: ignore[arg-type]
+        state = walk.states[result] if isinstance(result, fx.Node) else Unbatched()
+        return self._split(loss, state)
+
+    def _split(self, loss: Program, state: Any) -> LossSplit:
+        match state:
+            case Unbatched() | Mean(None):
+                return LossSplit("mean", self._dims)
+            case Sum():
+                return LossSplit("sum", self._dims)
+            case Mean(counted) if counted is not None:
+                count = self._count(loss, counted)
+                if count is None:
+                    return self._whole(f"{counted.target} divides by what depends on the model's output")
+                return LossSplit("mean", self._dims, count)
+            case Mixed(node, why) | Unproven(node, why):
+                return self._whole(f"{node.target} {why}")
+        return self._whole("it returns one value per sample, not one number")
+
+    def _whole(self, why: str) -> LossSplit:
+        return LossSplit("whole", why=f"{_title(self._module.loss_fn)}: {why}")
+
+    def _example(self) -> tuple[dict[str, Any], dict[str, int | None]]:
+        """Arguments of `_LossModule` and their batch dimensions, for an unusual number of samples.
+
+        A size that nothing else has: what fits the batch by chance then does not fit it here.
+        """
+        sizes = {s for leaf in self._outputs for s in leaf.shape or () if isinstance(s, int)}
+        sizes |= {s for t in self._targets if isinstance(t, torch.Tensor) for s in t.shape}
+        rows = next(n for n in itertools.count(5, 2) if n not in sizes)
+        symbols = {
+            s: rows
+            for leaf in self._outputs
+            for size in leaf.shape or ()
+            if isinstance(size, sympy.Basic)
+            for s in size.free_symbols
+        }
+        leaves: dict[str, Any] = {}
+        dims: dict[str, int | None] = {}
+        for i, leaf in enumerate(self._outputs):
+            key = f"o{i:04}"
+            leaves[key] = leaf.example(symbols)
+            dims[key] = leaf.how.batch_dim if leaf.shape is not None and leaf.how.combine == "cat" else None
+        for i, (value, dim) in enumerate(zip(self._targets, self._dims, strict=True)):
+            key = f"t{i:04}"
+            dims[key] = None if dim is None else dim % value.dim()
+            if dim is None:
+                leaves[key] = value
+            else:
+                at = torch.arange(rows, device=value.device) % value.shape[dim]
+                leaves[key] = value.detach().index_select(dim, at)
+        return leaves, dims
+
+    def _state(self, placeholder: fx.Node, key: str) -> State:
+        index = int(key[1:])
+        if key[0] == _TARGET[0]:
+            dim = self._dims[index]
+            return Unbatched() if dim is None else Split(dim % self._targets[index].dim())
+        leaf = self._outputs[index]
+        match leaf.how.combine:
+            case "cat" if leaf.shape is not None:
+                return Split(leaf.how.batch_dim or 0)
+            case "mean":
+                return Mean(placeholder if leaf.how.weight is not None else None)
+            case "sum":
+                return Sum()
+        return Unbatched()
+
+    def _count(self, loss: Program, counted: fx.Node) -> Count | None:
+        """What a mean divides by, as a graph of its own; None where it depends on more than inputs and targets."""
+        if counted.op == "placeholder":  # the model itself returns the mean, and counts what it averages
+            index = next(int(i.name[1:]) for i in loss.inputs if i.name == counted.name)
+            weight = self._outputs[index].how.weight
+            assert weight is not None
+            node = list(self._model.graph.output_node().args[0])[weight]  # type: ignore[arg-type]
+            names = {n.name: ("input", i) for i, n in enumerate(self._model.graph.find_nodes(op="placeholder"))}
+            return count_of(self._model.graph_module, node, names)
+        names = {
+            i.name: (_TARGET, int(key[1:]))
+            for i, key in zip(loss.inputs, sorted(self._keys()), strict=True)
+            if key[0] == _TARGET[0]
+        }
+        if rule_name(counted) in ("div", "divide", "true_divide"):
+            denominator = counted.args[1]
+            return count_of(loss.graph_module, denominator, names) if isinstance(denominator, fx.Node) else None
+        found = cross_entropy_arguments(counted)
+        if found is None:
+            return None
+        return counted_targets(loss.graph_module, found, names)
+
+    def _keys(self) -> Iterator[str]:
+        yield from (f"o{i:04}" for i in range(len(self._outputs)))
+        yield from (f"t{i:04}" for i in range(len(self._targets)))

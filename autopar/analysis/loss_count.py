@@ -1,0 +1,103 @@
+"""What a loss divides by, as a graph of its own: computed from targets and inputs before the pipeline starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.analysis.operators import is_random
+from autopar.capture.cleanup import CrossEntropyArguments
+from autopar.capture.program import is_getitem
+from cost_models.graphs import get_attribute
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a loss divides by, as a graph over leaves that are known before the pipeline starts."""
+
+    graph: fx.GraphModule  # (*leaves) -> a tensor with one element
+    leaves: tuple[tuple[str, int], ...]  # ("target", flat index) or ("input", flat index of the model's inputs)
+
+    def of(self, inputs: Sequence[Any], targets: Sequence[Any]) -> float:
+        """The count of one micro-batch, from its flat model inputs and flat targets."""
+        flat = {"input": inputs, "target": targets}
+        with torch.no_grad():
+            return float(self.graph(*(flat[where][index] for where, index in self.leaves)))
+
+
+class _Slice:
+    """The part of a graph that some of its nodes depend on, copied into a graph of its own."""
+
+    def __init__(self, module: fx.GraphModule, names: Mapping[str, tuple[str, int]]) -> None:
+        """`names`: the placeholders that may be read -> the leaves that they are."""
+        self.graph = fx.Graph()
+        self.leaves: list[tuple[str, int]] = []
+        self._module, self._names = module, names
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def add(self, root: fx.Node) -> fx.Node | None:
+        """The copy of `root` and of all that it depends on; None where that is more than leaves and constants."""
+        needed: dict[fx.Node, None] = {}
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed[node] = None
+                stack.extend(node.all_input_nodes)
+        if not all(self._is_known(node) for node in needed):
+            return None
+        for node in self._module.graph.nodes:
+            if node in needed and node not in self._copies:
+                if node.op == "placeholder":
+                    self.leaves.append(self._names[node.name])
+                self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
+        return self._copies[root]
+
+    def _is_known(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return node.name in self._names
+        if node.op == "get_attr":
+            return not isinstance(get_attribute(self._module, str(node.target)), nn.Parameter)
+        plain = isinstance(node.target, torch._ops.OpOverload) or is_getitem(node)
+        return node.op == "call_function" and plain and not is_random(node, self._module)
+
+    def finish(self, result: fx.Node) -> Count:
+        self.graph.output(result)
+        # Placeholders were copied among other nodes, but come first in a graph.
+        placeholders = self.graph.find_nodes(op="placeholder")
+        others = (node for node in self.graph.nodes if node.op != "placeholder")
+        first = next(others)
+        for node in placeholders:
+            first.prepend(node)
+        return Count(fx.GraphModule(self._module, self.graph), tuple(self.leaves))
+
+
+def count_of(module: fx.GraphModule, root: fx.Node, names: Mapping[str, tuple[str, int]]) -> Count | None:
+    """The number that node `root` computes, as a graph over the leaves `names`; None where it depends on more."""
+    part = _Slice(module, names)
+    result = part.add(root)
+    return None if result is None else part.finish(result)
+
+
+def counted_targets(
+    module: fx.GraphModule, found: CrossEntropyArguments, names: Mapping[str, tuple[str, int]]
+) -> Count | None:
+    """The number of targets that a cross-entropy averages; with class weights the sum of their weights."""
+    part = _Slice(module, names)
+    target = part.add(found.target)
+    if target is None:
+        return None
+    counted = part.graph.call_function(torch.ops.aten.ne.Scalar, (target, found.ignore_index))
+    if found.weight is not None:
+        weight = part.add(found.weight)
+        if weight is None:
+            return None
+        # An ignored target may be no class at all: class 0 stands in for it, and counts nothing.
+        classes = part.graph.call_function(torch.ops.aten.mul.Tensor, (target, counted))
+        weights = part.graph.call_function(torch.ops.aten.index.Tensor, (weight, [classes]))
+        counted = part.graph.call_function(torch.ops.aten.mul.Tensor, (weights, counted))
+    return part.finish(part.graph.call_function(torch.ops.aten.sum.default, (counted,)))

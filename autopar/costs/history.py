@@ -26,7 +26,8 @@ from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.version import __version__
 from cost_models import Device
-from cost_models.measuring.cache import BUSY_SECONDS, cache_directory, is_corrupt, move_aside
+from cost_models.measuring.cache import cache_directory
+from cost_models.measuring.sqlite_file import BUSY_SECONDS, is_corrupt, move_aside_if_damaged, using
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,9 @@ def remember(records: Sequence[Record], path: Path | None = None) -> None:
         except sqlite3.DatabaseError as error:
             if not is_corrupt(error):
                 raise
-            log.warning("history %s is damaged (%s); moved to %s", path, error, move_aside(path))
+            aside = move_aside_if_damaged(path)
+            if aside is not None:
+                log.warning("history %s is damaged (%s); moved to %s", path, error, aside)
             _append(path, rows)
     except (OSError, sqlite3.Error) as error:
         log.warning("predicted and measured steps are not recorded in %s: %s", path, error)
@@ -181,7 +184,7 @@ def recall(path: Path | None = None) -> tuple[Record, ...]:
 
 def _append(path: Path, rows: list[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with closing(_connect(path.resolve().as_uri())) as connection, connection:
+    with using(path), closing(_connect(path.resolve().as_uri())) as connection, connection:
         connection.execute("BEGIN IMMEDIATE")  # whoever else writes is waited for
         connection.execute(
             "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY AUTOINCREMENT, record TEXT NOT NULL)"

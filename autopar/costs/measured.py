@@ -7,6 +7,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import get_attribute
+from cost_models.hardware.devices import operator_threads
 from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 
@@ -78,23 +81,37 @@ class Measured:
         return measure_bytes(self._program.graph_module, inputs, rows, self._training)
 
     def links(self) -> dict[tuple[str, str], Link]:
-        key = signature_key("links", [(d.name, d.kind) for d in self.devices])
-        found = self._cache.get(key) if self._cache is not None else None
-        if found is not None:
-            return {(a, b): Link(latency, float(bandwidth)) for a, b, latency, bandwidth in found}
-        links = measure_links(self.devices)
+        key = signature_key("links", [(d.name, d.kind, d.threads) for d in self.devices])
+        known = (
+            self._cache.get(key, partial(_links_from_json, devices=self.devices)) if self._cache is not None else None
+        )
+        if known is not None:
+            return known
+        with operator_threads(self.devices[0].threads):
+            links = measure_links(self.devices)
         if self._cache is not None:
             self._cache.put(key, [(a, b, link.latency, str(link.bandwidth)) for (a, b), link in links.items()])
         return links
 
     def accumulate(self) -> float:
-        key = signature_key("accumulate", self.devices[0].kind)
-        found = self._cache.get(key) if self._cache is not None else None
-        if found is None:
-            found = measure_accumulate(self.devices[0].torch_device)
-            if self._cache is not None:
-                self._cache.put(key, found)
-        return float(found)
+        first = self.devices[0]
+        key = signature_key("accumulate", first.kind, first.threads)
+        known = self._cache.get(key, float) if self._cache is not None else None
+        if known is not None:
+            return known
+        with operator_threads(first.threads):
+            seconds = measure_accumulate(first.torch_device)
+        if self._cache is not None:
+            self._cache.put(key, seconds)
+        return seconds
+
+
+def _links_from_json(value: Any, devices: Sequence[Device]) -> dict[tuple[str, str], Link]:
+    """The cached links of every ordered pair of `devices`; raises TypeError or ValueError for anything else."""
+    links = {(a, b): Link(latency, float(bandwidth)) for a, b, latency, bandwidth in value}
+    if links.keys() != set(permutations([device.name for device in devices], 2)):
+        raise ValueError("the cached links are of other devices")
+    return links
 
 
 def _sizes(
@@ -129,13 +146,12 @@ class _Measuring:
 
     def run(self, jobs: Sequence[tuple[Device, int, int]], progress: Progress) -> list[tuple[Device, GraphTimes]]:
         """Times for every (device, busy workers, samples); what had to be measured is put into the cache."""
-        keys = [signature_key("times", self._signature, d.kind, workers, rows) for d, workers, rows in jobs]
-        known = self._cache.get_many(keys) if self._cache is not None else {}
+        keys = [signature_key("times", self._signature, d.kind, d.threads, workers, rows) for d, workers, rows in jobs]
+        known = self._known(keys)
         found: list[GraphTimes] = []
         for index, (key, (device, workers, rows)) in enumerate(zip(keys, jobs, strict=True)):
             progress(f"profiling {device.kind}: {rows} samples, {workers} busy", index / len(jobs))
-            times = GraphTimes(rows, workers, *known[key]) if key in known else self._measure(device, workers, rows)
-            found.append(times)
+            found.append(known[key] if key in known else self._measure(device, workers, rows))
         for index, (key, (device, _, rows)) in enumerate(zip(keys, jobs, strict=True)):
             times = found[index]
             same = [t for t, (d, w, _) in zip(found, jobs, strict=True) if d is device and w == times.workers]
@@ -143,14 +159,14 @@ class _Measuring:
                 progress(f"profiling {device.kind}: {rows} samples again", 1.0)
                 found[index] = min(times, self._measure(device, times.workers, rows), key=lambda t: t.total)
         if self._cache is not None:
-            self._cache.put_many(
-                {
-                    key: [t.forward, t.backward, t.loss_forward, t.loss_backward]
-                    for key, t in zip(keys, found, strict=True)
-                    if key not in known
-                }
-            )
+            self._cache.put_many({k: t.to_json() for k, t in zip(keys, found, strict=True) if k not in known})
         return [(device, times) for (device, _, _), times in zip(jobs, found, strict=True)]
+
+    def _known(self, keys: Sequence[str]) -> dict[str, GraphTimes]:
+        """The cached times of those of `keys` that have some."""
+        if self._cache is None:
+            return {}
+        return self._cache.get_many(keys, partial(GraphTimes.from_json, nodes=self._reduced.like.keys()))
 
     def _measure(self, device: Device, workers: int, rows: int) -> GraphTimes:
         log.info("profiling %s: %d samples, %d busy", device.kind, rows, workers)

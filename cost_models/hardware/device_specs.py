@@ -118,7 +118,8 @@ def rates_of(spec: DeviceSpec) -> Rates:
 
     Measured curves already contain the effect of the multiprocessors, so `units` is then 0.
     """
-    tf32 = torch.get_float32_matmul_precision() != "highest"
+    # The older torch.get_float32_matmul_precision() raises an error once a program has set the attribute below.
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return Rates(spec.by_dtype(tf32), spec.bandwidth, spec.launch, 0 if spec.curves else spec.units)
 
 

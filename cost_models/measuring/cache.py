@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import os
 import sqlite3
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,14 +17,24 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import platformdirs
-import torch
 
-CACHE_VERSION = 1
-"""Of the file's layout and of what the values mean: a file of another version is emptied, its keys never match."""
+from cost_models.measuring.environment import torch_environment
+from cost_models.measuring.sqlite_file import BUSY_SECONDS, is_corrupt, move_aside_if_damaged, using
 
-BUSY_SECONDS = 30.0  # how long to wait for another process's write
+log = logging.getLogger(__name__)
+
+CACHE_VERSION = 2
+"""Of the table's columns and of what the values mean. A file of another version is emptied; its keys never match."""
+
+MAX_AGE_DAYS = 30.0
+"""After this many days a measurement is repeated: drivers, clocks and neighbours of a machine change. The environment
+variable AUTOPAR_CACHE_DAYS overrides it; "inf" keeps measurements for ever."""
 
 T = TypeVar("T")
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def cache_directory() -> Path:
@@ -34,16 +47,33 @@ def default_cache_path() -> Path:
     return cache_directory() / f"measurements-v{CACHE_VERSION}.sqlite"
 
 
+def max_age_seconds() -> float:
+    """The age in seconds from which a measurement counts as missing (see `MAX_AGE_DAYS`)."""
+    text = os.environ.get("AUTOPAR_CACHE_DAYS")
+    try:
+        days = MAX_AGE_DAYS if not text else float(text)
+    except ValueError:
+        days = math.nan
+    if not days >= 0:
+        warnings.warn(
+            f"AUTOPAR_CACHE_DAYS must be a number of days >= 0 or inf, got {text!r}; using {MAX_AGE_DAYS:g}",
+            stacklevel=2,
+        )
+        days = MAX_AGE_DAYS
+    return days * 86400
+
+
 def signature_key(*parts: Any) -> str:
-    """A cache key for what was measured: SHA-256 of `parts`, PyTorch's version and the cache's version, as hex digits.
+    """A cache key for a measurement: SHA-256, as hex digits, of `parts`, of torch's build and settings
+    (`torch_environment`) and of the cache's version.
 
     `parts` are JSON values (tuples count as lists, dictionaries in any order); equal parts give equal keys in every
-    process.
+    process with the same environment.
 
     Raises:
-        TypeError: a part is no JSON value, whose text might differ between processes.
+        TypeError: a part is not a JSON value; its text might differ between processes.
     """
-    text = json.dumps([CACHE_VERSION, torch.__version__, parts], sort_keys=True)
+    text = json.dumps([CACHE_VERSION, torch_environment(), parts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -54,45 +84,62 @@ class MeasurementCache:
     wait for each other). A forked child must open its own. The journal is SQLite's default, a rollback journal, which
     works on network file systems too; WAL does not.
 
-    Measurements can be made again, so trouble with the file never stops a job; each is warned about:
-        a damaged file                  is moved to <name>.corrupt, and an empty one takes its place
-        a file of another version       is emptied (without a warning)
-        a place that can't be written   leaves measurements in memory until the cache is closed
+    A measurement older than `max_age_seconds()` counts as missing.
+
+    Measurements can be repeated, so trouble with the file never stops a job. Each case warns:
+        a damaged file                   is moved to <name>.corrupt, and an empty one takes its place
+        a file of another version        is emptied (without a warning)
+        a place that cannot be written   leaves measurements in memory until the cache is closed
     """
 
     path: Path | None  # None: in memory
 
     def __init__(self, path: Path | None = None) -> None:
+        """`path`: None for `default_cache_path()`, ":memory:" for a cache in memory."""
         self.path = default_cache_path() if path is None else Path(path)
+        if self.path == Path(":memory:"):
+            self.path = None
         self._lock = threading.Lock()
         try:
             self._connection = _connect(self.path)
         except (OSError, sqlite3.Error) as error:
             self._connection = self._recover(error)
 
-    def get(self, key: str) -> Any | None:
-        """The value of `key`, None where it has none."""
-        return self.get_many([key]).get(key)
+    def get(self, key: str, parse: Callable[[Any], T] = _unchanged) -> T | None:
+        """The value of `key` after `parse`; None if it is missing (see `get_many`)."""
+        return self.get_many([key], parse).get(key)
 
-    def get_many(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The values of those of `keys` that have one; one query for all."""
+    def get_many(self, keys: Iterable[str], parse: Callable[[Any], T] = _unchanged) -> dict[str, T]:
+        """The values of `keys` after `parse`, in one query; keys whose value is missing or too old are left out.
+
+        A value that `parse` refuses with an AttributeError, LookupError, TypeError or ValueError counts as missing, so
+        that the caller measures again: a value in the wrong shape may come from a damaged file or another program.
+        """
         wanted = json.dumps(list(keys))
-        # One JSON parameter rather than one a key: SQLite limits the number of parameters.
-        query = "SELECT key, value FROM measurements WHERE key IN (SELECT value FROM json_each(?))"
-        rows = self._run(lambda connection: connection.execute(query, [wanted]).fetchall())
-        return {key: json.loads(value) for key, value in rows}
+        # One JSON parameter instead of one per key: SQLite limits the number of parameters.
+        query = "SELECT key, value FROM measurements WHERE key IN (SELECT value FROM json_each(?)) AND created >= ?"
+        oldest = time.time() - max_age_seconds()
+        rows = self._run(lambda connection: connection.execute(query, [wanted, oldest]).fetchall())
+        values = {}
+        for key, text in rows:
+            try:
+                values[key] = parse(json.loads(text))
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                log.warning("a cached measurement is unusable and will be repeated: %s", error)
+        return values
 
     def put(self, key: str, value: Any) -> None:
-        """Set the value of `key`, in place of an older one."""
+        """Set the value of `key`; it replaces an older one."""
         self.put_many({key: value})
 
     def put_many(self, values: Mapping[str, Any]) -> None:
         """Set all of `values` in one transaction: all of them, or none if the process dies."""
-        rows = [(key, json.dumps(value)) for key, value in values.items()]
-        self._write("INSERT OR REPLACE INTO measurements VALUES (?, ?)", rows)
+        now = time.time()
+        rows = [(key, json.dumps(value), now) for key, value in values.items()]
+        self._write("INSERT OR REPLACE INTO measurements VALUES (?, ?, ?)", rows)
 
     def clear(self) -> None:
-        """Forget every measurement."""
+        """Delete every measurement."""
         self._write("DELETE FROM measurements", [()])
 
     def close(self) -> None:
@@ -119,21 +166,24 @@ class MeasurementCache:
         """`work` on the connection, and once more on its replacement if the file turns out to be unusable."""
         with self._lock:
             try:
-                return work(self._connection)
+                with using(self.path):
+                    return work(self._connection)
             except sqlite3.Error as error:
                 broken, self._connection = self._connection, self._recover(error)
                 broken.close()
-                return work(self._connection)
+                with using(self.path):
+                    return work(self._connection)
 
     def _recover(self, error: Exception) -> sqlite3.Connection:
-        """A connection that works in place of the one that met `error`; raises `error` if the file is not to blame."""
+        """A usable connection in place of the one that raised `error`; raises `error` if the file is not the cause."""
         if self.path is not None and is_corrupt(error):
             try:
-                aside = move_aside(self.path)
-                warnings.warn(f"measurement cache {self.path} is damaged ({error}); moved to {aside}", stacklevel=3)
+                aside = move_aside_if_damaged(self.path)
+                if aside is not None:
+                    warnings.warn(f"measurement cache {self.path} is damaged ({error}); moved to {aside}", stacklevel=3)
                 return _connect(self.path)
-            except (OSError, sqlite3.Error) as still:
-                error = still
+            except (OSError, sqlite3.Error) as later:
+                error = later
         if self.path is None or not isinstance(error, OSError | sqlite3.OperationalError):
             raise error
         warnings.warn(f"measurement cache {self.path} cannot be used ({error}); keeping it in memory", stacklevel=3)
@@ -142,37 +192,29 @@ class MeasurementCache:
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:
-    """A connection to the file, or to memory, with an up-to-date table in it."""
+    """A connection to the file, or to memory, with a table of this version in it."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    connection = sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, check_same_thread=False)
-    try:
-        if _version(connection) != CACHE_VERSION:
-            with connection:
-                connection.execute("BEGIN IMMEDIATE")
-                if _version(connection) != CACHE_VERSION:  # nobody else did it while this process waited
-                    connection.execute("DROP TABLE IF EXISTS measurements")
-                    connection.execute("CREATE TABLE measurements (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-                    connection.execute(f"PRAGMA user_version = {CACHE_VERSION}")
-    except sqlite3.Error:
-        connection.close()
-        raise
+    with using(path):
+        connection = sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, check_same_thread=False)
+        try:
+            if _version(connection) != CACHE_VERSION:
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    if _version(connection) != CACHE_VERSION:  # another process may have done it during the wait
+                        _create_table(connection)
+        except sqlite3.Error:
+            connection.close()
+            raise
     return connection
 
 
+def _create_table(connection: sqlite3.Connection) -> None:
+    connection.execute("DROP TABLE IF EXISTS measurements")
+    columns = "key TEXT PRIMARY KEY, value TEXT NOT NULL, created REAL NOT NULL"  # created: seconds since 1970
+    connection.execute(f"CREATE TABLE measurements ({columns})")
+    connection.execute(f"PRAGMA user_version = {CACHE_VERSION}")
+
+
 def _version(connection: sqlite3.Connection) -> int:
-    return connection.execute("PRAGMA user_version").fetchone()[0]
-
-
-def is_corrupt(error: Exception) -> bool:
-    """Whether a file that SQLite could not read is damaged, or none of SQLite's."""
-    primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # the low byte of an extended code
-    return primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def move_aside(path: Path) -> Path:
-    """Rename the file; its journal goes, or SQLite would roll it back into the next file of that name."""
-    aside = path.with_name(path.name + ".corrupt")
-    path.replace(aside)
-    path.with_name(path.name + "-journal").unlink(missing_ok=True)
-    return aside
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])

@@ -77,10 +77,10 @@ def calibrate(device: Device, cache: MeasurementCache | None = None, budget: flo
     float32 and bfloat16, on a CPU of float32. Operators are timed with operands in turn, so that weights come from
     memory as they do in a model.
     """
-    key = signature_key("calibration", device.kind)
-    found = cache.get(key) if cache is not None else None
-    if found is not None:
-        return Calibration.from_json(found)
+    key = signature_key("calibration", device.kind, device.threads)
+    known = cache.get(key, Calibration.from_json) if cache is not None else None
+    if known is not None:
+        return known
     with operator_threads(device.threads):
         result = _calibrate(device.torch_device, budget)
     if cache is not None:

@@ -12,12 +12,13 @@ at once and the times are those under that load.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import torch
 from torch import fx
@@ -42,7 +43,28 @@ class GraphTimes:
 
     @property
     def total(self) -> float:
+        """Seconds of the whole pass."""
         return sum(self.forward.values()) + sum(self.backward.values()) + self.loss_forward + self.loss_backward
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any, nodes: Collection[str]) -> Self:
+        """The times of `nodes` that `to_json` wrote.
+
+        Raises:
+            TypeError: `value` has other fields or types.
+            ValueError: it has times of other nodes, or times that are not finite seconds >= 0.
+        """
+        times = cls(**value)
+        if {*times.forward} != {*nodes} or {*times.backward} != {*nodes}:
+            raise ValueError("the cached times are of other operators")
+        seconds = (*times.forward.values(), *times.backward.values(), times.loss_forward, times.loss_backward)
+        if not all(0 <= s < math.inf for s in seconds):
+            raise ValueError("cached times must be finite seconds >= 0")
+        return times
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,18 @@
 """The measurement cache: what is put is found again, whatever happens to the file."""
 
+import json
 import math
 import multiprocessing
 import sqlite3
 import subprocess
 import sys
 import threading
-from multiprocessing.synchronize import Barrier
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,8 @@ from hypothesis import strategies as st
 
 from cost_models import MeasurementCache, signature_key
 from cost_models.measuring import cache
+from cost_models.measuring.calibration import Calibration
+from cost_models.measuring.operator_times import GraphTimes
 
 KEYS = 40  # of each writer
 
@@ -38,6 +46,12 @@ def write_keys(path: Path, writer: str, start: Barrier) -> None:
     with MeasurementCache(path) as store:
         for index in range(KEYS):
             store.put(f"{writer}-{index}", [writer, index])
+
+
+def age(path: Path, days: float) -> None:
+    """Make every measurement `days` older."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE measurements SET created = created - ?", [days * 86400])
 
 
 @given(st.dictionaries(names, json_values, max_size=5))
@@ -104,6 +118,73 @@ def test_processes_may_open_and_write_at_once(path: Path) -> None:
     expected = {f"{writer}-{index}": [writer, index] for writer in "ab" for index in range(KEYS)}
     with MeasurementCache(path) as store:
         assert store.get_many(expected) == expected
+
+
+def find_damage_late(path: Path, found: Event, replaced: Event) -> None:
+    """A process that finds the damaged file, and moves it aside after another process has replaced it."""
+    move = cache.move_aside_if_damaged
+
+    def late(path: Path) -> Path | None:
+        found.set()
+        assert replaced.wait(60)
+        return move(path)
+
+    cache.move_aside_if_damaged = late
+    with MeasurementCache(path) as store:
+        store.put("late", 2)
+
+
+def write_slowly(path: Path, found: Event, replaced: Event) -> None:
+    """A process that replaces the damaged file, and is in a transaction while the other one finds out."""
+    assert found.wait(60)
+    with warnings.catch_warnings(), MeasurementCache(path) as store:
+        warnings.simplefilter("ignore")  # of the damage
+        store.put("early", 1)
+
+        def rows() -> Iterator[tuple[str, str, float]]:
+            now = time.time()
+            for index in range(3000):  # more than SQLite's page cache takes: the journal and the file are written
+                yield f"slow-{index}", json.dumps("x" * 4000), now
+            replaced.set()
+            time.sleep(1)  # the other process has time to do harm
+            yield "slow", "3", now
+
+        store._connection.execute("PRAGMA cache_size = 10")
+        store._write("INSERT OR REPLACE INTO measurements VALUES (?, ?, ?)", rows())
+
+
+def test_a_process_that_finds_damage_late_leaves_the_file_that_replaced_it(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"this is no database " * 100)
+    context = multiprocessing.get_context("spawn")
+    found, replaced = context.Event(), context.Event()
+    late, slow = (
+        context.Process(target=work, args=(path, found, replaced)) for work in (find_damage_late, write_slowly)
+    )
+    for process in (late, slow):
+        process.start()
+    for process in (late, slow):
+        process.join(120)
+    assert (late.exitcode, slow.exitcode) == (0, 0)
+    with MeasurementCache(path) as store:
+        keys = ["early", "slow-0", "slow-2999", "slow", "late"]
+        assert store.get_many(keys) == dict(zip(keys, [1, "x" * 4000, "x" * 4000, 3, 2], strict=True))
+        assert store._connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert path.with_name(path.name + ".corrupt").read_bytes().startswith(b"this is no database")
+
+
+def test_a_damaged_files_journal_is_not_left_to_the_next_file(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"this is no database " * 100)
+    journal = path.with_name(path.name + "-journal")
+    journal.write_bytes(b"this is no journal")
+    with pytest.warns(UserWarning, match="is damaged"):
+        store = MeasurementCache(path)
+    assert not journal.exists()
+    store.put("key", 1)
+    store.close()
+    with MeasurementCache(path) as store:
+        assert store.get("key") == 1
 
 
 def test_threads_may_share_a_cache(path: Path) -> None:
@@ -207,7 +288,7 @@ def test_keys_are_equal_in_every_process() -> None:
     assert output.strip() == signature_key("aten.mm", ((2, 3), (3, 4)), {"a": None, "b": 1})
 
 
-def test_keys_differ_by_part_and_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_differ_by_part_and_by_version_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {
         signature_key("a"),
         signature_key("a", "b"),
@@ -217,9 +298,107 @@ def test_keys_differ_by_part_and_by_version(monkeypatch: pytest.MonkeyPatch) -> 
     }
     monkeypatch.setattr(cache, "CACHE_VERSION", cache.CACHE_VERSION + 1)
     keys.add(signature_key("a"))
-    monkeypatch.setattr(cache.torch, "__version__", "0.0")
-    keys.add(signature_key("a"))
-    assert len(keys) == 7
+    assert len(keys) == 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backends.cuda.matmul.allow_tf32": True},
+        {"backends.cuda.matmul.fp32_precision": "tf32"},
+        {"backends.cudnn.allow_tf32": False},
+        {"backends.cudnn.benchmark": True},
+        {"backends.cudnn.deterministic": True},
+        {"backends.cudnn.enabled": False},
+        {"backends.mkldnn.matmul.fp32_precision": "bf16"},
+        {"__version__": "2.11.0+cpu"},
+        {"__config__.show": lambda: "built with other compilers"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_keys_differ_by_torchs_build_and_settings(changes: dict[str, Any]) -> None:
+    script = """
+import sys, torch
+from operator import attrgetter
+from cost_models import signature_key
+before = signature_key("a")
+assert signature_key("a") == before
+"""
+    for name, value in changes.items():
+        *where, last = name.split(".")
+        place = ".".join(["torch", *where])
+        text = "lambda: 'other compilers'" if callable(value) else repr(value)
+        script += f"import cost_models.measuring.environment as e; e._build.cache_clear(); {place}.{last} = {text}\n"
+    script += "assert signature_key('a') != before"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_keys_differ_by_the_variables_of_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one = signature_key("a")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert signature_key("a") != one
+
+
+def test_measurements_expire(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MeasurementCache(path) as store:
+        store.put("key", 1)
+    age(path, cache.MAX_AGE_DAYS - 1)
+    with MeasurementCache(path) as store:
+        assert store.get("key") == 1
+        monkeypatch.setenv("AUTOPAR_CACHE_DAYS", "7")
+        assert store.get("key") is None
+        store.put("key", 2)
+        assert store.get("key") == 2  # measured anew
+    age(path, 1000)
+    with MeasurementCache(path) as store:
+        monkeypatch.delenv("AUTOPAR_CACHE_DAYS")
+        assert store.get("key") is None
+        monkeypatch.setenv("AUTOPAR_CACHE_DAYS", "inf")
+        assert store.get("key") == 2
+
+
+@pytest.mark.parametrize("days", ["soon", "-1", "nan"])
+def test_an_age_that_is_none_is_warned_about(monkeypatch: pytest.MonkeyPatch, days: str) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE_DAYS", days)
+    with pytest.warns(UserWarning, match=f"AUTOPAR_CACHE_DAYS.*{days}"):
+        assert cache.max_age_seconds() == cache.MAX_AGE_DAYS * 86400
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 1, "text", [], [1, 2], {"peak_flops": 1}, {"forward": {}, "backward": {}, "rows": 2}]
+)
+@pytest.mark.parametrize(
+    "parse", [Calibration.from_json, lambda value: GraphTimes.from_json(value, ["a"])], ids=["calibration", "times"]
+)
+def test_a_value_of_another_shape_counts_as_missing(path: Path, wrong: Any, parse: Callable[[Any], Any]) -> None:
+    with MeasurementCache(path) as store:
+        store.put("key", wrong)
+        assert store.get("key", parse) is None
+
+
+def test_times_that_are_none_count_as_missing(path: Path) -> None:
+    good = GraphTimes(2, 1, {"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 0.0}, 0.5, 0.25)
+    parse = partial(GraphTimes.from_json, nodes=["a", "b"])
+    with MeasurementCache(path) as store:
+        store.put("good", good.to_json())
+        for name, changed in {
+            "others": {"forward": {"a": 1.0, "c": 1.0}},
+            "fewer": {"backward": {"a": 1.0}},
+            "negative": {"loss_forward": -1.0},
+            "infinite": {"forward": {"a": math.inf, "b": 1.0}},
+            "text": {"forward": {"a": "1", "b": 1.0}},
+        }.items():
+            store.put(name, {**good.to_json(), **changed})
+        assert store.get_many(["good", "others", "fewer", "negative", "infinite", "text"], parse) == {"good": good}
+
+
+def test_text_that_is_no_json_counts_as_missing(path: Path) -> None:
+    with MeasurementCache(path) as store:
+        store.put("key", 1)
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE measurements SET value = '{'")
+        assert store.get("key") is None
 
 
 def test_a_part_without_a_stable_text_is_refused() -> None:

@@ -1,0 +1,63 @@
+"""What measured seconds depend on besides the operators and the device: torch's build and its global settings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+# Attributes of torch that choose between kernels. The settings of TF32 are read from `fp32_precision` because the older
+# `allow_tf32` raises an error once a program has set the newer attribute; setting the older one changes the newer.
+_SETTINGS = (
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cudnn.enabled",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
+    "backends.mkldnn.enabled",
+    "backends.mkldnn.matmul.fp32_precision",
+    "backends.mkldnn.conv.fp32_precision",
+    "backends.mkldnn.rnn.fp32_precision",
+)
+
+# Read by OpenMP and MKL: how many threads may run, where, and whether they spin between operators.
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "KMP_AFFINITY",
+              "KMP_BLOCKTIME", "GOMP_CPU_AFFINITY")  # fmt: skip
+
+
+def torch_environment() -> dict[str, Any]:
+    """Torch's version and build, its settings that change which kernels run, and the variables of CPU threads.
+
+    The values are JSON values. The number of threads an operator uses is not among them: measurements set it to
+    `Device.threads`, which belongs to the device.
+    """
+    settings = {name: _setting(name) for name in _SETTINGS}
+    settings["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
+    return {
+        "torch": str(torch.__version__),  # with the build's suffix: "2.11.0+cpu"
+        "build": _build(),
+        "settings": settings,
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def _setting(name: str) -> Any:
+    """The value of an attribute of torch; None where this version of torch has none or refuses to read it."""
+    try:
+        return attrgetter(name)(torch)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+@cache
+def _build() -> str:
+    """A digest of compilers, libraries and CUDA versions that torch was built with, and of the CPU's vector units."""
+    text = f"{torch.__config__.show()} cuda {torch.version.cuda} cudnn {torch.backends.cudnn.version()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,12 +1,12 @@
 """Operator times measured in place: within whole forward and backward passes of a torch.fx graph.
 
-Repeating an operator alone keeps caches warm and skips allocation, and so underestimates a model by 14-20 %. Here
-every operator is timed where it runs: the forward around each node, the backward around each autograd node (found by
-walking from the node's output to those of its inputs). The clock reads cost something themselves, so the sums are
-calibrated against passes without them. Time that the thread waited for a core that another program had is taken off
-(Linux tells it): a plan made on a busy machine should be the one for the machine itself. Several workers of one
-machine share memory bandwidth, caches and Python's interpreter lock: with `workers=n` the same passes run on n threads
-at once and the times are those under that load.
+Repeating an operator alone keeps caches warm and skips allocation, and so underestimates a model by 14-20 %. This
+module times every operator where it runs: the forward around each node, the backward around each autograd node (found
+by walking from the node's output to the outputs of its inputs). Clock reads take time themselves, so the sums are
+calibrated against passes without clock reads. Linux reports how long a thread waited for a core; that time is
+subtracted, because a plan should fit the machine and not the other programs that run on it during planning. Workers of
+one machine share memory bandwidth, caches and Python's interpreter lock: with `workers=n`, n threads run the same
+passes at once, and the times are those under that load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from torch import fx
 from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
 from cost_models.hardware.devices import Device, synchronize
 
-# Seconds of a pass from which on the clock reads around its operators (about a microsecond each) do not matter.
+# Seconds of a pass above which the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
 
 
@@ -81,7 +81,7 @@ class GraphRunner:
     """One worker's private copy of a graph: the same storages, its own gradients and its own mutable buffers."""
 
     def __init__(self, module: fx.GraphModule, device: torch.device, training: bool, n_outputs: int | None) -> None:
-        """`n_outputs`: outputs beyond so many are loose ends, where backward starts, too."""
+        """`n_outputs`: the outputs from this index on are loose ends; the backward starts from them, too."""
         self.module = private_copy(module, device)
         self.device = device
         self.training = training
@@ -89,7 +89,7 @@ class GraphRunner:
         self.inputs: list[Any] = []
 
     def plain_pass(self, loss: Loss | None) -> tuple[float, float]:
-        """Seconds of forward and backward of one pass as it runs in production (loss included)."""
+        """Seconds of forward and backward of one pass without clock reads inside (loss included)."""
         start = self._now()
         with torch.set_grad_enabled(self.training):
             outputs = self.module(*self.inputs)
@@ -98,7 +98,7 @@ class GraphRunner:
         return forward, self._backward(outputs, value)
 
     def timed_pass(self, loss: Loss | None) -> TimedPass:
-        """The same, with seconds by node."""
+        """One pass with the seconds of every node."""
         forward: dict[str, float] = {}
         stamps: list[tuple[float, str]] = []
         seen: set[Any] = set()
@@ -151,8 +151,8 @@ class GraphRunner:
     def _roots(
         self, outputs: tuple[Any, ...], loss: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where backward starts: the loss, or else the scalar outputs (losses) if there are any, or all; and the
-        loose ends. Gradients that an earlier pass left on stand-ins are dropped."""
+        """Where the backward starts: at the loss, else at the scalar outputs (losses), else at all outputs; and at the
+        loose ends. Gradients that an earlier pass left on the inputs are dropped."""
         for tensor in self.inputs:
             if isinstance(tensor, torch.Tensor):
                 tensor.grad = None
@@ -178,60 +178,98 @@ def measure(
     """Median times of every node of `module` at `rows` samples, on `workers` threads at once.
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
-    from ones at every output). `n_outputs`: outputs beyond so many are loose ends, where backward starts, too. After
-    a warm-up, timed and plain passes take turns for about `budget` seconds; the plain ones are left out where a pass
-    is so long that the clock reads do not matter.
+    from ones at every output). `n_outputs`: the outputs from this index on are loose ends; the backward starts from
+    them, too. After a warm-up, timed passes and passes without clock reads take turns for about `budget` seconds.
     """
     runners = [GraphRunner(module, device.torch_device, training, n_outputs) for _ in range(workers)]
-    plain: list[tuple[float, float]] = []
-    timed: list[TimedPass] = []
-    failures: list[BaseException] = []
-    barrier = threading.Barrier(workers)
-    lock = threading.Lock()
+    for runner in runners:
+        runner.inputs = [_to(x, device.torch_device) for x in inputs_of(rows)]
+    load = _Load(runners, [loss_of(rows) for _ in runners], device.threads, budget)
+    load.run()
+    return _typical_times(rows, workers, load.plain, load.timed)
 
-    def work(runner: GraphRunner) -> None:
+
+class _Load:
+    """The same passes on every runner at once, one thread per runner.
+
+    The threads meet at a barrier before every pass, so that each pass runs while all others run the same:
+
+        thread 0   | warm-up |      | timed | plain |       | timed | plain |
+        thread 1   | warm-up    |   | timed   | plain |     | timed | plain   |
+                   ^            ^   ^       ^               barriers
+                        1. n_passes from the slowest warm-up    2. the timed and plain passes take turns
+    """
+
+    def __init__(
+        self, runners: Sequence[GraphRunner], losses: Sequence[Loss | None], threads: int, budget: float
+    ) -> None:
+        """`threads`: CPU threads of each runner's operators; `budget`: s for the passes after the warm-up."""
+        self.plain: list[tuple[float, float]] = []  # s of forward and backward
+        self.timed: list[TimedPass] = []
+        self._runners, self._losses, self._threads, self._budget = runners, losses, threads, budget
+        self._barrier = threading.Barrier(len(runners))
+        self._lock = threading.Lock()
+        self._warm_ups: list[float] = []  # s of every runner's first pass
+        self._failures: list[BaseException] = []
+
+    def run(self) -> None:
+        """Run all passes; raises the first error of a thread."""
+        before = torch.get_num_threads()
+        threads = [
+            threading.Thread(target=self._work, args=pair, name=f"autopar-profile-{index}")
+            for index, pair in enumerate(zip(self._runners, self._losses, strict=True))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.set_num_threads(before)  # set_num_threads of a thread also becomes the default of later threads
+        if self._failures:
+            # The threads that waited for the failed one have a BrokenBarrierError.
+            causes = [f for f in self._failures if not isinstance(f, threading.BrokenBarrierError)]
+            raise (causes or self._failures)[0]
+
+    def _work(self, runner: GraphRunner, loss: Loss | None) -> None:
         try:
-            torch.set_num_threads(device.threads)
-            runner.inputs = [_to(x, device.torch_device) for x in inputs_of(rows)]
-            loss = loss_of(rows)
-            barrier.wait()
-            once = sum(runner.plain_pass(loss))  # warm-up: allocation, kernels, lazy initialisation
-            # Every worker must make the same number of passes, or the last ones would run without load.
-            with lock:
-                durations.append(once)
-            barrier.wait()
-            slowest = max(durations)
-            calibrate = slowest < _LONG_PASS
-            fewest = 1 if slowest > budget else 2
-            repeats = max(fewest, min(10, round(budget / (slowest * (1 + calibrate)))))
-            for _ in range(repeats):
-                barrier.wait()
-                t = runner.timed_pass(loss)
-                barrier.wait()
-                p = runner.plain_pass(loss) if calibrate else t.totals
-                with lock:
-                    plain.append(p)
-                    timed.append(t)
-        except BaseException as error:  # handed to the caller; the others must not wait for this worker
-            failures.append(error)
-            barrier.abort()
+            torch.set_num_threads(self._threads)
+            self._barrier.wait()
+            warm_up = sum(runner.plain_pass(loss))  # allocation, kernels, lazy initialisation
+            with self._lock:
+                self._warm_ups.append(warm_up)
+            self._barrier.wait()
+            self._repeat(runner, loss)
+        except BaseException as error:  # `run` raises it; the other threads must not wait for this one
+            self._failures.append(error)
+            self._barrier.abort()
 
-    durations: list[float] = []
-    before = torch.get_num_threads()
-    threads = [threading.Thread(target=work, args=(r,), name=f"autopar-profile-{i}") for i, r in enumerate(runners)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.set_num_threads(before)  # set_num_threads of a worker is also the default of threads to come
-    if failures:
-        raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
+    def _repeat(self, runner: GraphRunner, loss: Loss | None) -> None:
+        """Timed and plain passes in turn. All threads make the same number, or the last passes would be without load.
 
+        Where passes are long, the plain ones are left out: the clock reads do not matter there.
+        """
+        slowest = max(self._warm_ups)
+        with_plain = slowest < _LONG_PASS
+        fewest = 1 if slowest > self._budget else 2
+        n_passes = max(fewest, min(10, round(self._budget / (slowest * (1 + with_plain)))))
+        for _ in range(n_passes):
+            self._barrier.wait()
+            timed = runner.timed_pass(loss)
+            self._barrier.wait()
+            plain = runner.plain_pass(loss) if with_plain else timed.totals
+            with self._lock:
+                self.plain.append(plain)
+                self.timed.append(timed)
+
+
+def _typical_times(
+    rows: int, workers: int, plain: Sequence[tuple[float, float]], timed: Sequence[TimedPass]
+) -> GraphTimes:
+    """The median of every operator's seconds, scaled so that the sums are those of the plain passes."""
     # Disturbances only ever add time: of an even number of passes, the lower of the middle two.
     typical = statistics.median_low
     forward = {n: typical([t.forward[n] for t in timed]) for n in timed[0].forward}
     backward = {n: typical([t.backward[n] for t in timed]) for n in timed[0].backward}
-    loss_forward, loss_backward = (typical([t.loss[way] for t in timed]) for way in (0, 1))
+    loss_forward, loss_backward = (typical([t.loss[phase] for t in timed]) for phase in (0, 1))
     scale_f = _ratio(typical([p[0] for p in plain]), sum(forward.values()) + loss_forward)
     scale_b = _ratio(typical([p[1] for p in plain]), sum(backward.values()) + loss_backward)
     return GraphTimes(
@@ -258,7 +296,7 @@ def measure_accumulate(device: torch.device, nbytes: int = 1 << 24) -> float:
 
 
 def _watch(value: Any, name: str, seen: set[Any], stamps: list[tuple[float, str]]) -> None:
-    """Stamp the start of every autograd node between `value` and what earlier nodes made."""
+    """Stamp the start of every autograd node that computes `value`, except those `seen` for earlier nodes."""
     stack = [t.grad_fn for t in tensors_in(value) if t.grad_fn is not None]
 
     def stamp(*_: Any) -> None:
@@ -280,7 +318,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _waited_for_core() -> float:
-    """Seconds that this thread was ready to run but had no core, since it began; 0 where the system does not tell.
+    """Seconds since its start that this thread was ready to run but had no core; 0 if the system does not report it.
 
     The second field of Linux's schedstat: https://docs.kernel.org/scheduler/sched-stats.html
     """

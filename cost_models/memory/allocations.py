@@ -1,7 +1,7 @@
-"""Bytes in use over time, told by the storages of tensors that come and go.
+"""Bytes in use over time: which storages of tensors appear and disappear during a pass, and when.
 
-A dispatch mode sees the results of every kernel, forward and backward, and a weak reference tells when a storage is
-freed. On the meta device a pass takes no memory and computes nothing, but its tensors live and die as anywhere else.
+A dispatch mode sees the results of every kernel, forward and backward, and a weak reference reports when a storage is
+freed. On the meta device a pass takes no memory and computes nothing, but its tensors live as long as on any device.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from cost_models.graphs import storage_key, tensors_in
 _aten = torch.ops.aten
 
 _NUMBERS = {torch.bool: True, torch.int64: 1, torch.int32: 1}
-"""What `item()` tells of a tensor without values, by dtype; 1.0 for the others."""
+"""What `item()` returns for a tensor without values, by dtype; 1.0 for the other dtypes."""
 
 
 class Allocations(TorchDispatchMode):
-    """Notes every storage on the meta device that appears inside, and its end.
+    """Records when every storage on the meta device appears and when it is freed.
 
-    `block`: sizes are rounded up to multiples of so many bytes.
+    `block`: sizes are rounded up to a multiple of this number of bytes.
     """
 
     def __init__(self, block: int = 1) -> None:
         super().__init__()
         self.nbytes: list[int] = []  # of every storage
-        self.remade: list[int] = []  # places of storages that a backward made by running operators again
-        self.events: list[int] = []  # the place of a storage in `nbytes` as it appears, ~place as it is freed
+        self.recomputed: list[int] = []  # indices of storages that a backward created by running operators again
+        self.events: list[int] = []  # `index` (in `nbytes`) when a storage appears, `~index` when it is freed
         self.in_backward = False
         self._block = block
-        self._places: dict[int, int] = {}  # of storages that live
+        self._places: dict[int, int] = {}  # index of every living storage by its key
         self._references: dict[int, weakref.ref[Any]] = {}
         self._last_reference = _references_to_a_gradient()
 
-    def note(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        """The places of the storages of `tensors`; those that were not seen before appear now."""
+    def record(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """The indices of the storages of `tensors`; storages not seen before appear now."""
         places = []
         for tensor in tensors:
             key = storage_key(tensor)
@@ -51,12 +51,12 @@ class Allocations(TorchDispatchMode):
                 self.events.append(len(self.nbytes))
                 self.nbytes.append(-(-storage.nbytes() // self._block) * self._block)
                 if self.in_backward and torch.is_grad_enabled():
-                    self.remade.append(self._places[key])
+                    self.recomputed.append(self._places[key])
             places.append(self._places[key])
         return places
 
     def living(self) -> list[int]:
-        """The places of the storages that live."""
+        """The indices of the living storages."""
         return list(self._places.values())
 
     def _gone(self, key: int, _: Any) -> None:
@@ -69,12 +69,13 @@ class Allocations(TorchDispatchMode):
         if func is _aten.add.Tensor and self._autograd_adds_in_place(*args):
             return args[0]
         result = func(*args, **(kwargs or {}))
-        self.note(t for t in tensors_in(result) if t.is_meta)
+        self.record(t for t in tensors_in(result) if t.is_meta)
         return result
 
     def _autograd_adds_in_place(self, first: Any, second: Any) -> bool:
-        """Whether this is a sum of two gradients that goes to the place of the first, which nobody else holds. Where a
-        dispatch mode looks on autograd does not do so (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
+        """Whether autograd would add the second gradient to the first in place, because nothing else refers to the
+        first. Under a dispatch mode autograd allocates the sum (torch/csrc/autograd/input_buffer.cpp,
+        can_accumulate_inplace), so this mode does it in autograd's place.
         """
         return (
             self.in_backward
@@ -87,20 +88,20 @@ class Allocations(TorchDispatchMode):
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    """To a tensor and to its storage; torch has no public way to know."""
+    """The number of references to a tensor and to its storage; torch has no public function for them."""
     return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))  # type: ignore[attr-defined]
 
 
 @cache
 def _references_to_a_gradient() -> tuple[int, int]:
-    """What `_references` counts of a gradient that autograd alone holds when it adds another one: looked up, since it
-    depends on how torch hands tensors over to Python."""
-    found: list[tuple[int, int]] = []
+    """The `_references` of a gradient that only autograd holds while it adds another one. It depends on how torch
+    hands tensors to Python, so it is measured."""
+    counts: list[tuple[int, int]] = []
 
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _aten.add.Tensor:
-                found.append(_references(args[0]))
+                counts.append(_references(args[0]))
             return func(*args, **(kwargs or {}))
 
     with torch.enable_grad():
@@ -108,4 +109,4 @@ def _references_to_a_gradient() -> tuple[int, int]:
         total = x.exp() * x.sin()
         with Look():
             total.backward(torch.empty_like(total))
-    return found[0]
+    return counts[0]

@@ -1,15 +1,15 @@
 """What a training step has in memory, moment by moment, without running it.
 
-The step is gone through on the meta device, where tensors have sizes and no memory: the forward operator by operator,
-the backward by autograd itself, the step by the optimizer itself. What lives when is noted (`Allocations`), and told
-apart by what it is for:
+The step runs on the meta device, where tensors have sizes and no memory: the forward operator by operator, the backward
+by autograd itself, the step by the optimizer itself. `Allocations` records when each storage lives, and this module
+counts the storages by their role:
 
 ```
     parameters   |############################|
-    optimizer    |############################|   in the first step of all, only from its end on
-    gradients    |          ..################|   each from when it appears
+    optimizer    |############################|   in the very first step, only from its end on
+    gradients    |          ..################|   each from its creation on
     activations  |..##############..          |   kept for the backward, or by the caller
-    transient    |.   .  .   . ..  .  . .   . |   on their way
+    transient    |.   .  .   . ..  .  . .   . |   results and gradients that only the next operators read
                   forward   | backward  | step
 ```
 
@@ -55,7 +55,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one device when the most are in use, in each moment of a step."""
+    """Bytes on one device at the peak of each moment of a step."""
 
     forward: TrainingMemory  # the loss included
     backward: TrainingMemory
@@ -63,13 +63,14 @@ class StepMemory:
 
     @property
     def moment(self) -> str:
-        """When the most are in use: "forward", "backward" or "step"."""
+        """The moment with the highest peak: "forward", "backward" or "step"."""
         return max(_MOMENTS, key=lambda moment: getattr(self, moment).total)
 
     @property
     def peak(self) -> TrainingMemory:
-        found: TrainingMemory = getattr(self, self.moment)
-        return found
+        """The bytes at the highest peak of the step."""
+        highest: TrainingMemory = getattr(self, self.moment)
+        return highest
 
     def __str__(self) -> str:
         names = [*(field.name for field in fields(TrainingMemory)), "total"]
@@ -100,18 +101,17 @@ def step_memory(
 
         outputs = module(*inputs); loss(outputs).backward(); optimizer.step()
 
-    with no gradients before, and `outputs` held to its end. `loss` is called with meta tensors; without it, the
-    backward starts from all outputs that are scalars, or else from all.
-    `optimizer`: "none" or one of torch.optim with its defaults, which go through the parameters one by one on a CPU and
-    treat all at once on CUDA: "sgd", "momentum", "adam", "adamw", "adafactor".
-    `precision`: of parameters, gradients and states; None: as in the graph. Activations are in the graph's dtypes.
-    `zero`: the stage of ZeRO, see `training_memory`. The parameters of an operator that runs (stage 3) and a gradient
-    that is not yet summed over the replicas (stages 2 and 3) are there whole.
-    `recompute`: groups of operators (names of nodes, see `nodes_inside`) that keep their inputs alone and run again
+    starts without gradients and holds `outputs` until it ends. `loss` is called with meta tensors; without it, the
+    backward starts from all scalar outputs, or from all outputs if none is a scalar.
+    `optimizer`: "none", or "sgd", "momentum", "adam", "adamw" or "adafactor" of torch.optim with its defaults: it
+    updates the parameters one by one on a CPU, and all at once on CUDA.
+    `precision`: of parameters, gradients and states; None: as in the graph. Activations have the graph's dtypes.
+    `zero`: the stage of ZeRO, see `training_memory`.
+    `recompute`: groups of operators (names of nodes, see `nodes_inside`) that keep only their inputs and run again
     for their backward, each group at once.
-    `first`: the first step of all, in which the optimizer's states appear. `accumulate`: gradients are there before.
+    `first`: the very first step, which creates the optimizer's states. `accumulate`: the gradients exist before.
 
-    O(operators), about a millisecond each.
+    Takes O(operators), about a millisecond each.
 
     Raises:
         ValueError: an unknown optimizer, stage or device type, no replicas, groups to recompute that are unknown or
@@ -127,47 +127,57 @@ def step_memory(
     rehearsal.step(optimizer)
     course = rehearsal.course(precision)
     in_use = course.in_use(first)
-    moments = []
-    for index, (start, end) in enumerate(zip(course.ends, course.ends[1:], strict=False)):
-        shares = np.ones(_ROLES)
-        for stage, role in ((1, _OPTIMIZER), (2, _GRADIENTS), (3, _PARAMETERS)):
-            shares[role] = 1 / replicas if zero >= stage else 1
-        whole = 0.0
-        if _MOMENTS[index] == "step":
-            shares[_TRANSIENT] = 1 / replicas if zero else 1  # each updates its part
-        else:
-            gradient = course.largest_gradient if _MOMENTS[index] == "backward" and zero >= 2 else 0
-            whole = (gradient + (course.largest_read if zero == 3 else 0)) * (1 - 1 / replicas)
-        parts = in_use[start - 1 : end] * shares
-        parts[:, _TRANSIENT] += whole
-        most = [math.ceil(nbytes) for nbytes in parts[parts.sum(axis=1).argmax()]]
-        most.append(math.ceil(sum(most) * FRAGMENTATION[device_type]))
-        moments.append(TrainingMemory(*most))
-    return StepMemory(*moments)
+    peaks = []
+    for moment, start, end in zip(_MOMENTS, course.ends[:-1], course.ends[1:], strict=True):
+        parts = _per_replica(in_use[start - 1 : end], moment, course, zero, replicas)
+        peak = [math.ceil(nbytes) for nbytes in parts[parts.sum(axis=1).argmax()]]
+        reserve = math.ceil(sum(peak) * FRAGMENTATION[device_type])
+        peaks.append(TrainingMemory(*peak, reserve))
+    return StepMemory(*peaks)
+
+
+def _per_replica(in_use: np.ndarray, moment: str, course: _Course, zero: int, replicas: int) -> np.ndarray:
+    """[events, roles] bytes on one replica, of those `in_use` without replicas during `moment`.
+
+    A replica holds its share of what the stage of ZeRO cuts, and for a while the whole of one operator's parameters
+    (stage 3) and of one gradient that is not yet summed over the replicas (stages 2 and 3).
+    """
+    shares = np.ones(_ROLES)
+    for stage, role in ((1, _OPTIMIZER), (2, _GRADIENTS), (3, _PARAMETERS)):
+        shares[role] = 1 / replicas if zero >= stage else 1
+    whole = 0.0
+    if moment == "step":
+        shares[_TRANSIENT] = 1 / replicas if zero else 1  # each replica updates its share
+    else:
+        gradient = course.largest_gradient if moment == "backward" and zero >= 2 else 0
+        whole = (gradient + (course.largest_read if zero == 3 else 0)) * (1 - 1 / replicas)
+    parts = in_use * shares
+    parts[:, _TRANSIENT] += whole
+    return np.asarray(parts)
 
 
 @dataclass(frozen=True)
 class _Course:
-    """What a step did, storage by storage. An event is the place of a storage that appears, ~place of one that goes."""
+    """What a step allocated. An event is `index` when the storage of that index appears, `~index` when it is freed."""
 
     sizes: np.ndarray  # [storages] bytes
     roles: np.ndarray  # [storages]
     events: np.ndarray  # [events]
-    ends: Sequence[int]  # events before the forward, and up to its end, that of the backward and that of the step
-    masters: int  # bytes of copies that the optimizer updates
+    ends: Sequence[int]  # events before the forward, until its end, until the backward's end, until the step's end
+    masters: int  # bytes of the copies of parameters that the optimizer updates
     largest_gradient: float  # bytes
     largest_read: float  # bytes of parameters that one operator reads
 
     def in_use(self, first: bool) -> np.ndarray:
-        """[events, roles] bytes after every event; states are there from the start but in the `first` step."""
+        """[events, roles] bytes after every event; states exist from the start except in the `first` step."""
         places = np.where(self.events < 0, ~self.events, self.events)
         changes = np.zeros((len(places), _ROLES))
         changes[np.arange(len(places)), self.roles[places]] = self.sizes[places] * np.where(self.events < 0, -1, 1)
-        found = changes.cumsum(axis=0)
+        in_use = changes.cumsum(axis=0)
         if not first:
-            found[:, _OPTIMIZER] = self.sizes[self.roles == _OPTIMIZER].sum()
-        found[:, _OPTIMIZER] += self.masters
-        return found
+            in_use[:, _OPTIMIZER] = self.sizes[self.roles == _OPTIMIZER].sum()
+        in_use[:, _OPTIMIZER] += self.masters
+        return in_use
 
 
 class _Rehearsal:
@@ -191,13 +201,13 @@ class _Rehearsal:
         self.buffers = list(own.buffers())
         self.states: list[torch.Tensor] = []
         self.kept: list[int] = []  # storages alive after the forward
-        self.notes = Allocations(BLOCK[device_type])
+        self.allocations = Allocations(BLOCK[device_type])
         for tensors in (self.parameters, self.buffers, tensors_in(self.inputs), self.gradients):
-            self.notes.note(tensors)
-        self.ends = [len(self.notes.events)]
+            self.allocations.record(tensors)
+        self.ends = [len(self.allocations.events)]
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Around operators that run, and run again: torch has no function modes within a backward."""
+        """The contexts of the first run and of the second run, in the backward, where torch drops function modes."""
         return nullcontext(), DeviceKernels(self.device_type)
 
     @property
@@ -209,48 +219,50 @@ class _Rehearsal:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def forward_and_backward(self, loss: Loss | None) -> None:
-        with torch.enable_grad(), DeviceKernels(self.device_type), self.notes:
+        with torch.enable_grad(), DeviceKernels(self.device_type), self.allocations:
             self.outputs = run_nodes(self.graph, self.inputs)  # the caller holds them
             roots = _roots(self.outputs) if loss is None else [loss(self.outputs)]
-            self.kept = self.notes.living()
-            self.ends.append(len(self.notes.events))
-            self.notes.in_backward = True
+            self.kept = self.allocations.living()
+            self.ends.append(len(self.allocations.events))
+            self.allocations.in_backward = True
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-            self.notes.in_backward = False
-        self.ends.append(len(self.notes.events))
+            self.allocations.in_backward = False
+        self.ends.append(len(self.allocations.events))
 
     def step(self, optimizer: str) -> None:
         if optimizer != "none":
-            foreach = self.device_type == "cuda" and optimizer != "adafactor"  # which is for those short of memory
-            with self.notes:
+            foreach = (
+                self.device_type == "cuda" and optimizer != "adafactor"
+            )  # torch's Adafactor is not foreach by default: it saves memory
+            with self.allocations:
                 steps = _OPTIMIZERS[optimizer](self.trained, lr=1e-3, foreach=foreach)
                 steps.step()
             found = tensors_in([list(state.values()) for state in steps.state.values()])
             self.states = [state for state in found if state.is_meta]  # counters of steps are on the CPU
-        self.ends.append(len(self.notes.events))
+        self.ends.append(len(self.allocations.events))
 
     def course(self, precision: Precision | None) -> _Course:
-        notes = self.notes
-        sizes = np.array(notes.nbytes, dtype=float)
+        allocated = self.allocations
+        sizes = np.array(allocated.nbytes, dtype=float)
         roles = np.full(len(sizes), _TRANSIENT)
-        roles[[*self.kept, *notes.remade]] = _ACTIVATIONS
-        roles[notes.note(tensors_in(self.inputs))] = _ACTIVATIONS
-        roles[notes.note(self.buffers)] = _BUFFERS
+        roles[[*self.kept, *allocated.recomputed]] = _ACTIVATIONS
+        roles[allocated.record(tensors_in(self.inputs))] = _ACTIVATIONS
+        roles[allocated.record(self.buffers)] = _BUFFERS
         masters, each = 0, {}
         if precision is not None:
             each = {_PARAMETERS: precision.parameter, _GRADIENTS: precision.gradient, _OPTIMIZER: precision.state}
             masters = precision.master * sum(p.numel() for p in self.trained)
             updated = (precision.master or precision.parameter) / max(p.element_size() for p in self.parameters)
-            sizes[[place for place in notes.events[self.ends[2] : self.ends[3]] if place >= 0]] *= updated
+            sizes[[place for place in allocated.events[self.ends[2] : self.ends[3]] if place >= 0]] *= updated
         for role, tensors in ((_PARAMETERS, self.parameters), (_GRADIENTS, self.gradients), (_OPTIMIZER, self.states)):
-            for place, tensor in zip(notes.note(tensors), tensors, strict=True):
+            for place, tensor in zip(allocated.record(tensors), tensors, strict=True):
                 roles[place] = role
                 if role in each:
-                    sizes[place] = notes.nbytes[place] // tensor.element_size() * each[role]
+                    sizes[place] = allocated.nbytes[place] // tensor.element_size() * each[role]
         return _Course(
             sizes,
             roles,
-            np.array(notes.events[: self.ends[-1]]),
+            np.array(allocated.events[: self.ends[-1]]),
             self.ends,
             masters,
             largest_gradient=max(sizes[roles == _GRADIENTS], default=0),
@@ -258,20 +270,20 @@ class _Rehearsal:
         )
 
     def _read(self) -> list[list[int]]:
-        """For every operator the places of the parameters that it reads."""
+        """For every operator, the storages (indices) of the parameters that it reads."""
         own = dict(self.own.named_parameters(remove_duplicate=False))
         found = []
         for node in self.own.graph.nodes:
             names = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr"]
             if node.op == "call_module":
                 names += [name for name in own if name.startswith(f"{node.target}.")]
-            found.append(sorted(set(self.notes.note(own[name] for name in names if name in own))))
+            found.append(sorted(set(self.allocations.record(own[name] for name in names if name in own))))
         return found
 
 
 def _roots(outputs: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Where a backward without a loss of its own starts: at the scalars (losses) if there are any, or at all."""
-    found = [t for t in tensors_in(outputs) if t.requires_grad]
-    if not found:
-        raise ValueError("no output of the graph wants a gradient: there is nothing to train")
-    return [t for t in found if t.dim() == 0] or found
+    """Where a backward without a loss starts: at the scalar outputs (losses), or at all if none is a scalar."""
+    differentiable = [t for t in tensors_in(outputs) if t.requires_grad]
+    if not differentiable:
+        raise ValueError("no output of the graph requires a gradient: there is nothing to train")
+    return [t for t in differentiable if t.dim() == 0] or differentiable

@@ -1,4 +1,4 @@
-"""Rules of operators that compute entry by entry, and of those that reduce, scan or sort dimensions."""
+"""Rules of pointwise operators, and of operators that reduce, scan or sort dimensions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from autopar.analysis.rules.calls import Maker, OperatorCall, Stated, letters, line, whole
 
-# Nothing but the entry at the same place counts.
+# An entry of the result depends on the operands' entries at the same place only.
 _POINTWISE = (
     *(
         "abs",
@@ -95,7 +95,7 @@ _POINTWISE = (
     *("threshold", "trunc", "uniform", "xlogy", "zero", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__"),
     *("greater", "greater_equal", "less", "less_equal"),
 )
-_LINEAR_IN = {  # the operands in which a pointwise operator is linear together
+_LINEAR_IN = {  # sets of operands in which a pointwise operator is jointly linear
     "*": ("add", "sub", "subtract", "rsub", "complex"),
     "0 1": ("mul", "multiply"),
     "0": (
@@ -128,7 +128,7 @@ _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropo
 
 
 def pointwise(linear: str = "") -> Maker:
-    """All operands align at their last dimension and broadcast."""
+    """Operands align at their last dimension and broadcast."""
 
     def rule(call: OperatorCall) -> Stated:
         return line(*[["*a"]] * len(call.operands), to=[["*a"]] * len(call.output_shapes), linear=linear)
@@ -137,24 +137,24 @@ def pointwise(linear: str = "") -> Maker:
 
 
 def quotients(call: OperatorCall) -> Stated:
-    """True division is linear in the dividend; rounded, it is not."""
+    """Division is linear in the dividend unless it rounds."""
     return "*a, *a -> *a" + (" ; 0" if call.get("rounding_mode") is None else "")
 
 
 def cast(call: OperatorCall) -> Stated:
-    """A conversion of numbers; linear but for what is rounded to integers or to truth."""
+    """A conversion of types; linear unless it rounds to integers or booleans."""
     result = call.results[0]
     rounded = result.dtype is torch.bool or (call["self"].is_floating_point() and not result.is_floating_point())
-    others = [["[*_]"]] * (len(call.operands) - 1)  # the tensor whose type is taken
+    others = [["[*_]"]] * (len(call.operands) - 1)  # the other tensor of type_as, which gives the type
     return line(["*a"], *others, to=[["*a"]], linear="" if rounded else "0")
 
 
 def reduction(mark: str = "[]", linear: str = "") -> Maker:
-    """sum (mark "": summed), mean ("~": averaged) and those that need all of the dimensions ("[]")."""
+    """sum (mark "": summed), mean ("~": averaged) and reductions of whole dimensions ("[]")."""
 
     def rule(call: OperatorCall) -> Stated:
         rank = call.rank("self")
-        dims = call.dims() if call.has("dim") else list(range(rank))  # of a number: none
+        dims = call.dims() if call.has("dim") else list(range(rank))
         names = letters(rank)
         before = whole(names, dims) if mark == "[]" else [mark * (d in dims) + n for d, n in enumerate(names)]
         keep = bool(call.get("keepdim", False))
@@ -165,7 +165,7 @@ def reduction(mark: str = "[]", linear: str = "") -> Maker:
 
 
 def scan(linear: str = "", mark: str = "[{}]") -> Maker:
-    """cumsum, softmax, sort: one dimension has to be whole and stays, at its size or another."""
+    """cumsum, softmax, sort: one dimension is whole and stays, possibly with another size."""
 
     def rule(call: OperatorCall) -> Stated:
         rank = call.rank("self")
@@ -183,7 +183,7 @@ def scan(linear: str = "", mark: str = "[{}]") -> Maker:
 
 
 def differences(call: OperatorCall) -> Stated:
-    """diff, with what is put in front and behind."""
+    """diff, including the tensors to prepend and append."""
     rank, dim = call.rank("self"), call.dim()
     operands = [[f"[k{i}]" if d == dim else n for d, n in enumerate(letters(rank))] for i in range(len(call.operands))]
     result = [f"[k{dim}_]" if d == dim else n for d, n in enumerate(letters(rank))]
@@ -191,7 +191,7 @@ def differences(call: OperatorCall) -> Stated:
 
 
 def similarity(call: OperatorCall) -> Stated:
-    """cosine_similarity: operands broadcast, then one dimension is reduced."""
+    """cosine_similarity: operands broadcast, and one dimension is reduced."""
     rank = len(call.output_shapes[0]) + 1
     dim = int(call["dim"]) % rank
     names = letters(rank)
@@ -200,7 +200,7 @@ def similarity(call: OperatorCall) -> Stated:
 
 
 def elements(linear: str = "") -> Maker:
-    """max, min: of two tensors entry by entry, or a reduction."""
+    """max, min: pointwise on two tensors, or a reduction of one."""
     reduced = reduction(linear=linear)
 
     def rule(call: OperatorCall) -> Stated:

@@ -1,4 +1,4 @@
-"""One call of an ATen operator: its arguments by name, its shapes with the sizes of the batch as expressions."""
+"""One call of an ATen operator: its arguments by name, and its shapes, where batch sizes are sympy expressions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import fx
 
 from autopar.analysis.rules.notation import Size
 
-# Parameters that count as operands (a number has no dimensions) where a schema takes a number for them.
+# Parameters that count as operands (without dimensions) even if the schema takes a number for them.
 _NUMBERS = {"self", "other", "value"}
 
 
 def size_of(value: Any) -> Size:
-    """A size as an int or a sympy expression; anything else as it is."""
+    """A size as an int or a sympy expression; other values unchanged."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         expression = value.node.expr
         return int(expression) if isinstance(expression, (sympy.Integer, int)) else expression
@@ -26,7 +26,7 @@ def size_of(value: Any) -> Size:
 
 @lru_cache(maxsize=4096)
 def quotient(a: Size, b: Size) -> Size | None:
-    """a / b where that is an integer for every size of the batch, else None. Both positive."""
+    """a / b if it is an integer for every batch size, else None. Both are positive."""
     if isinstance(a, int) and isinstance(b, int):
         return None if a % b else a // b
     ratio = sympy.cancel(sympy.sympify(a) / b)
@@ -45,18 +45,20 @@ def shape_of(value: Any) -> tuple[Size, ...] | None:
 
 
 class OperatorCall:
-    """The arguments of `node` by the names of its schema, with defaults; `values`: tensors (or fakes) and numbers for
-    nodes."""
+    """The arguments of `node` by the names of its schema, including defaults.
+
+    `value_of`: the tensor (or fake tensor) or number that a node computes.
+    """
 
     def __init__(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> None:
         self.name = str(node.target.overloadpacket.__name__)  # type: ignore[union-attr]
-        self._nodes: dict[str, Any] = {}  # as given
+        self._arguments: dict[str, Any] = {}  # by parameter: nodes and constants
         self._types: dict[str, str] = {}
         for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            given = (
+            value = (
                 node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
             )
-            self._nodes[argument.name] = given
+            self._arguments[argument.name] = value
             self._types[argument.name] = str(argument.type)
         self._value_of = value_of
         result = value_of(node)
@@ -65,79 +67,81 @@ class OperatorCall:
             shape for r in self.results if isinstance(r, torch.Tensor) and (shape := shape_of(r)) is not None
         ]
 
-    def _value(self, given: Any) -> Any:
-        if isinstance(given, (list, tuple)):
-            return [self._value(item) for item in given]
-        return self._value_of(given) if isinstance(given, fx.Node) else given
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [self._value(item) for item in argument]
+        return self._value_of(argument) if isinstance(argument, fx.Node) else argument
 
     def has(self, name: str) -> bool:
         """Whether the schema has a parameter of this name."""
-        return name in self._nodes
+        return name in self._arguments
 
     def __getitem__(self, name: str) -> Any:
-        """An argument: tensors as fakes, sizes as ints or expressions."""
-        value = self._value(self._nodes[name])
+        """The value of an argument: a tensor, or sizes as ints or expressions."""
+        value = self._value(self._arguments[name])
         return [size_of(v) for v in value] if isinstance(value, list) else size_of(value)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if self.has(name) else default
 
     def shape(self, name: str) -> tuple[Size, ...]:
-        """The shape of an operand that is given."""
-        found = shape_of(self[name])
-        assert found is not None
-        return found
+        """The shape of an operand that must be present."""
+        shape = shape_of(self[name])
+        assert shape is not None
+        return shape
 
     def rank(self, name: str) -> int:
         return len(self.shape(name))
 
     def dim(self, name: str = "dim", of: str = "self") -> int:
-        """A dimension, counted from the front."""
+        """A dimension argument as a number from 0."""
         return int(self[name]) % max(self.rank(of), 1)
 
     def dims(self, name: str = "dim", of: str = "self") -> list[int]:
-        """A list of dimensions counted from the front; all of them where none is given."""
+        """A list of dimensions as numbers from 0; all dimensions of the operand `of` without an argument."""
         value = self.get(name)
         if value is None or value == []:
             return list(range(self.rank(of)))
         return sorted({int(d) % max(self.rank(of), 1) for d in (value if isinstance(value, list) else [value])})
 
     def _takes_operands(self, name: str) -> bool:
-        kind = self._types[name]
-        return "Tensor" in kind or (name in _NUMBERS and kind in ("number", "Optional[number]"))
+        declared = self._types[name]
+        return "Tensor" in declared or (name in _NUMBERS and declared in ("number", "Optional[number]"))
 
     @property
     def operands(self) -> list[tuple[Any, tuple[Size, ...] | None]]:
-        """(node or number, shape) of every tensor that the operator may take, items of lists one by one; shape None:
-        not given."""
-        found: list[tuple[Any, tuple[Size, ...] | None]] = []
-        for name in filter(self._takes_operands, self._nodes):
-            given = self._nodes[name]
+        """(node or number, shape) for every tensor parameter, and for every item of a list of tensors.
+
+        The shape is None for an optional tensor that is missing.
+        """
+        result: list[tuple[Any, tuple[Size, ...] | None]] = []
+        for name in filter(self._takes_operands, self._arguments):
+            argument = self._arguments[name]
             if "List[" in self._types[name]:
-                found += [(item, shape_of(self._value(item))) for item in given or []]
+                result += [(item, shape_of(self._value(item))) for item in argument or []]
             else:
-                found.append((given, shape_of(self._value(given))))
-        return found
+                result.append((argument, shape_of(self._value(argument))))
+        return result
 
     @property
     def options(self) -> list[tuple[str, fx.Node]]:
-        """(parameter, node) of what is computed among the other arguments: sizes and numbers."""
-        found = []
-        for name, given in self._nodes.items():
+        """(parameter, node) for every other argument that a node computes: sizes and numbers."""
+        result = []
+        for name, argument in self._arguments.items():
             if not self._takes_operands(name):
-                listed = given if isinstance(given, (list, tuple)) else [given]
-                found += [(name, n) for n in listed if isinstance(n, fx.Node)]
-        return found
+                listed = argument if isinstance(argument, (list, tuple)) else [argument]
+                result += [(name, n) for n in listed if isinstance(n, fx.Node)]
+        return result
 
 
 def letters(count: int, prefix: str = "a") -> list[str]:
-    """Names of so many indices."""
+    """`count` names of indices: a0, a1, ..."""
     return [f"{prefix}{i}" for i in range(count)]
 
 
-# A line, a line with the sizes of indices that only occur folded, or None where no line can tell.
+# A line of index notation, a line with the sizes of indices that only occur folded, or None if no line fits the call.
 Stated = str | tuple[str, dict[str, Size]] | None
-Maker = Callable[[OperatorCall], Stated]
+Maker = Callable[[OperatorCall], Stated]  # the rule of an operator as a function of its call
 
 
 def line(*operands: Sequence[str], to: Sequence[Sequence[str]], linear: str = "") -> str:
@@ -147,5 +151,5 @@ def line(*operands: Sequence[str], to: Sequence[Sequence[str]], linear: str = ""
 
 
 def whole(names: Sequence[str], dims: Sequence[int]) -> list[str]:
-    """`names` with those at `dims` whole: `[a]`."""
+    """`names` with those at `dims` marked whole: `[a]`."""
     return [f"[{n}]" if i in dims else n for i, n in enumerate(names)]

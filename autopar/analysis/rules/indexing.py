@@ -1,4 +1,4 @@
-"""Rules of operators that take entries by an index, or put them there."""
+"""Rules of operators that read or write entries at indices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from autopar.analysis.rules.calls import Maker, OperatorCall, Stated, letters, l
 
 
 def along(call: OperatorCall) -> Stated:
-    """gather, scatter: all operands have the same rank. The dimension `dim` of the own entries is whole, and so are
-    those that the index does not cover; the rest is kept. gather takes any part of the index along `dim`.
+    """gather, scatter: all operands have the same rank.
+
+    In `self`, dimension `dim` is whole, and so are dimensions that the index does not cover; all others are kept.
+    gather keeps the index's dimension `dim`.
     """
     own, index, dim = call.shape("self"), call.shape("index"), call.dim()
     names, gathers = letters(len(own)), call.name == "gather"
@@ -27,7 +29,7 @@ def along(call: OperatorCall) -> Stated:
 
 
 def rows(call: OperatorCall) -> Stated:
-    """index_select, index_add, index_copy, index_fill: whole slices along one dimension, by a list of places."""
+    """index_select, index_add, index_copy, index_fill: slices along one dimension, at a list of places."""
     names, dim = letters(call.rank("self")), call.dim()
 
     def at(name: str) -> list[str]:
@@ -42,11 +44,10 @@ def rows(call: OperatorCall) -> Stated:
 
 
 def _layout(call: OperatorCall, mark: str) -> tuple[list[str], list[list[str]], list[str]] | None:
-    """For x[i, :, j]: the dimensions of x, those of every index (none where it is not given), and those of what is
-    taken. None for masks.
+    """For x[i, :, j]: the dimensions of x, of every index tensor (none for `:`), and of the result. None for masks.
 
-    Index tensors broadcast with each other to dimensions named after `mark`. Where they stand together, these take
-    their place, else they come first.
+    Index tensors broadcast with each other to dimensions named after `mark`. In the result these dimensions replace the
+    indexed ones if those are adjacent, otherwise they come first.
     """
     own, indices = call.shape("self"), call["indices"]
     given = [d for d, index in enumerate(indices) if index is not None]
@@ -66,7 +67,7 @@ def indexed(call: OperatorCall) -> Stated:
 
 
 def put(call: OperatorCall) -> Stated:
-    """x[i, :, j] = values. What the indices span is whole: two of its entries may go to one place."""
+    """x[i, :, j] = values. The dimensions of the indices are whole: two entries may go to the same place."""
     masks, names = [index for index in call["indices"] if index is not None], letters(call.rank("self"))
     if [mask.dtype for mask in masks] == [torch.bool] and call["indices"][0] is not None and not call.rank("values"):
         gaps: list[list[str]] = [[]] * (len(call["indices"]) - 1)
@@ -84,14 +85,16 @@ def classes(call: OperatorCall) -> Stated:
 
 
 def embedding(call: OperatorCall) -> Stated:
-    """Rows of a table. Devices that have some of them do it together, but for gradients that depend on how often a row
-    is read (by all), or are sparse: these cannot be cut, and nor can their table."""
+    """Rows of a table, which devices with parts of the table can look up together.
+
+    Not so if gradients are sparse or depend on how often all devices read a row: then the table must be whole.
+    """
     if call["scale_grad_by_freq"]:
         return "[v] d, [*i] -> [*i] d ; 0"
     return f"{'[v] [d], *i -> *i [d]' if call['sparse'] else '{v} d, *i -> *i d'} ; 0"
 
 
-# Where among the operands of a call the tensors stand whose values are places in another one.
+# The operands whose values are places in another operand.
 PLACES = {
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce", "embedding"), slice(1, 2)),
     **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), slice(1, 2)),

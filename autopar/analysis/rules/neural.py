@@ -1,4 +1,4 @@
-"""Rules of products and of the layers of neural networks."""
+"""Rules of products, and of layers and losses of neural networks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NONE, _MEAN = 0, 1  # the reductions of losses; 2: sum
 
 
 def matmul(call: OperatorCall) -> Stated:
-    """Vectors have no rows (on the left) or columns (on the right)."""
+    """A vector on the left has no rows, and one on the right no columns."""
     left, right = call.rank("self"), call.rank("other")
     first = ["k"] if left == 1 else ["*b", "m", "k"]
     second = ["k"] if right == 1 else ["*b", "k", "n"]
@@ -27,7 +27,7 @@ def added(product: str) -> Maker:
 
 
 def einsum(call: OperatorCall) -> Stated:
-    """The equation as it is; `...` aligns like the rest of the notation. Sums without an arrow are not read."""
+    """The equation itself, with `...` as `*`. Equations without an arrow have no rule."""
     equation = str(call["equation"]).replace(" ", "")
     if "->" not in equation:
         return None
@@ -42,7 +42,7 @@ def einsum(call: OperatorCall) -> Stated:
 
 
 def convolution(call: OperatorCall) -> Stated:
-    """Windows need their dimensions whole. With groups, so do channels."""
+    """Spatial dimensions are whole; with groups, channels are whole, too."""
     spatial = call.rank("weight") - 2
     batch = ["b"] if call.rank("input") == spatial + 2 else []
     transposed = call.get("transposed", "transpose" in call.name)
@@ -56,7 +56,7 @@ def convolution(call: OperatorCall) -> Stated:
 
 
 def pooling(spatial: int, linear: str = "") -> Maker:
-    """Windows or resizing of the last dimensions; everything before them is kept."""
+    """Pooling or resizing of the last dimensions, which are whole; all dimensions before them are kept."""
 
     def rule(call: OperatorCall) -> Stated:
         before, after = ([f"[{n}]" for n in letters(spatial, prefix)] for prefix in "st")
@@ -66,7 +66,7 @@ def pooling(spatial: int, linear: str = "") -> Maker:
 
 
 def normalised(call: OperatorCall) -> Stated:
-    """layer_norm, rms_norm: all of the last dimensions at once."""
+    """layer_norm, rms_norm: the last dimensions are whole."""
     rank, depth = call.rank("input"), len(call["normalized_shape"])
     names = letters(rank)
     inner = whole(names, range(rank))[rank - depth :]
@@ -76,8 +76,10 @@ def normalised(call: OperatorCall) -> Stated:
 
 
 def batch_norm(call: OperatorCall) -> Stated:
-    """With running statistics every entry stands alone; in training all of a channel counts. Of a batch in training,
-    the first dimension is whole, too, unless devices compute the statistics together."""
+    """With running statistics the operator is pointwise; in training all entries of a channel are whole.
+
+    Batch norm in training also needs the whole batch, unless devices compute the statistics together.
+    """
     trains = bool(call["use_input_stats"] if call.name == "instance_norm" else call["training"])
     rest = letters(call.rank("input") - 2, "s")
     alone = call.name == "instance_norm"  # every sample by its own statistics
@@ -87,8 +89,10 @@ def batch_norm(call: OperatorCall) -> Stated:
 
 
 def attention(call: OperatorCall) -> Stated:
-    """Queries are independent of each other unless masked by their place; keys are not. With grouped heads each head of
-    keys and values `g` serves `r` heads of queries that follow each other."""
+    """Keys are whole; queries are independent of each other, except under a causal mask.
+
+    With grouped heads, each of the `g` heads of keys and values serves `r` consecutive heads of queries.
+    """
     query = "[l]" if call["is_causal"] else "l"
     if not call.get("enable_gqa", False):
         q, k, v = ["*b", query, "[e]"], ["*b", "[s]", "[e]"], ["*b", "[s]", "v"]
@@ -103,9 +107,9 @@ def attention(call: OperatorCall) -> Stated:
 
 
 def recurrent(call: OperatorCall) -> Stated:
-    """lstm, gru, rnn: rows are independent, steps and features are not."""
+    """lstm, gru, rnn: samples are independent; steps and features are whole."""
     if call.has("batch_sizes") or call.rank("input") != 3:
-        return None  # packed, or one sequence alone
+        return None  # a packed sequence, or a single sequence without a batch dimension
 
     def steps(feature: str) -> list[str]:
         return ["b", "[t]", feature] if call["batch_first"] else ["[t]", "b", feature]
@@ -129,21 +133,21 @@ def cell(call: OperatorCall) -> Stated:
 
 
 def _reduced(names: list[str], reduction: int) -> tuple[list[str], list[str]]:
-    """(indices of the operands, of the loss)"""
+    """The indices of the operands and of the loss."""
     return [f"~{n}" if reduction == _MEAN else n for n in names], names if reduction == _NONE else []
 
 
 def loss(call: OperatorCall) -> Stated:
-    """mse_loss and the like: entry by entry, then the mean, the sum or nothing."""
+    """mse_loss and other pointwise losses, followed by the mean, the sum or no reduction."""
     names, after = _reduced(["*a"], call["reduction"])
     return line(*[names] * len(call.operands), to=[after])
 
 
 def cross_entropy(call: OperatorCall) -> Stated:
-    """Over classes, the second dimension (the first of a single sample).
+    """Classes are the second dimension (the first one of a single sample).
 
-    The mean is that over all targets, as it is where none of them is ignored; with weights of classes it is none.
-    Devices together find the exact one of both, and the loss of classes that they have in parts.
+    The rule takes the mean over all targets, which is exact if none is ignored; with weights of classes the result is
+    no mean. Devices that communicate inside the operator compute both exactly, and also the loss of split classes.
     """
     rank = call.rank("self")
     places, reduction = letters(rank - 1, "n"), call["reduction"]
@@ -157,7 +161,7 @@ def cross_entropy(call: OperatorCall) -> Stated:
 
 
 def grouped_product(call: OperatorCall) -> Stated:
-    """Rows sorted by expert `e`, each times its expert's matrix; the last operand tells where experts end."""
+    """Rows are sorted by expert `e` and multiplied by its matrix; the third operand has the last row of each expert."""
     (_, rows), (_, matrices), (_, ends), *others = call.operands
     if rows is None or matrices is None or ends is None or (len(rows), len(matrices)) != (2, 3):
         return None

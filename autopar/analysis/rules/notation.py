@@ -7,21 +7,21 @@ r"""Index notation: one line says what an operator does to every dimension of it
    mean     a ~k -> a                             the mean over k
 ```
 
-Operands stand before the arrow, results behind it, each a list of dimensions:
+Operands are before the arrow and results after it, each as a list of dimensions:
 
-- `k` an index. In every result: *kept*, so sharding the operands along it shards the results. In none: *summed*, so
-  the results of the shards add up to the whole one. Only in results: new there, all along it computed alike.
-- `~k` *averaged*: the whole result is the mean of the shards', weighted by their sizes.
+- `k` an index. In every result: *kept*, so sharding the operands along it shards the results. In no result: *summed*,
+  so the results of the shards add up to the result. Only in results: a new dimension, whose entries are all equal.
+- `~k` *averaged*: the result is the mean of the shards' results, weighted by their sizes.
 - `[k]` *whole*: the operator needs all of it at once.
-- `{k}`, `{~k}` *together*: like `[k]` and `~k` for the operator alone, but devices that have parts of it find what the
-  whole operator does, exactly, when they exchange something within (`autopar.sharding.special`).
-- `*b` as many dimensions as are left over; operands align at the last of them, and broadcast there.
-- `1` a dimension of one entry, which broadcasts or says nothing.
+- `{k}`, `{~k}` *together*: like `[k]` and `~k`, but devices with parts of the dimension can compute the exact result
+  together if they communicate inside the operator (`autopar.sharding.group_operators`).
+- `*b` all remaining dimensions; operands align at the last one, and broadcast.
+- `1` a dimension of one entry.
 - `(a b)` a dimension folded from several indices.
 
-Behind the semicolon: sets of operands in which the operator is linear together while the others stay fixed: `01` for a
-sum, `0 1` for a product, `*` for all of them. Of an affine operator (`02 12` above) the term that is in every set is
-added once: where an index is summed that it does not have, it counts in one shard only.
+After the semicolon: sets of operands in which the operator is jointly linear while the others are fixed: `01` for a
+sum, `0 1` for a product, `*` for all operands. An operand in every set (2 in `02 12` above, the bias) is a term that is
+added once: if a summed index does not occur in it, only one shard adds it.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Rule:
     """What one call of an operator does to the dimensions of its tensors."""
 
     operands: tuple[Any, ...]  # fx nodes, or numbers (which have no dimensions)
-    inputs: tuple[Dims, ...]  # of every operand
-    outputs: tuple[Dims, ...]  # of every tensor that is returned
+    inputs: tuple[Dims, ...]  # one per operand
+    outputs: tuple[Dims, ...]  # one per returned tensor
     kinds: Mapping[str, IndexKind]  # by index
-    sizes: Mapping[str, Size]  # by index: entries
-    linear: tuple[frozenset[int], ...]  # operands in which the operator is linear together, the others fixed
-    together: frozenset[str] = frozenset()  # indices that devices can cut if they work together
+    sizes: Mapping[str, Size]  # by index: number of entries
+    linear: tuple[frozenset[int], ...]  # sets of operands in which the operator is jointly linear, others fixed
+    together: frozenset[str] = frozenset()  # indices that devices can split if they communicate inside the operator
     name: str = ""  # of the operator
 
     @property
     def addends(self) -> frozenset[int]:
-        """Operands that are added once, whatever is summed: the bias of an affine operator."""
+        """Operands that are added once, over any summed index: the bias of an affine operator."""
         return frozenset.intersection(*self.linear) if self.linear else frozenset()
 
     def __str__(self) -> str:
@@ -105,12 +105,12 @@ def _operand(text: str) -> list[_Written]:
 
 
 def _side(text: str, count: int) -> list[list[_Written]]:
-    """Nothing written is one tensor without dimensions, or none at all."""
+    """The tensors of one side. An empty text is one tensor without dimensions, or no tensor if `count` is 0."""
     return [_operand(part) for part in text.split(",")] if text.strip() or count else []
 
 
 def _unstarred(dims: list[_Written], rank: int) -> list[_Written]:
-    """`*b` becomes b3 b2 b1: numbered from the last one, so that operands of several ranks align there."""
+    """Replace `*b` by b3 b2 b1, numbered from the last dimension so that operands of different ranks align there."""
     extra = rank - sum(not (dim and dim[0][1]) for dim in dims)
     result: list[_Written] = []
     for dim in dims:
@@ -123,7 +123,7 @@ def _unstarred(dims: list[_Written], rank: int) -> list[_Written]:
 
 
 class MisfitError(ValueError):
-    """A line that does not fit the tensors it is read for."""
+    """A line of index notation does not fit the tensors of a call."""
 
 
 def read(
@@ -133,60 +133,75 @@ def read(
     results: Sequence[Sequence[Size]],
     sizes: Mapping[str, Size] | None = None,
 ) -> Rule:
-    """The rule that `line` states for tensors of these shapes (None: an optional operand that is not given, which is
-    left out of the rule).
+    """The rule that `line` states for one call.
 
-    `sizes`: of indices that only occur folded. Raises MisfitError where ranks or sizes do not fit.
+    Args:
+        line: index notation.
+        operands: fx nodes or numbers, one per operand in the line.
+        shapes: of the operands; None for an optional operand that is missing, which the rule leaves out.
+        results: shapes of the results.
+        sizes: of indices that only occur folded.
+
+    Raises MisfitError where ranks or sizes do not fit.
     """
     equation, _, groups = line.partition(";")
     before, after = equation.split("->")
     left, right = _side(before, len(shapes)), _side(after, len(results))
     if len(left) != len(shapes) or len(right) != len(results):
         raise MisfitError(f"'{line}' for {len(shapes)} operands and {len(results)} results")
-    given = [i for i, shape in enumerate(shapes) if shape is not None]
+    present = [i for i, shape in enumerate(shapes) if shape is not None]
     tensors = [tuple(shape) for shape in (*shapes, *results) if shape is not None]
-    written = [left[i] for i in given] + right
+    written = [left[i] for i in present] + right
     spread = [_unstarred(dims, len(shape)) for dims, shape in zip(written, tensors, strict=True)]
-    known = dict(sizes or {})
-    for dims, shape in zip(spread, tensors, strict=True):
+    known = _index_sizes(line, spread, tensors, sizes or {})
+    named = [
+        tuple(() if size == 1 else tuple(name for _, _, name in dim) for dim, size in zip(dims, shape, strict=True))
+        for dims, shape in zip(spread, tensors, strict=True)
+    ]
+    inputs, outputs = tuple(named[: len(present)]), tuple(named[len(present) :])
+    marks = {name: mark for dims in spread for dim in dims for mark, _, name in dim if mark}
+    used = {name for dims in named for dim in dims for name in dim}
+    kinds = {name: _kind(name, marks.get(name, ""), inputs, outputs) for name in known if name in used}
+    together = frozenset(name for dims in spread for dim in dims for mark, _, name in dim if "{" in mark)
+    linear = _linear_groups(groups, {old: new for new, old in enumerate(present)})
+    return Rule(tuple(operands[i] for i in present), inputs, outputs, kinds, known, linear, together & kinds.keys())
+
+
+def _index_sizes(
+    line: str, written: Sequence[list[_Written]], shapes: Sequence[tuple[Size, ...]], folded: Mapping[str, Size]
+) -> dict[str, Size]:
+    """The number of entries of every index. `folded`: those of indices that only occur folded."""
+    known = dict(folded)
+    for dims, shape in zip(written, shapes, strict=True):
         if len(dims) != len(shape):
-            raise MisfitError(f"'{line}' for shapes {tensors}")
+            raise MisfitError(f"'{line}' for shapes {shapes}")
         for dim, size in zip(dims, shape, strict=True):
-            if len(dim) == 1 and (known.get(dim[0][2], 1) == 1):
+            if len(dim) == 1 and known.get(dim[0][2], 1) == 1:  # 1 broadcasts: another tensor has the size
                 known[dim[0][2]] = size
-    marks: dict[str, IndexKind] = {}
-    together: set[str] = set()
-    named: list[Dims] = []
-    for dims, shape in zip(spread, tensors, strict=True):
-        tensor: list[tuple[str, ...]] = []
+    for dims, shape in zip(written, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):
-            for mark, _, name in dim:
-                if mark:
-                    marks[name] = IndexKind.AVERAGED if "~" in mark else IndexKind.WHOLE
-                if "{" in mark:
-                    together.add(name)
             if len(dim) == 1 and size != known[dim[0][2]] and size != 1:
-                raise MisfitError(f"'{line}' for shapes {tensors}")
-            tensor.append(() if size == 1 else tuple(name for _, _, name in dim))
-        named.append(tuple(tensor))
-    inputs, outputs = tuple(named[: len(given)]), tuple(named[len(given) :])
-    place = {old: new for new, old in enumerate(given)}
-    linear = {
+                raise MisfitError(f"'{line}' for shapes {shapes}")
+    return known
+
+
+def _linear_groups(text: str, place: Mapping[int, int]) -> tuple[frozenset[int], ...]:
+    """The sets of operands after the semicolon. `place`: operand in the line -> operand of the rule."""
+    groups = {
         frozenset(place.values() if group == "*" else (place[int(c)] for c in group if int(c) in place))
-        for group in groups.split()
+        for group in text.split()
     }
-    present = {name for dims in named for dim in dims for name in dim}
-    kinds = {name: marks.get(name, _kind(name, inputs, outputs)) for name in known if name in present}
-    ordered = tuple(sorted((group for group in linear if group), key=sorted))
-    shared = frozenset(together & kinds.keys())
-    return Rule(tuple(operands[i] for i in given), inputs, outputs, kinds, known, ordered, shared)
+    return tuple(sorted((group for group in groups if group), key=sorted))
 
 
-def _kind(name: str, inputs: tuple[Dims, ...], outputs: tuple[Dims, ...]) -> IndexKind:
+def _kind(name: str, mark: str, inputs: tuple[Dims, ...], outputs: tuple[Dims, ...]) -> IndexKind:
+    """The kind of an index by its mark, or without one by where it occurs."""
+    if mark:
+        return IndexKind.AVERAGED if "~" in mark else IndexKind.WHOLE
     counts = [sum(dim.count(name) for dim in dims) for dims in (*inputs, *outputs)]
-    behind = counts[len(inputs) :]
+    in_results = counts[len(inputs) :]
     if max(counts, default=0) > 1:
         return IndexKind.WHOLE  # a diagonal
-    if all(behind):
+    if all(in_results):
         return IndexKind.KEPT
-    return IndexKind.WHOLE if any(behind) else IndexKind.SUMMED
+    return IndexKind.WHOLE if any(in_results) else IndexKind.SUMMED

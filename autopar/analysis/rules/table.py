@@ -1,4 +1,4 @@
-"""The rule of an operator call: its line of index notation, read for the shapes at hand."""
+"""All rules by operator name, and `bind`: the rule of one call, for its shapes and arguments."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NAMESPACES = ("aten", "transformers")
 
 
 def rule_name(node: fx.Node) -> str | None:
-    """The name of an operator of ATen or transformers without overload, and without the underscore of its in-place
-    variant; None for anything else."""
+    """The name of an operator of ATen or transformers, without overload and without the underscore of in-place
+    variants; None for other nodes."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _NAMESPACES:
         return None
     name = str(node.target.overloadpacket.__name__)
@@ -33,16 +33,16 @@ def recorded(node: fx.Node) -> Any:
 
 
 def bind(node: fx.Node, value_of: Callable[[fx.Node], Any] = recorded) -> Rule | None:
-    """The rule of `node` for its shapes and arguments; None where there is none.
+    """The rule of `node` for its shapes and arguments; None without one.
 
-    `value_of`: tensors or fakes, and numbers, of nodes; only shapes and types are looked at.
+    `value_of`: the tensor (or fake tensor) or number that a node computes; only shapes and types are used.
     """
     name = rule_name(node)
-    found = None if name is None else RULES.get(name)
-    if found is None:
+    maker = None if name is None else RULES.get(name)
+    if maker is None:
         return None
     call = OperatorCall(node, value_of)
-    stated = found if isinstance(found, str) else found(call)
+    stated = maker if isinstance(maker, str) else maker(call)
     if stated is None:
         return None
     text, sizes = (stated, {}) if isinstance(stated, str) else stated

@@ -1,11 +1,11 @@
-r"""Rules of operators that move entries and compute nothing: views, folds, slices, copies, joins.
+r"""Rules of operators that move entries without computing: views, folds, slices, copies, joins.
 
-A view of other sizes keeps the entries in their row-major order. Both shapes are cut at the products of their last
-sizes where one is a multiple of the other, and every piece between two cuts is an index:
+A reshape keeps the entries in row-major order. To find the indices that both shapes are folded from, list the products
+of the last 1, 2, ... sizes of both; every two neighbouring products enclose one index:
 
 ```
-   (B, 12, 32)   cuts  32        384        384 B            a b c
-   (12 B, 4, 8)  cuts  8   32         ...   384 B            (a b) (c1 c2):  8, 4, 12 and B entries
+   (B, 12, 32)    products     32  384  384 B            a b (c1 c2)
+   (12 B, 4, 8)   products  8  32       384 B            (a b) c1 c2         a, b, c1, c2: B, 12, 4 and 8 entries
 ```
 """
 
@@ -19,8 +19,8 @@ from autopar.analysis.rules.calls import Maker, OperatorCall, Stated, letters, l
 from autopar.analysis.rules.notation import Size
 
 
-def _cuts(shape: Sequence[Size]) -> list[Size]:
-    """Products of the last 1, 2, ... sizes, those of one entry left out."""
+def _products(shape: Sequence[Size]) -> list[Size]:
+    """Products of the last 1, 2, ... sizes, skipping sizes of 1."""
     result: list[Size] = []
     product: Size = 1
     for size in reversed(shape):
@@ -31,9 +31,11 @@ def _cuts(shape: Sequence[Size]) -> list[Size]:
 
 
 def factorise(before: Sequence[Size], after: Sequence[Size]) -> tuple[list[str], list[str], dict[str, Size]] | None:
-    """The dimensions of two shapes of the same entries in the same order, folded from common indices, and the sizes of
-    these; None where they have none in common (6 x 4 as 4 x 6)."""
-    ends = sorted_by_division({*_cuts(before), *_cuts(after)})
+    """Express two shapes of the same entries, in the same order, by common indices.
+
+    Returns the dimensions of both shapes and the sizes of the indices; None without common indices (6 x 4 as 4 x 6).
+    """
+    ends = sorted_by_division({*_products(before), *_products(after)})
     if ends is None:
         return None
     sizes: dict[str, Size] = {}
@@ -59,7 +61,7 @@ def factorise(before: Sequence[Size], after: Sequence[Size]) -> tuple[list[str],
 
 
 def sorted_by_division(values: set[Size]) -> list[Size] | None:
-    """The values, each a divisor of the next; None where two do not divide each other."""
+    """The values in an order in which each divides the next; None if there is no such order."""
     result: list[Size] = []
     for value in values:
         place = len(result)
@@ -74,7 +76,7 @@ def sorted_by_division(values: set[Size]) -> list[Size] | None:
 def reshaped(call: OperatorCall) -> Stated:
     before, after = call.operands[0][1], call.output_shapes[0]
     assert before is not None
-    others = [["[*_]"]] * (len(call.operands) - 1)  # view_as and the like take the shape of another tensor
+    others = [["[*_]"]] * (len(call.operands) - 1)  # the other tensor of view_as, which gives the shape
     if 0 in before or (found := factorise(before, after)) is None:
         return line(
             whole(letters(len(before)), range(len(before))),
@@ -86,7 +88,7 @@ def reshaped(call: OperatorCall) -> Stated:
 
 
 def squeezed(call: OperatorCall) -> Stated:
-    """What would go, too, if it had one entry, has to be whole: a shard may have one."""
+    """Dimensions that may be squeezed are whole: a shard could have one entry where the whole tensor has more."""
     before, names = call.shape("self"), letters(call.rank("self"))
     kept = whole(names, call.dims())
     gone = [d for d in call.dims() if before[d] == 1]
@@ -122,7 +124,7 @@ def _moved(call: OperatorCall, names: list[str]) -> str:
 
 
 def expanded(call: OperatorCall) -> Stated:
-    """Dimensions of one entry, or that are missing in front, take any size: the index is new in the result."""
+    """A dimension of one entry, or a missing first one, takes any size: its index is new in the result."""
     before, after = call.operands[0][1], call.output_shapes[0]
     assert before is not None
     names = letters(len(after))
@@ -144,7 +146,7 @@ def broadcast(call: OperatorCall) -> Stated:
 
 
 def repeated(call: OperatorCall) -> Stated:
-    """`repeat(2, 1)` puts copies behind each other: the number of the copy is the outer index."""
+    """`repeat(2, 1)` concatenates copies: the number of the copy is the outer index."""
     before, counts = call.shape("self"), call["repeats"] if call.has("repeats") else call["dims"]
     counts = [1] * (len(before) - len(counts)) + counts
     names = ["1"] * (len(counts) - len(before)) + letters(len(before))
@@ -158,7 +160,7 @@ def repeated(call: OperatorCall) -> Stated:
 
 
 def interleaved(call: OperatorCall) -> Stated:
-    """`repeat_interleave(2, dim)` puts copies beside each other: their number is the inner index."""
+    """`repeat_interleave(2, dim)` repeats each entry: the number of the copy is the inner index."""
     if isinstance(call["repeats"], torch.Tensor) or call["dim"] is None:
         return None
     names, dim = letters(call.rank("self")), call.dim()
@@ -167,7 +169,7 @@ def interleaved(call: OperatorCall) -> Stated:
 
 
 def sliced(call: OperatorCall) -> Stated:
-    """Dimensions that keep their size keep their entries; the others have to be whole."""
+    """Dimensions that keep their size keep their entries; all others are whole."""
     before, after = call.shape("self"), call.output_shapes[0]
     names = letters(len(before))
     cut = [d for d in range(len(before)) if before[d] != after[d]]
@@ -185,14 +187,14 @@ def divided(call: OperatorCall) -> Stated:
 
 
 def selected(call: OperatorCall) -> Stated:
-    """select, unbind: without the dimension."""
+    """select, unbind: the dimension disappears."""
     names, dim = letters(call.rank("self")), call.dim()
     rest = [n for d, n in enumerate(names) if d != dim]
     return line(whole(names, [dim]), to=[rest] * len(call.output_shapes), linear="0")
 
 
 def joined(call: OperatorCall) -> Stated:
-    """cat: all of the joined dimension, each operand with sizes of its own. Empty vectors join anything."""
+    """cat: the joined dimension is whole, with an index per operand. Empty vectors may be joined to any shape."""
     rank = len(call.output_shapes[0])
     dim = int(call["dim"]) % rank
     operands = []
@@ -209,7 +211,7 @@ def stacked(call: OperatorCall) -> Stated:
 
 
 def whole_dims(key: str, linear: str = "0") -> Maker:
-    """flip, roll: entries move within the dimensions that the argument `key` names; all where it names none."""
+    """flip, roll: entries move within the dimensions in the argument `key`, or within all dimensions."""
 
     def rule(call: OperatorCall) -> Stated:
         names = whole(letters(call.rank("self")), call.dims(key))
@@ -219,24 +221,24 @@ def whole_dims(key: str, linear: str = "0") -> Maker:
 
 
 def padded(call: OperatorCall) -> Stated:
-    """Sizes that grow (or shrink) are whole; padding with zeros or with entries is linear."""
+    """Dimensions that change size are whole; padding with zeros or with entries is linear."""
     before, after = call.shape("self"), call.output_shapes[0]
     changed = [d for d in range(len(before)) if before[d] != after[d]]
     names = letters(len(before))
     zeros = call.get("mode", "constant") != "constant" or not call.get("value")
     result = [f"[k{d}]" if d in changed else n for d, n in enumerate(names)]
-    numbers: list[list[str]] = [[]] * (len(call.operands) - 1)  # the value, where the schema counts it
+    numbers: list[list[str]] = [[]] * (len(call.operands) - 1)  # the padding value, if it is an operand
     return line(whole(names, changed), *numbers, to=[result], linear="0" if zeros else "")
 
 
 def windows(call: OperatorCall) -> Stated:
-    """Tensor.unfold: windows of a dimension become one more dimension at the end."""
+    """Tensor.unfold: the windows of a dimension become a new last dimension."""
     names, dim = letters(call.rank("self")), call.dim("dimension")
     return line(whole(names, [dim]), to=[[*("[k]" if d == dim else n for d, n in enumerate(names)), "[w]"]], linear="0")
 
 
 def crossed(call: OperatorCall) -> Stated:
-    """meshgrid: every operand along a dimension of its own."""
+    """meshgrid: every operand has its own dimension."""
     names = letters(len(call.operands))
     if call.get("indexing", "ij") == "xy" or any(
         shape != (size,) for (_, shape), size in zip(call.operands, call.output_shapes[0], strict=True)
@@ -245,14 +247,14 @@ def crossed(call: OperatorCall) -> Stated:
     return line(*[[n] for n in names], to=[names] * len(names))
 
 
-def made(call: OperatorCall) -> Stated:
+def created(call: OperatorCall) -> Stated:
     """zeros, full, rand: every dimension is new."""
     others = [["[*_]"]] * len(call.operands)
     return line(*others, to=[letters(len(shape)) for shape in call.output_shapes])
 
 
 def numbered(call: OperatorCall) -> Stated:
-    """arange, eye: entries tell their place."""
+    """arange, eye: the entries depend on their places."""
     return line(to=[whole(letters(len(shape)), range(len(shape))) for shape in call.output_shapes])
 
 
@@ -260,22 +262,25 @@ RESHAPES = (
     *("view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("view_as", "reshape_as", "ravel"),
 )
-# Results of which only the operand's shape counts.
+# Operators that only read the shape of their operand.
 LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like")
-LIKE_OTHERS = ("view_as", "reshape_as", "expand_as", "type_as", "to")  # of all operands but the first
+LIKE_OTHERS = (
+    "view_as",
+    "reshape_as",
+    "expand_as",
+    "type_as",
+    "to",
+)  # they only read the shape of all operands except the first
 NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "scalar_tensor")
-FILLINGS = (
-    "fill_value",
-    "value",
-    "s",
-)  # parameters that tell entries; all others of the rules here tell sizes and places
+# Parameters that are values of entries; all other numbers in the rules of this file are sizes or places.
+FILLINGS = ("fill_value", "value", "s")
 
 _PERMUTES = (
     *("permute", "transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT", "mH", "adjoint", "movedim", "moveaxis"),
 )
 
-# One tensor's entries, all of them or some, and nothing else.
+# Results contain only entries of one tensor, all or some of them.
 MOVES: dict[str, str | Maker] = {
     **dict.fromkeys(RESHAPES, reshaped),
     "squeeze": squeezed,
@@ -298,6 +303,6 @@ RULES: dict[str, str | Maker] = {
     "meshgrid": crossed,
     "broadcast_tensors": broadcast,
     **dict.fromkeys(LIKE, "*a -> *a"),
-    **dict.fromkeys((*NEW, *FACTORIES), made),
+    **dict.fromkeys((*NEW, *FACTORIES), created),
     **dict.fromkeys(("arange", "eye", "linspace", "tril_indices", "triu_indices", "randperm"), numbered),
 }

@@ -10,7 +10,7 @@ The messages at price p of memory bound any completion of a state exactly, so fo
 
     seconds(state) + p bytes(state) + least of the rest at p - p memory
 
-is a lower bound of whatever becomes of it. Taking option x of variable v adds to it
+is a lower bound of every completion. Taking option x of variable v adds to it
 
     weight(v)[x] + sum of the tables in v's bucket, at x and the state's classes - v's message there      (>= 0).
 
@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, EliminationStep, Factor
+from autopar.planner.intra_op.elimination.reduction import Token
 
 # Of seconds, relative: no gain of a different choice, but of another order of summation.
 TOLERANCE = 1e-10
@@ -46,21 +47,21 @@ class BeamResult(NamedTuple):
     """What a search of limited width knows afterwards."""
 
     options: list[int] | None  # of every variable; None: nothing better than the incumbent
-    bound: float  # s: any choice that was not looked at takes at least so long (inf: all were)
+    bound: float  # s: any choice that was not looked at takes at least this long (inf: all were)
 
 
 class View(NamedTuple):
-    """Partitions by variable, for one step of the way back."""
+    """Partitions by variable, for one step in backward order."""
 
-    seen: tuple[tuple[int, int], ...]  # (variable, partition): what the step's tables tell apart
-    remembered: tuple[tuple[int, int], ...]  # what those of later steps do, of variables chosen up to this one
+    seen: tuple[tuple[int, Token], ...]  # (variable, partition): what the step's tables tell apart
+    remembered: tuple[tuple[int, Token], ...]  # what those of later steps do, of variables chosen up to this one
 
 
 def views(plan: EliminationOrder) -> list[View]:
-    """Of every step, in the order of the way back."""
-    pending: dict[int, int] = {}
+    """One view per step, in backward order: the last eliminated variable first."""
+    pending: dict[int, Token] = {}
     found = []
-    for step in plan.steps:  # the way back's last step first
+    for step in plan.steps:  # from the last step of the backward order to its first
         remembered = tuple(sorted(pending.items()))
         seen = tuple(zip(step.scope, step.classes, strict=True))
         found.append(View(seen, remembered))
@@ -96,7 +97,7 @@ def search(
     width: int,
     deadline: float,
 ) -> BeamResult:
-    """The best choice that takes less than `incumbent` seconds, looking at no more than `width` states at a time.
+    """The best choice that takes less than `incumbent` seconds; it looks at no more than `width` states at a time.
 
     eliminations: at the prices whose bounds are used, the tightest first; price inf, which bounds the bytes, as well.
     deadline: of time.perf_counter(), when it stops with the bound it has.
@@ -113,8 +114,9 @@ def search(
         if time.perf_counter() > deadline:
             return BeamResult(None, min(left_out, float(_tightest(states, eliminations).min())))
         first, group = _grouped(plan, states, view.seen)
+        tables = _StepTables(plan, step, states.chosen, first)
         parents, options, states, bound = _extended(
-            plan, step, states, first, group, eliminations, limits, _BEFORE_MERGING * width
+            tables, states, group, eliminations, limits, _BEFORE_MERGING * width
         )
         left_out = min(left_out, bound)
         if not len(parents):
@@ -133,12 +135,16 @@ def search(
     within = np.flatnonzero(states.bytes <= memory)
     if not len(within):
         return BeamResult(None, left_out)
-    at = int(within[states.seconds[within].argmin()])
+    return BeamResult(_traced(plan, trail, int(within[states.seconds[within].argmin()])), left_out)
+
+
+def _traced(plan: EliminationOrder, trail: list[tuple[np.ndarray, np.ndarray]], last: int) -> list[int]:
+    """The options by variable of the final state number `last`, from parent to parent."""
     chosen = [-1] * len(plan.weights)
     for step, (parents, options) in zip(plan.steps, reversed(trail), strict=True):
-        chosen[step.variable] = int(options[at])
-        at = int(parents[at])
-    return BeamResult(chosen, left_out)
+        chosen[step.variable] = int(options[last])
+        last = int(parents[last])
+    return chosen
 
 
 def _charged(price: float, memory: float) -> float:
@@ -151,7 +157,7 @@ def _tightest(states: _States, eliminations: list[Elimination]) -> np.ndarray:
 
 
 def _grouped(
-    plan: EliminationOrder, states: _States, view: tuple[tuple[int, int], ...]
+    plan: EliminationOrder, states: _States, view: tuple[tuple[int, Token], ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """States in the same classes: of every group one of them, and of every state its group."""
     tokens = plan.reduced.tokens
@@ -175,11 +181,48 @@ def _grouped(
     return first, group
 
 
+class _StepTables:
+    """The tables of one step, looked up for one state of every group: states that differ in nothing they look at."""
+
+    def __init__(
+        self, plan: EliminationOrder, step: EliminationStep, chosen: dict[int, np.ndarray], first: np.ndarray
+    ) -> None:
+        """`chosen`: options by variable, of all states. `first`: one state of every group."""
+        self.plan, self.step, self.n_groups = plan, step, len(first)
+        self.arrays, self.weight = plan.reduced.tokens.arrays, plan.weights[step.variable]
+        around = {i for factor in step.bucket for i in factor.scope if i != step.variable}
+        self.chosen = {i: chosen[i][first] for i in around}
+
+    def _looked_up(self, factor: Factor, table: np.ndarray) -> np.ndarray:
+        """[groups, options], or [groups, 1] of a message."""
+        at = tuple(
+            self.arrays[token] if i == self.step.variable else self.arrays[token][self.chosen[i]][:, None]
+            for i, token in zip(factor.scope, factor.classes, strict=True)
+        )
+        return table[at] if at else table
+
+    def increase(self, elimination: Elimination) -> np.ndarray:
+        """[groups, options] what the bound of a state rises by."""
+        rise = elimination.weights[self.weight][None, :] + np.zeros((self.n_groups, 1))
+        for factor in self.step.bucket:
+            rise = rise + self._looked_up(factor, elimination.tables[factor.slot])
+        for factor in self.step.messages:
+            rise = rise - self._looked_up(factor, elimination.tables[factor.slot])
+        return rise
+
+    def spent(self) -> tuple[np.ndarray, np.ndarray]:
+        """[groups, options] seconds, and [options] bytes, that a state really adds."""
+        seconds, size = (self.arrays[token] for token in self.plan.distinct[self.weight])
+        total = seconds[None, :] + np.zeros((self.n_groups, 1))
+        for factor in self.step.bucket:
+            if factor.slot < len(self.plan.edges):
+                total = total + self._looked_up(factor, self.plan.edges[factor.slot])
+        return total, size
+
+
 def _extended(
-    plan: EliminationOrder,
-    step: EliminationStep,
+    tables: _StepTables,
     states: _States,
-    first: np.ndarray,
     group: np.ndarray,
     eliminations: list[Elimination],
     limits: list[float],
@@ -187,34 +230,15 @@ def _extended(
 ) -> tuple[np.ndarray, np.ndarray, _States, float]:
     """Every state with every option that keeps all its bounds within the limits: (parents, options, states, left out).
 
-    At most as many as `most`, by their first bound; that of the first one left out is the last thing returned.
+    At most `most`, by their first bound; the last value is the least first bound of those left out.
     """
-    arrays = plan.reduced.tokens.arrays
-    variable, weight = step.variable, plan.weights[step.variable]
-    chosen = {i: states.chosen[i][first] for factor in step.bucket for i in factor.scope if i != variable}
-
-    def looked_up(factor: Factor, table: np.ndarray) -> np.ndarray:
-        """[groups, options], or [groups, 1] of a message."""
-        at = tuple(
-            arrays[token] if i == variable else arrays[token][chosen[i]][:, None]
-            for i, token in zip(factor.scope, factor.classes, strict=True)
-        )
-        return table[at] if at else table
-
-    def increase(e: Elimination) -> np.ndarray:
-        rise = e.weights[weight][None, :] + np.zeros((len(first), 1))
-        for factor in step.bucket:
-            rise = rise + looked_up(factor, e.tables[factor.slot])
-        for factor in step.messages:
-            rise = rise - looked_up(factor, e.tables[factor.slot])
-        return rise
-
-    rise = increase(eliminations[0])
+    rise = tables.increase(eliminations[0])
     order = np.argsort(rise, axis=1, kind="stable")
     rise = np.take_along_axis(rise, order, axis=1)
     slack = limits[0] - states.bounds[0]
-    largest = np.full(len(first), -math.inf)
+    largest = np.full(tables.n_groups, -math.inf)
     np.maximum.at(largest, group, slack)
+    # Options are sorted by their rise: columns beyond the last that fits any state of a group are not looked at.
     columns = int((rise <= largest[:, None]).sum(axis=1).max())
     parents, column = np.nonzero(rise[:, :columns][group] <= slack[:, None])
     options = order[group[parents], column]
@@ -225,21 +249,17 @@ def _extended(
         left_out = float(bounds[0][by_bound[most]])
         kept = np.sort(by_bound[:most])
         parents, options, bounds = parents[kept], options[kept], [bounds[0][kept]]
-    for n, e in enumerate(eliminations[1:], start=1):
-        bound = states.bounds[n][parents] + increase(e)[group[parents], options]
+    for n, elimination in enumerate(eliminations[1:], start=1):
+        bound = states.bounds[n][parents] + tables.increase(elimination)[group[parents], options]
         good = np.flatnonzero(bound <= limits[n])
         parents, options = parents[good], options[good]
         bounds = [earlier[good] for earlier in bounds] + [bound[good]]
-    seconds, size = (arrays[token] for token in plan.distinct[weight])
-    spent = seconds[None, :] + np.zeros((len(first), 1))
-    for factor in step.bucket:
-        if factor.slot < len(plan.edges):
-            spent = spent + looked_up(factor, plan.edges[factor.slot])
+    seconds, size = tables.spent()
     extended = _States(
-        states.seconds[parents] + spent[group[parents], options],
+        states.seconds[parents] + seconds[group[parents], options],
         states.bytes[parents] + size[options],
         bounds,
-        {i: before[parents] for i, before in states.chosen.items()} | {variable: options},
+        {i: before[parents] for i, before in states.chosen.items()} | {tables.step.variable: options},
     )
     return parents, options, extended, left_out
 

@@ -21,7 +21,7 @@ therefore eliminated once, as long as the order takes the inside of all of them 
 orders do, since equal variables get equal scores. What is left is a chain of equal tables between boundaries.
 
 A table of more than `entries` is not made: the bucket is split, and each part minimised on its own. The result is then
-a lower bound (R. Dechter, I. Rish, "Mini-buckets", 2003), and the search in elimination_beam.py closes the gap.
+a lower bound (R. Dechter, I. Rish, "Mini-buckets", 2003), and the search in beam.py closes the gap.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
 import numpy as np
 
-from autopar.planner.intra_op.elimination.reduction import Reduced
+from autopar.planner.intra_op.elimination.reduction import Reduced, Token
 
 # Entries of the sums over a joint table held at a time: few enough for the cache.
 _CHUNK = 1 << 18
 
 
+Slot = NewType("Slot", int)  # the number of a table in `Elimination.tables`
+
+
 class Factor(NamedTuple):
     """A table over classes of the options of its variables."""
 
-    slot: int  # of the tables of an elimination
+    slot: Slot
     scope: tuple[int, ...]  # variables, ascending
-    classes: tuple[int, ...]  # of each of them: token of its partition
+    classes: tuple[Token, ...]  # the partition of each
 
 
 class EliminationStep(NamedTuple):
@@ -54,17 +57,26 @@ class EliminationStep(NamedTuple):
     bucket: tuple[Factor, ...]
     messages: tuple[Factor, ...]  # one, unless the bucket was split
     scope: tuple[int, ...]  # the neighbours, ascending
-    classes: tuple[int, ...]  # of each of them: the partition that tells apart what the bucket does
+    classes: tuple[Token, ...]  # the partition of each that tells apart what the bucket does
+
+
+class _LaidOut(NamedTuple):
+    """How the table of a factor is laid over a joint table: `tables[slot][entries].transpose(axes).reshape(shape)`."""
+
+    slot: Slot
+    entries: tuple[np.ndarray, ...]
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]  # 1 along variables that it does not have
 
 
 class EliminationOperation(NamedTuple):
     """What makes one table of others; equal messages share it."""
 
-    slot: int  # of the table that it makes
+    slot: Slot  # of the table that it makes
     weight: int | None  # which of the distinct variables to add, if any
     order: np.ndarray  # its options by class
     starts: np.ndarray  # of each class in `order`
-    inputs: tuple[tuple[int, tuple[np.ndarray, ...], tuple[int, ...], tuple[int, ...]], ...]  # slot, index, axes, shape
+    inputs: tuple[_LaidOut, ...]
     shape: tuple[int, ...]  # of the joint table, the variable eliminated first
 
 
@@ -84,7 +96,7 @@ class EliminationOrder(NamedTuple):
     steps: tuple[EliminationStep, ...]  # in the order of elimination
     operations: tuple[EliminationOperation, ...]
     weights: tuple[int, ...]  # of every variable: which of the distinct ones it is
-    distinct: tuple[tuple[int, int], ...]  # tokens of seconds and bytes
+    distinct: tuple[tuple[Token, Token], ...]  # seconds and bytes
     edges: tuple[np.ndarray, ...]  # the tables of the first slots
     exact: bool  # no bucket was split
     width: int
@@ -125,14 +137,14 @@ def _carried_out(operation: EliminationOperation, weights: list[np.ndarray], tab
     if operation.weight is not None:
         least = np.minimum.reduceat(weights[operation.weight][operation.order], operation.starts)
         terms.append(least.reshape(n, *(1 for _ in shape)))
-    for slot, index, axes, expanded in operation.inputs:
-        terms.append(tables[slot][index].transpose(axes).reshape(expanded))
+    for term in operation.inputs:
+        terms.append(tables[term.slot][term.entries].transpose(term.axes).reshape(term.shape))
     rows = max(1, _CHUNK // max(1, math.prod(shape)))
     message: np.ndarray | None = None
     for start in range(0, n, rows):
         total = terms[0][start : start + rows]
-        for term in terms[1:]:
-            total = total + term[start : start + rows]
+        for addend in terms[1:]:
+            total = total + addend[start : start + rows]
         least = total.min(axis=0)
         message = least if message is None else np.minimum(message, least)
     assert message is not None  # every variable has an option
@@ -157,9 +169,9 @@ def planned(reduced: Reduced, entries: float) -> EliminationOrder:
 class _Joint(NamedTuple):
     """The table over a variable and its neighbours that some factors add up to."""
 
-    own: int  # partition of the variable's options
+    own: Token  # partition of the variable's options
     scope: tuple[int, ...]
-    classes: tuple[int, ...]
+    classes: tuple[Token, ...]
     entries: int
 
 
@@ -181,15 +193,15 @@ class _Order:
 
     def __init__(self, reduced: Reduced, limit: float, rule: Callable[[_Joint, _Order, int], float]) -> None:
         self.reduced, self.tokens, self.limit, self.rule = reduced, reduced.tokens, limit, rule
-        distinct: dict[tuple[int, int], int] = {}
+        distinct: dict[tuple[Token, Token], int] = {}
         pairs = zip(reduced.seconds, reduced.bytes, strict=True)
         self.weights = tuple(distinct.setdefault(pair, len(distinct)) for pair in pairs)
         self.distinct = tuple(distinct)
         self.trivial = [self.tokens.of(np.zeros(len(options), dtype=np.int64)) for options in reduced.options]
-        slots: dict[int, int] = {}
+        slots: dict[Token, Slot] = {}
         self.buckets: list[dict[Factor, int]] = [{} for _ in reduced.options]  # how often: equal edges are parallel
         for pair in reduced.pairs:
-            slot = slots.setdefault(pair.table, len(slots))
+            slot = slots.setdefault(pair.table, Slot(len(slots)))
             self._add(Factor(slot, (pair.i, pair.j), (pair.rows, pair.columns)))
         self.edges = tuple(self.tokens.arrays[token] for token in slots)
         self.operations: dict[tuple[object, ...], EliminationOperation] = {}
@@ -237,7 +249,7 @@ class _Order:
             self.buckets[i][factor] = self.buckets[i].get(factor, 0) + 1
 
     def _joint(self, v: int, factors: dict[Factor, int]) -> _Joint:
-        found: dict[int, int] = {v: self.trivial[v]}
+        found: dict[int, Token] = {v: self.trivial[v]}
         for factor in factors:
             for i, token in zip(factor.scope, factor.classes, strict=True):
                 found[i] = self.tokens.refined(found[i], token) if i in found else token
@@ -300,7 +312,7 @@ class _Order:
                 for _ in range(times)
             ]
             self.operations[key] = EliminationOperation(
-                slot=len(self.edges) + len(self.operations),
+                slot=Slot(len(self.edges) + len(self.operations)),
                 weight=weight,
                 order=order,
                 starts=np.flatnonzero(np.diff(members[order], prepend=-1)),
@@ -311,14 +323,13 @@ class _Order:
         return Factor(self.operations[key].slot, joint.scope, joint.classes)
 
     def _term(
-        self, slot: int, places: tuple[int, ...], tokens: tuple[int, ...], partitions: tuple[int, ...]
-    ) -> tuple[int, tuple[np.ndarray, ...], tuple[int, ...], tuple[int, ...]]:
-        """How a factor's table is laid over the joint one."""
+        self, slot: Slot, places: tuple[int, ...], tokens: tuple[Token, ...], partitions: tuple[Token, ...]
+    ) -> _LaidOut:
         of = self.tokens
         index = np.ix_(*(of.arrays[t][of.first(partitions[place])] for place, t in zip(places, tokens, strict=True)))
         axes = tuple(sorted(range(len(places)), key=lambda axis: places[axis]))
         shape = tuple(of.size(token) if place in places else 1 for place, token in enumerate(partitions))
-        return slot, index, axes, shape
+        return _LaidOut(slot, index, axes, shape)
 
     def _depth_first(self) -> list[EliminationStep]:
         """The same tables in an order that finishes, going back, what hangs on a neighbour before it goes on.

@@ -11,7 +11,7 @@ once for equal variables with equal edges.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
 import numpy as np
 
@@ -24,29 +24,33 @@ _CHUNK = 1 << 22
 _FEW = 1 << 12
 
 
+# The number of an array in `Tokens`: of options' classes (a partition), of seconds, of bytes or of a table.
+Token = NewType("Token", int)
+
+
 class Tokens:
     """Numbers for arrays, the same for equal ones. A partition of options is the array of their classes."""
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []  # by token
-        self._by_value: dict[tuple[str, tuple[int, ...], bytes], int] = {}
-        self._by_identity: dict[int, tuple[np.ndarray, int]] = {}  # holds the array, lest its id be given away
-        self._refined: dict[tuple[int, int], int] = {}
-        self._first: dict[int, np.ndarray] = {}
+        self._by_value: dict[tuple[str, tuple[int, ...], bytes], Token] = {}
+        self._by_identity: dict[int, tuple[np.ndarray, Token]] = {}  # holds the array, so that its id stays its own
+        self._refined: dict[tuple[Token, Token], Token] = {}
+        self._first: dict[Token, np.ndarray] = {}
 
-    def of(self, array: np.ndarray, kept: bool = False) -> int:
-        """The token of an array that nobody changes; `kept` says that its like comes again as the same object."""
+    def of(self, array: np.ndarray, kept: bool = False) -> Token:
+        """The token of an array that does not change. `kept`: the same object will come again; find it by identity."""
         if kept and id(array) in self._by_identity:
             return self._by_identity[id(array)][1]
         key = (array.dtype.str, array.shape, array.tobytes())
-        token = self._by_value.setdefault(key, len(self.arrays))
+        token = self._by_value.setdefault(key, Token(len(self.arrays)))
         if token == len(self.arrays):
             self.arrays.append(array)
         if kept:
             self._by_identity[id(array)] = (array, token)
         return token
 
-    def refined(self, a: int, b: int) -> int:
+    def refined(self, a: Token, b: Token) -> Token:
         """The coarsest partition that tells apart what either of two tells apart."""
         if a == b:
             return a
@@ -56,13 +60,13 @@ class Tokens:
             self._refined[key] = self.of(_without_gaps(left * (int(right.max()) + 1) + right))
         return self._refined[key]
 
-    def first(self, token: int) -> np.ndarray:
+    def first(self, token: Token) -> np.ndarray:
         """The first option of each class of a partition."""
         if token not in self._first:
             self._first[token] = np.unique(self.arrays[token], return_index=True)[1]
         return self._first[token]
 
-    def size(self, token: int) -> int:
+    def size(self, token: Token) -> int:
         """The number of classes of a partition."""
         return len(self.first(token))
 
@@ -88,17 +92,17 @@ class Pair(NamedTuple):
 
     i: int
     j: int
-    rows: int  # token of a partition of i's options
-    columns: int  # token of a partition of j's options
-    table: int  # token of an array [classes, classes] in s
+    rows: Token  # partition of i's options
+    columns: Token  # partition of j's options
+    table: Token  # array [classes, classes] in s
 
 
 class Reduced(NamedTuple):
     """Choices with needless options and labels dropped."""
 
     options: tuple[np.ndarray, ...]  # of every variable: the numbers that its options had, ascending
-    seconds: tuple[int, ...]  # of every variable: token of an array [options] in s
-    bytes: tuple[int, ...]  # of every variable: token of an array [options] in bytes
+    seconds: tuple[Token, ...]  # by variable: array [options] in s
+    bytes: tuple[Token, ...]  # by variable: array [options] in bytes
     pairs: tuple[Pair, ...]
     tokens: Tokens
 
@@ -129,10 +133,10 @@ class _Reduction:
         self.bytes = [of.of(size, kept=True) for size in choices.bytes]
         self.with_bytes = with_bytes
         self.pairs: list[Pair] = []
-        self._compact: dict[tuple[int, int, int], tuple[int, int, int]] = {}
-        self._slack: dict[int, np.ndarray] = {}
-        self._needed: dict[tuple[int, int, tuple[tuple[int, int], ...]], np.ndarray] = {}
-        self._transposed: dict[int, int] = {}
+        self._compact: dict[tuple[Token, Token, Token], tuple[Token, Token, Token]] = {}
+        self._slack: dict[Token, np.ndarray] = {}
+        self._needed: dict[tuple[Token, Token, tuple[tuple[Token, Token], ...]], np.ndarray] = {}
+        self._transposed: dict[Token, Token] = {}
         for e in choices.edges:
             pair = Pair(e.source, e.target, of.of(e.out, True), of.of(e.into, True), of.of(e.seconds, True))
             if e.source == e.target:
@@ -146,7 +150,7 @@ class _Reduction:
     def drop(self) -> bool:
         """One round; whether it dropped an option."""
         self._merge_labels()
-        around: list[list[tuple[int, int]]] = [[] for _ in self.options]  # (labels, table seen from here)
+        around: list[list[tuple[Token, Token]]] = [[] for _ in self.options]  # (labels, table seen from here)
         for pair in self.pairs:
             around[pair.i].append((pair.rows, pair.table))
             around[pair.j].append((pair.columns, self._transpose(pair.table)))
@@ -180,7 +184,7 @@ class _Reduction:
                 pairs.append(Pair(i, j, rows, columns, token))
         self.pairs = pairs
 
-    def _compacted(self, rows: np.ndarray, columns: np.ndarray, table: np.ndarray) -> tuple[int, int, int]:
+    def _compacted(self, rows: np.ndarray, columns: np.ndarray, table: np.ndarray) -> tuple[Token, Token, Token]:
         used_rows, rows = np.unique(rows, return_inverse=True)
         used_columns, columns = np.unique(columns, return_inverse=True)
         table, merged_rows = _equal_rows(table[np.ix_(used_rows, used_columns)])
@@ -188,7 +192,7 @@ class _Reduction:
         table = np.ascontiguousarray(turned.T, dtype=np.float64)
         return self.tokens.of(merged_rows[rows]), self.tokens.of(merged_columns[columns]), self.tokens.of(table)
 
-    def _needed_options(self, seconds: int, size: int, edges: tuple[tuple[int, int], ...]) -> np.ndarray:
+    def _needed_options(self, seconds: Token, size: Token, edges: tuple[tuple[Token, Token], ...]) -> np.ndarray:
         """[options] whether no other option stands in for it."""
         own, held = self.tokens.arrays[seconds], self.tokens.arrays[size]
         least = own + sum(
@@ -210,7 +214,7 @@ class _Reduction:
         needed[order[stands_in.any(axis=0)]] = False
         return needed
 
-    def _slack_of(self, token: int) -> np.ndarray:
+    def _slack_of(self, token: Token) -> np.ndarray:
         """[a, b]: the most that label a takes longer than label b, over all labels of the other end."""
         if token not in self._slack:
             table = self.tokens.arrays[token]
@@ -224,7 +228,7 @@ class _Reduction:
             self._slack[token] = slack
         return self._slack[token]
 
-    def _transpose(self, table: int) -> int:
+    def _transpose(self, table: Token) -> Token:
         if table not in self._transposed:
             turned = self.tokens.of(np.ascontiguousarray(self.tokens.arrays[table].T))
             self._transposed |= {table: turned, turned: table}
@@ -245,5 +249,5 @@ class _Reduction:
                 columns = self._kept(columns, needed[j])
             self.pairs[n] = Pair(i, j, rows, columns, table)
 
-    def _kept(self, token: int, mask: np.ndarray) -> int:
+    def _kept(self, token: Token, mask: np.ndarray) -> Token:
         return self.tokens.of(self.tokens.arrays[token][mask])

@@ -3,8 +3,8 @@
     minimise    sum over variables i of seconds_i[x_i]  +  sum over edges e, i to j, of seconds_e[out[x_i], into[x_j]]
     such that   sum over variables i of bytes_i[x_i]  <=  memory
 
-Options that no best choice needs are dropped (elimination_reduce.py). Without the limit, variables are then eliminated
-one by one in min-plus algebra (elimination_plan.py), in time exponential only in the width of the graph. Layers of a
+Options that no best choice needs are dropped (reduction.py). Without the limit, variables are then eliminated
+one by one in min-plus algebra (order.py), in time exponential only in the width of the graph. Layers of a
 transformer have width 2, and one more for each tensor that all layers read, such as a mask:
 
         x ──┬── norm ──┬── q ──┐
@@ -19,7 +19,7 @@ The limit is priced: for every price p of a byte, elimination gives the least of
 which bounds the least seconds within the limit from below. The best such bound is found by following the line through
 two choices, one too large and one that fits (G. Handler, I. Zang, "A dual algorithm for the constrained shortest path
 problem", 1980). A search then closes what gap is left, with the tables of these eliminations as its bounds
-(elimination_beam.py), wider and wider until it has left nothing out.
+(beam.py), wider and wider until it has left nothing out.
 """
 
 from __future__ import annotations

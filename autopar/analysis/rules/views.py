@@ -264,13 +264,8 @@ RESHAPES = (
 )
 # Operators that only read the shape of their operand.
 LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like")
-LIKE_OTHERS = (
-    "view_as",
-    "reshape_as",
-    "expand_as",
-    "type_as",
-    "to",
-)  # they only read the shape of all operands except the first
+# Operators that only read the shape (or type) of all operands except the first.
+LIKE_OTHERS = ("view_as", "reshape_as", "expand_as", "type_as", "to")
 NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "scalar_tensor")
 # Parameters that are values of entries; all other numbers in the rules of this file are sizes or places.

@@ -1,19 +1,21 @@
 """The command line: `autopar demo`, `profile`, `plan`, `compare`, `diff` and `accuracy`.
 
-Results go to stdout, as text or with --json as JSON; progress, warnings and errors to stderr. Exit status: 0, 1 where
-autopar cannot do it (the message says why), 2 for a command that is not understood.
+Results go to stdout, as text or with --json as JSON; progress, warnings and errors go to stderr. Exit status: 0 for
+success, 1 for an error of autopar (the message gives the reason), 2 for wrong usage.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import operator
 import os
 import sys
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from torch import nn
@@ -22,11 +24,11 @@ from typer.core import TyperGroup
 import autopar
 from autopar import AutoparError, Cluster, DeviceError, InputError, Plan
 from autopar.demo import DEMOS, run_demo
-from autopar.schedule.builders import SCHEDULES
+from autopar.options import HELP, CompareKeywords, PlanOptions
 
 
 class _Group(TyperGroup):
-    """Says what autopar's own errors say, without a traceback."""
+    """Prints the messages of autopar's own errors without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -38,7 +40,7 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Pipelines PyTorch models over the devices at hand, with the plan chosen by measurement and search.",
+    help="Pipeline PyTorch models over several devices by a plan that measurement and search choose.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,29 +50,52 @@ Factory = Annotated[
     str,
     typer.Argument(
         metavar="MODULE:FACTORY",
-        help="A callable in a module of the current directory or the environment. It returns (model, args), "
+        help="A callable in a module that can be imported from the current directory. It returns (model, args), "
         "(model, kwargs), (model, args, kwargs) or a dict with model, example_args, example_kwargs, target, loss_fn.",
     ),
 ]
 Devices = Annotated[
-    str | None, typer.Option(help="For example cpu,cpu or cuda:0,cuda:1. Default: every GPU, else two CPU workers.")
+    str | None,
+    typer.Option(help="For example cpu,cpu or cuda:0,cuda:1. Default: every GPU, or CPU workers."),
 ]
 ClusterName = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="In place of devices at hand: a node of known ones, such as 8xH100, by their data sheets; or a TOML file.",
+        help="Plan from data sheets for devices that are not here: one node such as 8xH100, or a TOML file.",
     ),
 ]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the cluster.")]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes of the cluster.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in seconds and bytes.")]
-Cache = Annotated[bool, typer.Option(help="Keep measurements on disk and take them from there.")]
-MicroBatches = Annotated[int | None, typer.Option("--n-microbatches", help="Micro-batches a batch.")]
-ScheduleName = Annotated[str | None, typer.Option("--schedule", help=f"One of {', '.join(SCHEDULES)}.")]
-Replicas = Annotated[
-    int | None, typer.Option("--max-replicas", help="Most devices of one stage; 1 for a pure pipeline.")
-]
-MemoryLimit = Annotated[float | None, typer.Option("--memory-limit", help="Usable bytes of each device, such as 8e9.")]
+
+
+def _takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add options of PlanOptions to a command, which gets those that the user gave or their defaults as `options`."""
+    types = get_type_hints(PlanOptions)
+    defaults = {field.name: field.default for field in dataclasses.fields(PlanOptions)}
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**arguments: Any) -> None:
+            options = {name: arguments.pop(name) for name in names}
+            command(**arguments, options=options)
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+        added = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults[name],
+                annotation=Annotated[types[name], typer.Option(help=HELP[name])],
+            )
+            for name in names
+        ]
+        # Typer reads a command's options from these attributes.
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
+        return run
+
+    return with_options
 
 
 def main() -> None:
@@ -106,141 +131,118 @@ def demo(
     devices: Devices = "cpu,cpu",
     json: AsJson = False,
 ) -> None:
-    """Plan a transformers model with random weights, run it, and compare it with one device."""
+    """Plan and run a transformers model with random weights, and compare the plan with one device."""
     if model not in DEMOS:
-        raise typer.BadParameter(f"{model!r} is none of {', '.join(DEMOS)}", param_hint="--model")
+        raise typer.BadParameter(f"{model!r} is not one of {', '.join(DEMOS)}", param_hint="--model")
     comparison = run_demo(model, devices, lambda text: typer.echo(text, err=json))
     if json:
         typer.echo(comparison.to_json())
 
 
 @app.command()
+@_takes_options("cache")
 def profile(
     factory: Factory,
     devices: Devices = None,
     cluster: ClusterName = None,
     nodes: Nodes = 1,
-    optimizer: Annotated[str | None, typer.Option(help="Also what a training step with it has in memory.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Show the memory of a training step with this optimizer, too.")
+    ] = None,
     json: AsJson = False,
-    cache: Cache = True,
+    *,
+    options: dict[str, Any],
 ) -> None:
-    """What every module and operator costs on every kind of device, and the links between the devices."""
+    """Show seconds and bytes of every module and operator on every device type, and the links between the devices."""
     place = _devices(devices, cluster, nodes)
-    found = autopar.profile(devices=place, optimizer=optimizer, cache=cache, **_load(factory))
-    typer.echo(found.to_json() if json else found)
+    result = autopar.profile(devices=place, optimizer=optimizer, **options, **_load(factory))
+    typer.echo(result.to_json() if json else result)
 
 
 @app.command()
+@_takes_options(*HELP)
 def plan(
     factory: Factory,
     devices: Devices = None,
     cluster: ClusterName = None,
     nodes: Nodes = 1,
-    n_microbatches: MicroBatches = None,
-    schedule: ScheduleName = None,
-    max_replicas: Replicas = None,
-    memory_limit: MemoryLimit = None,
-    max_shards: Annotated[
-        int | None, typer.Option(help="On a cluster: most devices that split the operators of a stage; 1 for none.")
-    ] = None,
-    tune: Annotated[int, typer.Option(help="Run so many of the best plans and take the fastest.")] = 0,
-    explain: Annotated[bool, typer.Option(help="Say why this plan, what others lose and what would help.")] = False,
+    explain: Annotated[bool, typer.Option(help="Explain the plan: bottleneck, rivals, what would help.")] = False,
     explain_inside: Annotated[
-        str | None, typer.Option(metavar="MODULE", help="Say why the operators in this module are split as they are.")
+        str | None, typer.Option(metavar="MODULE", help="Explain the strategies of the operators in this module.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     json: AsJson = False,
-    cache: Cache = True,
+    *,
+    options: dict[str, Any],
 ) -> None:
-    """The fastest plan for a model, on devices at hand or on a cluster that is not."""
-    options: dict[str, Any] = {"tune": tune} if tune else {}
-    options |= {} if max_shards is None else {"max_shards": max_shards}
-    found = autopar.plan(
-        devices=_devices(devices, cluster, nodes),
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        max_replicas=max_replicas,
-        memory_limit=memory_limit,
-        cache=cache,
-        **options,
-        **_load(factory),
-    )
+    """Find the fastest plan for a model, on the devices here or on a cluster that is elsewhere."""
+    best = autopar.plan(devices=_devices(devices, cluster, nodes), **options, **_load(factory))
     if save is not None:
-        found.save(save)
-    typer.echo(found.to_json() if json else found)
+        best.save(save)
+    typer.echo(best.to_json() if json else best)
     if explain:
-        typer.echo(f"\n{found.explain()}", err=json)  # JSON stays alone on stdout
+        typer.echo(f"\n{best.explain()}", err=json)  # stdout holds the JSON alone
     if explain_inside is not None:
-        typer.echo(f"\n{found.explain(explain_inside)}", err=json)
+        typer.echo(f"\n{best.explain(explain_inside)}", err=json)
 
 
 @app.command()
+@_takes_options(*(name for name in HELP if name in get_type_hints(CompareKeywords)))
 def compare(
     factory: Factory,
     devices: Devices = None,
     plan: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE", help="A saved plan to compare; may be repeated.")
     ] = None,
-    n_microbatches: MicroBatches = None,
-    schedule: ScheduleName = None,
-    max_replicas: Replicas = None,
-    memory_limit: MemoryLimit = None,
-    repeats: Annotated[int, typer.Option(help="Steps of each plan that count.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Number of measured steps per plan.")] = 5,
     json: AsJson = False,
-    cache: Cache = True,
+    *,
+    options: dict[str, Any],
 ) -> None:
-    """Predicted and measured steps of the automatic plan ("auto"), saved plans, and one device."""
+    """Compare predicted and measured steps of the automatic plan ("auto"), saved plans and one device."""
     plans: dict[str, Plan | None] = {"auto": None}
     plans |= dict(_named_plan(entry) for entry in plan or ())
-    found = autopar.compare(
-        devices=devices,
-        plans=plans,
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        max_replicas=max_replicas,
-        memory_limit=memory_limit,
-        repeats=repeats,
-        cache=cache,
-        **_load(factory),
-    )
-    typer.echo(found.to_json() if json else found)
+    result = autopar.compare(devices=devices, plans=plans, repeats=repeats, **options, **_load(factory))
+    typer.echo(result.to_json() if json else result)
 
 
 @app.command()
 def accuracy(
-    kind: Annotated[str | None, typer.Option(help="Only devices whose kind contains this, such as H200.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Only device types whose name contains this text, such as H200.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """How far predicted steps were from measured ones, over all that compare, tune and profiled steps recorded."""
-    found = autopar.accuracy(kind=kind)
-    typer.echo(found.to_json() if json else found)
+    """Show how far predicted step times were from measured ones, over all recorded steps."""
+    result = autopar.accuracy(kind=kind)
+    typer.echo(result.to_json() if json else result)
 
 
 @app.command()
 def diff(
     before: Annotated[Path, typer.Argument(help="A saved plan.", metavar="BEFORE.json")],
-    after: Annotated[Path, typer.Argument(help="Another.", metavar="AFTER.json")],
+    after: Annotated[Path, typer.Argument(help="Another saved plan.", metavar="AFTER.json")],
     json: AsJson = False,
 ) -> None:
-    """What one saved plan does otherwise than another. Exit status: 0, the same or not; 1 if a file holds no plan."""
-    found = Plan.load(before).diff(Plan.load(after))
-    typer.echo(found.to_json() if json else found)
+    """Show the differences between two saved plans. Exit status: 0 with or without differences, 1 for invalid files."""
+    result = Plan.load(before).diff(Plan.load(after))
+    typer.echo(result.to_json() if json else result)
 
 
 def _devices(devices: str | None, cluster: str | None, nodes: int) -> str | Cluster | None:
-    """Devices at hand, or the cluster that was named: by its file, or by the devices of a node."""
+    """The devices at hand, or the cluster with this name or file."""
     if cluster is None:
         if nodes > 1:
-            raise typer.BadParameter("nodes are those of a cluster; give --cluster, too", param_hint="--nodes")
+            raise typer.BadParameter("--nodes needs --cluster", param_hint="--nodes")
         return devices
     if devices is not None:
-        raise typer.BadParameter("give either devices at hand or a cluster", param_hint="--cluster")
+        raise typer.BadParameter("give either --devices or --cluster", param_hint="--cluster")
     if not cluster.endswith(".toml"):
         return Cluster.preset(cluster, nodes)
     if not Path(cluster).is_file():
         raise typer.BadParameter(f"there is no file {cluster!r}", param_hint="--cluster")
-    found = Cluster.from_toml(cluster)
-    return replace(found, nodes=nodes) if nodes > 1 else found
+    loaded = Cluster.from_toml(cluster)
+    return dataclasses.replace(loaded, nodes=nodes) if nodes > 1 else loaded
 
 
 def _named_plan(entry: str) -> tuple[str, Plan]:
@@ -253,7 +255,7 @@ def _named_plan(entry: str) -> tuple[str, Plan]:
 
 
 def _load(factory: str) -> dict[str, Any]:
-    """What the factory returns, as keyword arguments of the public calls."""
+    """The model and the example call that the factory returns, as keyword arguments of the public calls."""
     module_name, colon, path = factory.partition(":")
     if not (module_name and colon and path):
         raise typer.BadParameter(f"{factory!r} is not MODULE:FACTORY", param_hint="MODULE:FACTORY")
@@ -270,8 +272,8 @@ def _load(factory: str) -> dict[str, Any]:
     except AttributeError as error:
         raise typer.BadParameter(f"{module_name} has no {path!r}", param_hint="MODULE:FACTORY") from error
     if not callable(function):
-        kind = type(function).__name__
-        raise typer.BadParameter(f"{factory!r} is a {kind}, not a callable", param_hint="MODULE:FACTORY")
+        name = type(function).__name__
+        raise typer.BadParameter(f"{factory!r} is a {name}, not a callable", param_hint="MODULE:FACTORY")
     return _as_call(factory, function())
 
 

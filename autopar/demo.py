@@ -1,4 +1,4 @@
-"""The main job on a real model: a transformers model with random weights, planned, run and compared."""
+"""A demonstration: plan, run and compare a transformers model with random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.runtime.comparison import Comparison
 
 @dataclass(frozen=True)
 class Demo:
-    """A model and a training step of it."""
+    """A model and its training step."""
 
     title: str
     model: nn.Module
@@ -70,7 +70,7 @@ DEMOS: dict[str, Callable[[], Demo]] = {"resnet": _resnet, "gpt2": _gpt2}
 
 
 def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comparison:
-    """Plan, show, run and compare; `say` gets every paragraph. Raises AutoparError without transformers."""
+    """Plan, print, run and compare the model; `say` prints one paragraph. Raises AutoparError without transformers."""
     try:
         torch.manual_seed(0)
         chosen = DEMOS[name]()
@@ -85,12 +85,12 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comp
     say(f"planned in {time.perf_counter() - start:.1f} s\n\n{module.report()}\n")
     say(">>> pm.train_step(..., target=y, loss_fn=loss)\n")
     loss = module.train_step(**inputs, target=target, loss_fn=loss_fn)
-    found = module.plan
+    automatic = module.plan
     module.close()
     say(f"loss {loss.item():.4f}\n")
     say(">>> autopar.compare(model, devices, plans)            # the plan, the best without replicas, one device\n")
     pipeline = plan(model, devices, example_kwargs=inputs, target=target, loss_fn=loss_fn, max_replicas=1)
-    plans = {"auto": found, "max_replicas=1": pipeline}
+    plans = {"auto": automatic, "max_replicas=1": pipeline}
     comparison = compare(model, devices, plans, example_kwargs=inputs, target=target, loss_fn=loss_fn, repeats=3)
     say(str(comparison))
     return comparison

@@ -54,7 +54,7 @@ HELP = {  # the texts of `--help`, for the options of the command line
     "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
     "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",
     "tune": "Run this many of the best plans and use the fastest.",
-    "cache": "Read measurements from disk and store new ones there.",
+    "cache": "Read measurements from disk and store new ones.",
 }
 
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
+import typer
 from torch import nn
 from typer.testing import CliRunner
 
@@ -18,6 +20,7 @@ import autopar
 from autopar import Plan
 from autopar import demo as demo_room
 from autopar.cli import app
+from autopar.options import HELP, CompareKeywords, PlanKeywords, PlanOptions
 
 FACTORIES = """
 import torch
@@ -73,7 +76,7 @@ def run(*args: str, status: int = 0) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("factory", ["with_args", "with_kwargs", "with_both", "Kinds.with_loss"])
-def test_a_factory_may_return_its_example_in_any_of_the_ways(factory: str) -> None:
+def test_a_factory_may_return_its_example_in_any_form(factory: str) -> None:
     out, _ = run("plan", f"factories:{factory}", "--devices", "cpu", "--json")
     assert Plan.from_json(out).used_devices == ("cpu:0",)
 
@@ -86,13 +89,24 @@ def test_a_plan_is_printed_saved_and_steered() -> None:
     assert (plan.n_microbatches, plan.schedule, plan.devices) == (2, "1f1b", ("cpu:0", "cpu:1"))
 
 
+def test_a_command_has_every_option_of_its_call_with_the_same_default() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, known in (("plan", PlanKeywords), ("compare", CompareKeywords)):
+        defaults = {parameter.name: parameter.default for parameter in commands[name].params}
+        wanted = {key: getattr(PlanOptions(), key) for key in HELP if key in get_type_hints(known)}
+        assert wanted.items() <= defaults.items()
+    run("plan", "factories:with_args", "--devices", "cpu", "--optimizer", "sgd", "--batch-norm", "exact")
+    _, err = run("plan", "factories:with_args", "--devices", "cpu", "--optimizer", "lion", status=1)
+    assert "optimizer must be one of none, sgd" in err
+
+
 def test_a_plan_is_tuned_and_explained_on_request() -> None:
     out, _ = run("plan", "factories:with_args", "--devices", "cpu,cpu", "--tune", "2", "--explain")
     assert "tuned over 5 steps each, predicted / measured: " in " ".join(out.split())
     assert "The bottleneck is stage" in out
-    out, told = run("plan", "factories:with_args", "--devices", "cpu,cpu", "--json", "--explain")
+    out, err = run("plan", "factories:with_args", "--devices", "cpu,cpu", "--json", "--explain")
     assert json.loads(out)["stages"]
-    assert "The bottleneck is stage" in told
+    assert "The bottleneck is stage" in err
 
 
 def test_a_plan_ahead_limits_shards_and_explains_modules() -> None:
@@ -127,7 +141,7 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         (("compare", "factories:with_args", "--devices", "cpu", "--plan", "bad=factories.py"), "not a plan"),
     ],
 )
-def test_what_autopar_cannot_do_is_said_on_stderr_with_status_1(arguments: tuple[str, ...], message: str) -> None:
+def test_errors_of_autopar_are_on_stderr_with_status_1(arguments: tuple[str, ...], message: str) -> None:
     out, err = run(*arguments, status=1)
     assert out == ""
     assert err.startswith("error: ")
@@ -150,7 +164,7 @@ def test_what_autopar_cannot_do_is_said_on_stderr_with_status_1(arguments: tuple
         ("no-such-command",),
     ],
 )
-def test_a_command_that_is_not_understood_has_status_2(arguments: tuple[str, ...]) -> None:
+def test_wrong_usage_has_status_2(arguments: tuple[str, ...]) -> None:
     out, err = run(*arguments, status=2)
     assert out == ""
     assert err != ""
@@ -191,6 +205,6 @@ def test_the_module_runs_as_a_program_with_json_alone_on_stdout() -> None:
     assert Plan.from_json(done.stdout).devices == ("cpu:0", "cpu:1")
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     out, _ = run("--version")
     assert out == f"autopar {autopar.__version__}\n"

@@ -12,11 +12,11 @@ def _comparison(comparison: Comparison) -> str:
     step = "training step" if comparison.training else "forward pass"
     head = paragraph(
         f"One {step} of {comparison.batch_size} samples on {', '.join(comparison.devices)}, "
-        f"median of {len(comparison.single.steps)} taken in turn"
+        f"median of {len(comparison.single.steps)} steps, plans in turn"
     )
     columns = ["plan", "stages", "micro-\nbatches", "schedule", "predicted\nms", "measured\nms", "range\nms"]
     columns += ["error", "speed-up", "peak MB\npredicted", "peak MB\nmeasured"]
-    foot = "error: predicted / measured - 1; peak MB: of the fullest device, without optimizer state"
+    foot = "error: predicted / measured - 1. peak MB: of the device with the highest peak, without optimizer state."
     return "\n\n".join([head, table(columns, [_cells(comparison, row) for row in comparison.rows], words=2), foot])
 
 

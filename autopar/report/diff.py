@@ -1,4 +1,4 @@
-"""What one plan does otherwise than another, as text."""
+"""The differences between two plans, as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def diff_text(diff: PlanDiff) -> str:
     """What `print(a.diff(b))` shows."""
     if diff.same:
         return "the plans are the same"
-    parts = ["the plans decide the same; their predictions differ"] if diff.same_decisions else []
+    parts = ["the plans make the same decisions; their predictions differ"] if diff.same_decisions else []
     if diff.settings:
         rows = [[s.name, _shown(s.before), _shown(s.after)] for s in diff.settings]
         parts.append(table(["", "before", "after"], rows, words=3))
@@ -30,8 +30,8 @@ def diff_text(diff: PlanDiff) -> str:
         for modules, n, now in _runs((r.module, r.n_operators, r.now) for r in diff.recomputed)
     ]
     lines += [
-        f"only the plan {which} names {few(names)}"
-        for which, names in (("before", diff.only_before), ("after", diff.only_after))
+        f"only the {which} plan names {few(names)}"
+        for which, names in (("first", diff.only_before), ("second", diff.only_after))
         if names
     ]
     if lines:
@@ -46,14 +46,14 @@ def diff_text(diff: PlanDiff) -> str:
 
 
 def _runs(items: Iterable[tuple[str, int, Any]]) -> list[tuple[str, int, Any]]:
-    """Modules that follow each other with the same value as `first .. last`, their operators added up."""
-    found = []
+    """Neighbouring modules with the same value as `first .. last`, with the sum of their operators."""
+    runs = []
     for value, run in itertools.groupby(items, key=lambda item: item[2]):
         members = list(run)
         names = [module or "the whole model" for module, _, _ in members]
         shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        found.append((shown, sum(n for _, n, _ in members), value))
-    return found
+        runs.append((shown, sum(n for _, n, _ in members), value))
+    return runs
 
 
 def _operators(count: int) -> str:

@@ -11,7 +11,7 @@ from autopar.report.tables import bullet, milliseconds, paragraph, table
 _BOUNDS = {
     "compute": "its own work: a faster device or a finer split of the model would help most",
     "link": "waiting for what other stages send",
-    "memory": "memory: with more of it the plan would be another",
+    "memory": "memory: with more of it the search would choose another plan",
     "bubble": "waiting for the pipeline to fill and drain",
 }
 
@@ -32,16 +32,16 @@ def explanation_text(explained: Explanation) -> str:
     if explained.idle:
         parts.append("\n".join(bullet(f"{name} has nothing to do: {why}") for name, why in explained.idle))
     if explained.partial and plan.predicted_step_time is not None:
-        parts.append("From the plan's own numbers: what limits and more memory are worth only a new search can tell.")
+        parts.append("This uses the plan's own numbers; only a new search can tell what limits and more memory change.")
     return "\n\n".join(parts)
 
 
 def _headline(explained: Explanation) -> str:
     bottleneck = explained.bottleneck
     if bottleneck is None and any(stage.sharding for stage in explained.plan.stages):
-        return "The plan has no predictions of its step; explain(path) tells why operators in a module are split so."
+        return "The plan does not predict its step; explain(path) explains the strategies in a module."
     if bottleneck is None:
-        return "The plan has no predictions: it was made by hand and not priced (compare does that)."
+        return "The plan has no predictions: it was made by hand, and autopar.compare has not priced it."
     shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
     where = replicas(bottleneck.devices)
     step = milliseconds(explained.plan.predicted_step_time)

@@ -11,9 +11,9 @@ _NUMBER = re.compile(r"(?:(?<=[.#])|^)(\d+)(?=[./#]|$)")
 
 
 def folded(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names (module paths, keys of operators, parameters) that differ in one number as one text, with its names.
+    """Names that differ in one number as one text each, with the names: module paths, operator keys or parameters.
 
-    The first number is folded first, so that experts of layers become `layers.0-31.experts.0-7`.
+    It folds the first number first, so that experts of layers become `layers.0-31.experts.0-7`.
     """
     rows = {tuple(_NUMBER.split(name)): [name] for name in dict.fromkeys(names)}  # text, number, text, number, ..
     for place in range(1, max(map(len, rows), default=0), 2):
@@ -31,7 +31,7 @@ def folded(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def operator_text(key: str) -> str:
-    """`layers.0-31.fc linear` for `layers.0-31.fc/linear#0`: later ones of a module keep their number."""
+    """`layers.0-31.fc linear` for `layers.0-31.fc/linear#0`; further operators of a module keep their number."""
     path, _, name = key.rpartition("/")
     return f"{path or 'the model itself'} {name.removesuffix('#0')}"
 

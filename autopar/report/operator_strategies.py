@@ -1,4 +1,4 @@
-"""Why operators of a plan are split as they are, as text."""
+"""Why operators of a plan have their strategies, as text."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _SAME = 1e-9  # relative; seconds that differ less are equal
 _NOTHING = 1e-9  # s
 
 _LEGEND = """\
-Milliseconds are of a micro-batch on each device: own, of the operator itself; collectives, those that it causes beside
-its neighbours as they are; whole, of all operators if it had to be so and all others were chosen anew (<=: at most,
-where memory is short and not all was tried)."""
+Milliseconds per micro-batch on each device. own: the operator itself. collectives: those that it causes while its
+neighbours keep their strategies. whole: all operators, if this one has the strategy of the line and all others are
+chosen again (<=: an upper bound, where memory is short and not everything was tried). Layouts have one code per mesh
+axis for every operand and result: S0 is Shard(0), R is Replicate, P is Partial, as in torch.distributed.tensor."""
 
 
 @shown.register(InsideExplained)
 def inside_text(explained: InsideExplained) -> str:
-    """What `print(plan.explain(path))` shows: operators for which the whole was chosen anew with all that they could
-    do, the others in a line each."""
+    """What `print(plan.explain(path))` shows: all strategies of the operators that were searched again, and one line
+    for each of the others."""
     plan = explained.plan
     full = [one for one in explained.operators if one.chosen is not None and one.chosen.whole is not None]
     short = [one for one in explained.operators if one not in full]
@@ -34,13 +35,13 @@ def inside_text(explained: InsideExplained) -> str:
         parts.append(_LEGEND)
     if short:
         rows = [_short(plan, one) for one in short]
-        columns = ["other operators there" if full else "operators", "what devices do", "layouts"]
+        columns = ["other operators there" if full else "operators", "split", "layouts"]
         numbers = ["collectives", "ms", "repeated\nms"]
         parts.append(table([*columns, *numbers], cut_short(rows), words=3))
     if len(short) == 1 and not full and short[0].exchanges:
         parts.append("\n".join(map(bullet, _exchanges(short[0]))))
     if not full and any(plan.stages[one.stage].sharding is not None for one in short):
-        parts.append("From the plan's own numbers: what else they could do only a new search can tell.")
+        parts.append("This uses the plan's own numbers; only a new search can tell about other strategies.")
     return "\n\n".join(parts)
 
 
@@ -55,10 +56,10 @@ def _full(plan: Plan, one: OperatorExplained) -> Iterator[str]:
         rows.append([f"... and {one.more} more", *[""] * (len(rows[0]) - 1)])
     columns = ["", *sharding.axes, "layouts", "own\nms", "collectives\nms", "kept\nMB", "whole\nms", "whole\nMB"]
     yield table(columns, rows, words=2 + len(sharding.axes))
-    told = [_why(sharding, one), *(f"it causes {text}" for text in _exchanges(one))]
-    told += [f"whole is with all {one.alike} equal operators of equal layers so"] if one.alike > 1 else []
-    told += [f"devices repeat {milliseconds(one.repeated)} ms of it"] if one.repeated else []
-    yield "\n".join(map(bullet, told))
+    reasons = [_why(sharding, one), *(f"it causes {text}" for text in _exchanges(one))]
+    reasons += [f"whole: all {one.alike} equal operators of equal layers have this strategy"] if one.alike > 1 else []
+    reasons += [f"devices repeat {milliseconds(one.repeated)} ms of it"] if one.repeated else []
+    yield "\n".join(map(bullet, reasons))
 
 
 def _row(sharding: StageSharding, key: str, one: Alternative, mark: str) -> list[str]:
@@ -85,8 +86,8 @@ def _why(sharding: StageSharding, one: OperatorExplained) -> str:
     assert chosen.whole is not None
     rivals = [(other.whole, other) for other in one.others if other.whole is not None]
     if not rivals:
-        listed = "chosen for memory: with none of the others listed anything was found that fits"
-        return listed if one.others else "it can do nothing else"
+        listed = "chosen for memory: with every other strategy listed, no choice for the other operators fits"
+        return listed if one.others else "it has no other strategy"
     whole, rival = min(rivals, key=lambda pair: pair[0].seconds)
     seconds, nbytes = whole.seconds - chosen.whole.seconds, whole.nbytes - chosen.whole.nbytes
     exchanged = whole.exchanged - chosen.whole.exchanged
@@ -94,7 +95,7 @@ def _why(sharding: StageSharding, one: OperatorExplained) -> str:
     share = seconds / chosen.whole.seconds if chosen.whole.seconds else 0.0
     if abs(share) < _SAME:
         why = "as the first of equals" if nbytes <= 0 else "for less memory"
-        takes = "as long"
+        takes = "equally long"
     else:
         why = "for less compute" if compute > exchanged else "for less time in collectives"
         why = why if seconds > 0 else "without proof that it is best"
@@ -107,7 +108,9 @@ def _why(sharding: StageSharding, one: OperatorExplained) -> str:
     if abs(nbytes) >= 1:
         text += f"; each device holds {megabytes(abs(nbytes))} MB{_more(nbytes)}"
     refused = sum(not other.fits for other in one.others)
-    return text + (f"; with {refused} of those listed nothing was found that fits the memory" if refused else "")
+    return text + (
+        f"; with {refused} of those listed no choice for the other operators fits the memory" if refused else ""
+    )
 
 
 def _more(value: float) -> str:
@@ -125,7 +128,7 @@ def _short(plan: Plan, one: OperatorExplained) -> list[str]:
         each = "each of its replicas" if stage.replicas > 1 else "all"
         return [one.key, f"stage {one.stage} is not split: {each} on {replicas(stage.devices)}", "-", "0", "0", "0"]
     if one.strategy is None:
-        words, layouts = "all of it on every device", "-"
+        words, layouts = "every device does all of it", "-"
     else:
         pairs = zip(stage.sharding.axes, _axes(stage.sharding, one.key, one.strategy), strict=True)
         words, layouts = "; ".join(f"{axis}: {word}" for axis, word in pairs), one.strategy

@@ -23,7 +23,7 @@ _MOST_PATHS = 3  # of a hand-made split, shown for a stage
 
 @shown.register(Plan)
 def plan_text(plan: Plan) -> str:
-    """What `print(plan)` shows: the numbers of the step, a table of stages, their transfers, and why it is so."""
+    """What `print(plan)` shows: the numbers of the step, the stages, their transfers, and the reasons for the plan."""
     parts = [_headline(plan), _stages(plan)]
     if plan.transfers:
         rows = [
@@ -37,11 +37,11 @@ def plan_text(plan: Plan) -> str:
         ]
         parts.append(table(["transfer", "forward MB", "backward MB", "both ms"], rows))
     parts += sharding_parts(plan)
-    told = [*([plan.optimality] if plan.optimality else []), *plan.notes]
-    if told:
-        parts.append("\n".join(bullet(note) for note in told))
+    reasons = [*([plan.optimality] if plan.optimality else []), *plan.notes]
+    if reasons:
+        parts.append("\n".join(map(bullet, reasons)))
     if plan.predicted_step_time is not None:
-        parts.append("Times, activations and transfers are predictions for one micro-batch, peak MB for each device.")
+        parts.append("Times, activations and transfers are predictions per micro-batch; peak MB is per device.")
     return "\n\n".join(parts)
 
 
@@ -60,7 +60,7 @@ def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
     else:
         replicas = [stage.replicas for stage in plan.stages]
         schedule = make_schedule(plan.schedule, plan.n_microbatches, replicas, training=plan.training)
-        drawing = f"Schedule, as if all stages took equally long\n\n{schedule}"
+        drawing = f"Schedule, drawn as if all stages took equally long\n\n{schedule}"
     parts = [plan_text(plan), drawing]
     if stages:
         columns = ["stage", "inputs", "operators", "outputs", "parameters", "buffers", "parameters MB"]
@@ -69,9 +69,9 @@ def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
 
 
 def module_ranges(plan: Plan) -> list[str]:
-    """What each stage holds, as `first module .. last module`: the largest modules that lie in the stage whole.
+    """The modules of each stage, as `first .. last`: the largest modules that lie in the stage as a whole.
 
-    A plan made by hand that was not priced yet has no operators: the modules that its split names.
+    A plan made by hand that was not priced yet lists no operators; then the modules that its split names.
     """
     if not any(stage.operators for stage in plan.stages):
         return [_split_paths(plan, index) for index in range(len(plan.stages))]

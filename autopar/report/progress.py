@@ -1,4 +1,4 @@
-"""A progress bar for long work; silent where nobody watches."""
+"""A progress bar for long work, on terminals only."""
 
 from __future__ import annotations
 

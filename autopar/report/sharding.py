@@ -1,6 +1,6 @@
-"""Sharded stages of a plan as text: their meshes, who does what, what lies where, what is sent, what is done twice.
+"""Sharded stages of a plan as text: meshes, strategies, parameters, collectives and repeated work.
 
-What is alike is told once: stages that have the same mesh share their tables, equal layers their lines.
+Stages with the same mesh share their tables, and equal layers share a line.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from autopar.analysis.rules import neural
 from autopar.plan.plan import Plan, Stage
 from autopar.report.layer_names import folded, operator_text
-from autopar.report.tables import bullet, megabytes, milliseconds, table
+from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
 from autopar.sharding.stage_sharding import Exchange, StageSharding, Stored
 
 _MOST = 24  # lines of a table
-_MOST_REPEATED = 6  # operators that are named for what devices do alike
+_MOST_REPEATED = 6  # operators with repeated work that a text names
 
-# Operators that are told of even where they only hand on how their first operand lies.
-_TOLD = {*neural.RULES, "embedding"}
+_LEGEND = (
+    "Each mesh axis has a column: how it splits the operator. Layouts have one code per mesh axis for every operand "
+    "and result: S0 is Shard(0), R is Replicate, P is Partial (pieces of a sum), as in torch.distributed.tensor. Of "
+    "parameters, the second layout is that of the optimizer's state."
+)
+
+# Operators that are listed even where their results keep the placements of their operands.
+_ALWAYS_LISTED = {*neural.RULES, "embedding"}
 _LINEAR = {"linear": (1, 0), "addmm": (2, 1)}  # place of the weight, its dimension of the result's columns
 
 _SUMMED = ("nbytes", "seconds")
@@ -28,11 +34,13 @@ Sides = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # layouts of oper
 
 
 def sharding_parts(plan: Plan) -> list[str]:
-    """Paragraphs of `print(plan)` on its sharded stages; none if it has none."""
+    """Paragraphs of `print(plan)` about its sharded stages; none if there are none."""
     sharded = {number: stage for number, stage in enumerate(plan.stages) if stage.sharding is not None}
     if not sharded:
         return []
     parts = [_meshes(plan, sharded)]
+    if any(stage.sharding is not None and stage.sharding.strategies for stage in sharded.values()):
+        parts.append(paragraph(_LEGEND))
     alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Stage]] = defaultdict(list)
     for stage in sharded.values():
         if stage.sharding is not None:
@@ -50,46 +58,47 @@ def mesh_text(sharding: StageSharding) -> str:
 
 
 def axis_text(name: str, sides: Sides, axis: int) -> str:
-    """What an axis of a mesh does with an operator: what it cuts, and whether that leaves parts of a sum."""
+    """How an axis of a mesh splits an operator: the placement of its result, for matrices in words, too."""
     operands, results = ([layout[axis] for layout in side] for side in sides)
     cut = next((code for code in results if code >= 0), None)
     weight, columns = _LINEAR.get(name, (0, 0))
     if name in _LINEAR and len(operands) > weight and operands[weight] >= 0:
-        return "columns" if operands[weight] == columns else "rows, to be summed"
+        return f"columns, Shard({cut})" if operands[weight] == columns else "rows, Partial"
     if name == "embedding" and operands[0] >= 0:
-        return "columns" if operands[0] == 1 else "rows of the table, to be summed"
+        return f"columns, Shard({cut})" if operands[0] == 1 else "rows of the table, Partial"
     if cut is not None:
-        return f"dim {cut}"
+        return f"Shard({cut})"
     if PARTIAL in results:
-        return "parts of a sum" if any(code >= 0 for code in operands) else "a sum handed on"
-    return "repeated" if all(code == REPLICATE for code in operands) else "nothing"
+        return "Partial" if any(code >= 0 for code in operands) else "Partial, passed on"
+    return "Replicate" if all(code == REPLICATE for code in operands) else "Replicate, reduced inside"
 
 
 def stored_words(stored: Stored, axes: Sequence[str], gathered: Iterable[str]) -> str:
-    """Where a parameter is cut. `gathered`: axes along which it is put together for every use."""
-    ways: dict[tuple[str, str], list[str]] = defaultdict(list)
+    """How a parameter is sharded. `gathered`: axes along which all its pieces are gathered before every use."""
+    axes_of: dict[tuple[str, str], list[str]] = defaultdict(list)
     for axis, layout, state in zip(axes, stored.layout, stored.state, strict=True):
         if layout >= 0:
-            ways[f"dim {layout}", ", gathered for every use (ZeRO 3)" if axis in gathered else ""].append(axis)
+            note = ", gathered for every use (ZeRO 3)" if axis in gathered else ""
+            axes_of[f"Shard({layout})", note].append(axis)
         elif state >= 0:
-            ways["state", " (ZeRO 1)"].append(axis)
-    return "; ".join(f"{what} cut by {' and '.join(by)}{how}" for (what, how), by in ways.items())
+            axes_of["state", " (ZeRO 1)"].append(axis)
+    return "; ".join(f"{what} over {' and '.join(names)}{note}" for (what, note), names in axes_of.items())
 
 
 def when(exchange: Exchange) -> str:
-    """Forward, backward or once a step."""
-    return "once a step" if exchange.once else "backward" if exchange.backward else "forward"
+    """Forward, backward or once per step."""
+    return "once per step" if exchange.once else "backward" if exchange.backward else "forward"
 
 
 def times_a_step(exchange: Exchange, plan: Plan, stage: Stage) -> int:
-    """How often a device takes part in it: with every micro-batch of its mesh, forward again where that is recomputed;
-    the busiest mesh counts."""
+    """How often the busiest mesh does it in a step: for every micro-batch of the mesh, and twice where the stage
+    recomputes its forward."""
     again = stage.recompute and not exchange.backward
     return 1 if exchange.once else -(-plan.n_microbatches // stage.replicas) * (2 if again else 1)
 
 
 def cut_short(rows: Sequence[list[str]], most: int = _MOST) -> list[list[str]]:
-    """The first rows of a table, and how many there are besides."""
+    """The first rows of a table, and the number of the others."""
     if len(rows) <= most:
         return list(rows)
     return [*rows[:most], [_more(len(rows) - most), *[""] * (len(rows[0]) - 1)]]
@@ -100,7 +109,7 @@ def _more(count: int) -> str:
 
 
 def share_text(seconds: float, plan: Plan) -> str:
-    """Of the step."""
+    """The share of the predicted step."""
     return f"{seconds / plan.predicted_step_time:.1%}" if plan.predicted_step_time else "-"
 
 
@@ -126,21 +135,21 @@ def _meshes(plan: Plan, sharded: dict[int, Stage]) -> str:
                 "-" if sharding.repeated_time is None else share_text(wasted, plan),
             ]
         )
-    columns = ["stage", "mesh", "meshes", "collectives\na step", "MB", "ms", "of the\nstep"]
+    columns = ["stage", "mesh", "meshes", "collectives\nper step", "MB", "ms", "of the\nstep"]
     return table([*columns, "repeated work\nms", "of the\nstep"], rows, words=2)
 
 
 def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str) -> Iterator[str]:
-    """Operators by what the axes do with them; those that only hand on what they read are counted."""
+    """Operators by how the axes split them; those that keep the placements of their operands are only counted."""
     axes = own[0].axes
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    handed = 0
+    n_keeping = 0
     for sharding in own:
         texts = dict(sharding.texts[0])
         for key, sides in sharding.strategy_of.items():
             name = key.rpartition("/")[2].partition("#")[0]
-            if name not in _TOLD and _hands_on(sides):
-                handed += 1
+            if name not in _ALWAYS_LISTED and _keeps_placements(sides):
+                n_keeping += 1
                 continue
             words = [axis_text(name, sides, axis) for axis in range(len(axes))]
             alike[name, *words, texts[key]].append(key)
@@ -149,19 +158,19 @@ def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str
         yield table([f"operators{over}", *axes, "layouts"], cut_short(rows), words=2 + len(axes))
     split = {key for sharding in own for key, _ in sharding.strategies}
     whole = sum(key not in split for stage in stages for key in stage.operators)
-    told = [f"operators that keep the layouts of what they read: {handed}"] if handed else []
-    told += [f"done whole by every device of a mesh: {whole}"] if whole else []
-    if told:
-        yield bullet("; ".join(told))
+    counts = [f"operators that keep the layouts of their operands: {n_keeping}"] if n_keeping else []
+    counts += [f"operators that every device of a mesh does as a whole: {whole}"] if whole else []
+    if counts:
+        yield bullet("; ".join(counts))
 
 
-def _hands_on(sides: Sides) -> bool:
-    """Whether along every axis the results are cut if an operand is, and parts of a sum if one is."""
+def _keeps_placements(sides: Sides) -> bool:
+    """Whether along every axis the results are sharded if an operand is, and Partial if one is."""
     operands, results = sides
     for axis in range(len(results[0]) if results else 0):
-        kinds = {min(layout[axis], 0) for layout in operands}
-        made = {min(layout[axis], 0) for layout in results}
-        if made != (kinds - {REPLICATE} or {REPLICATE}):
+        before = {min(layout[axis], 0) for layout in operands}  # 0: sharded, along whatever dimension
+        after = {min(layout[axis], 0) for layout in results}
+        if after != (before - {REPLICATE} or {REPLICATE}):
             return False
     return True
 
@@ -178,20 +187,20 @@ def _parameters(own: Sequence[StageSharding], over: str) -> Iterator[str]:
             words = stored_words(stored, sharding.axes, gathered[name])
             if words:
                 alike[words, texts[name]].append(name)
-    rows = [[text, *told] for told, names in alike.items() for text in folded(names)]
+    rows = [[text, *words] for words, names in alike.items() for text in folded(names)]
     if rows:
         yield table([f"parameters{over}", "stored", "layouts"], cut_short(rows), words=3)
 
 
 def _collectives(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
-    """Of a step, by what reads what comes of them."""
-    found: dict[tuple[str, str, str], dict[str, list[tuple[Exchange, int]]]] = defaultdict(lambda: defaultdict(list))
+    """The collectives of a step, by the operator that reads their result."""
+    by_kind: dict[tuple[str, str, str], dict[str, list[tuple[Exchange, int]]]] = defaultdict(lambda: defaultdict(list))
     for stage in sharded.values():
         for exchange in stage.sharding.exchanges if stage.sharding is not None else ():
             kind = (exchange.collective.replace("_", "-"), exchange.axis, when(exchange))
-            found[kind][exchange.operator].append((exchange, times_a_step(exchange, plan, stage)))
+            by_kind[kind][exchange.operator].append((exchange, times_a_step(exchange, plan, stage)))
     lines = []
-    for kind, by_operator in found.items():
+    for kind, by_operator in by_kind.items():
         for text, keys in folded(by_operator).items():
             several = [pair for key in keys for pair in by_operator[key]]
             sums = [sum(n for _, n in several), *(sum(getattr(e, of) * n for e, n in several) for of in _SUMMED)]
@@ -203,12 +212,12 @@ def _collectives(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
         lines[_MOST:] = [(left, [sum(of) for of in zip(*rest, strict=True)])]
     if lines:
         rows = [[*w, str(n), megabytes(b), milliseconds(s), share_text(s, plan)] for w, (n, b, s) in lines]
-        columns = ["collective", "axis", "when", "read by", "a step", "MB", "ms", "of the\nstep"]
+        columns = ["collective", "axis", "when", "read by", "per step", "MB", "ms", "of the\nstep"]
         yield table(columns, rows, words=4)
 
 
 def _repeated(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
-    """Operators that make most of what devices do although others do it, too."""
+    """The operators with most of the work that several devices repeat."""
     seconds: dict[str, float] = defaultdict(float)
     for stage in sharded.values():
         for one in stage.sharding.repeated if stage.sharding is not None else ():
@@ -216,6 +225,6 @@ def _repeated(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
     sums = {text: sum(seconds[key] for key in keys) for text, keys in folded(seconds).items()}
     if sums:
         most = sorted(sums, key=lambda text: -sums[text])
-        told = [f"{operator_text(text)} {milliseconds(sums[text])} ms" for text in most[:_MOST_REPEATED]]
+        named = [f"{operator_text(text)} {milliseconds(sums[text])} ms" for text in most[:_MOST_REPEATED]]
         more = [f"{len(most) - _MOST_REPEATED} more"] if len(most) > _MOST_REPEATED else []
-        yield bullet(f"devices repeat each other's work, most in {', '.join([*told, *more])} a step")
+        yield bullet(f"devices repeat each other's work, per step most in {', '.join([*named, *more])}")

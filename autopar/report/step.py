@@ -1,4 +1,4 @@
-"""A profiled training step as text: what each stage took and waited for, next to the plan's prediction."""
+"""A profiled training step as text: times and waits of each stage, next to the plan's prediction."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def _step_profile(profile: StepProfile) -> str:
     columns += ["backward\nms", "predicted\nms", "waiting\nms", "busy"]
     parts = [paragraph(head), table(columns, [_cells(profile, s) for s in profile.stages], words=2)]
     if profile.one_worker:
-        parts.append("One thread did the actions of all devices in turn: the operators are too small for several.")
+        parts.append("One thread ran the actions of all devices in turn: the operators are too small for more threads.")
     if profile.synchronized:
-        parts.append("GPUs were waited for after every action: an ordinary step takes less.")
+        parts.append("Profiling waits for the GPU after every action: an ordinary step is faster.")
     return "\n\n".join(parts)
 
 

@@ -114,7 +114,7 @@ def test_the_same_stages_with_other_predictions_are_told_as_that() -> None:
     found = before.diff(replace(before, predicted_step_time=0.1))
     assert found.same_decisions
     assert not found.same
-    assert str(found).startswith("the plans decide the same; their predictions differ")
+    assert str(found).startswith("the plans make the same decisions; their predictions differ")
 
 
 def test_splits_are_compared_by_module_and_with_plans_by_operator() -> None:

@@ -1,4 +1,4 @@
-"""What plans with sharded stages print, what their numbers are, and how they differ: facts, not whole texts."""
+"""Plans with sharded stages: what they print, their numbers and their differences. Facts, not whole texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table_in(text: str, head: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("name", "room"), [("gpt2", 1.0), ("llama", 1.0), ("llama", 0.6), ("mlp", 0.5)])
-def test_a_stage_lists_every_collective_that_was_chosen_as_often_as_it_happens(name: str, room: float) -> None:
+def test_a_stage_lists_every_chosen_collective_as_often_as_it_happens(name: str, room: float) -> None:
     plan, problem, found, keys, _ = chosen(name, room)
     sharding = sharding_in(plan)
     inner = exchanges_within(problem.task, problem.facts, found)
@@ -83,7 +83,7 @@ def test_nothing_is_listed_twice(room: float) -> None:
 
 
 def layered(layers: int, stages: int = 1, **more: Any) -> Plan:
-    """Layers of one linear operator by columns and a relu that hands on what it reads."""
+    """Layers of a linear operator split by columns and a relu that keeps the layout."""
     per_stage = layers // stages
     made = []
     for s in range(stages):
@@ -97,10 +97,10 @@ def layered(layers: int, stages: int = 1, **more: Any) -> Plan:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_equal_layers_are_told_once_and_what_hands_on_is_counted(stages: int) -> None:
+def test_equal_layers_share_a_line_and_operators_that_keep_layouts_are_counted(stages: int) -> None:
     text = str(layered(8, stages))
-    assert table_in(text, "operators") == [["layers.0-7.fc linear", "dim 0", "columns", "S0R RS0 -> S0S1"]]
-    assert "keep the layouts of what they read: 8; done whole by every device of a mesh: 8" in text
+    assert table_in(text, "operators") == [["layers.0-7.fc linear", "Shard(0)", "columns, Shard(1)", "S0R RS0 -> S0S1"]]
+    assert "keep the layouts of their operands: 8; operators that every device of a mesh does as a whole: 8" in text
 
 
 def test_repeated_work_names_the_operators_that_make_most_of_it() -> None:
@@ -114,37 +114,37 @@ def test_micro_batches_that_replicas_share_and_forwards_that_run_again_count_as_
     plan = layered(8, exchanges=(exchange, replace(exchange, backward=True), replace(exchange, once=True)))
     stage = replace(plan.stages[0], devices=tuple(f"d:{i}" for i in range(8)), recompute=True)
     rows = table_in(str(replace(plan, stages=(stage,))), "collective ")
-    assert {row[2]: int(row[4]) for row in rows} == {"forward": 2 * M // 2, "backward": M // 2, "once a step": 1}
+    assert {row[2]: int(row[4]) for row in rows} == {"forward": 2 * M // 2, "backward": M // 2, "once per step": 1}
 
 
 @pytest.mark.parametrize(
-    ("text", "gathered", "told"),
+    ("text", "gathered", "words"),
     [
-        ("RS0", (), "dim 0 cut by model"),
-        ("RR / S0R", (), "state cut by data (ZeRO 1)"),
-        ("RR / S0S0", (), "state cut by data and model (ZeRO 1)"),
-        ("S1S0", ("data",), "dim 1 cut by data, gathered for every use (ZeRO 3); dim 0 cut by model"),
+        ("RS0", (), "Shard(0) over model"),
+        ("RR / S0R", (), "state over data (ZeRO 1)"),
+        ("RR / S0S0", (), "state over data and model (ZeRO 1)"),
+        ("S1S0", ("data",), "Shard(1) over data, gathered for every use (ZeRO 3); Shard(0) over model"),
         ("RR", (), ""),
     ],
 )
-def test_where_parameters_lie_is_told_in_the_words_of_zero(text: str, gathered: tuple[str, ...], told: str) -> None:
-    assert stored_words(parse_stored(text), ("data", "model"), gathered) == told
+def test_parameters_are_described_in_the_words_of_zero(text: str, gathered: tuple[str, ...], words: str) -> None:
+    assert stored_words(parse_stored(text), ("data", "model"), gathered) == words
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "told"),
+    ("name", "strategy", "words"),
     [
-        ("linear", "S0R RS0 -> S0S2", ["dim 0", "columns"]),
-        ("linear", "S0S2 RS1 -> S0P", ["dim 0", "rows, to be summed"]),
-        ("addmm", "RR S0S1 RS0 -> S0P", ["dim 0", "rows, to be summed"]),
-        ("embedding", "S0S1 RR -> PS2", ["rows of the table, to be summed", "columns"]),
-        ("sum", "S0P -> PP", ["parts of a sum", "a sum handed on"]),
-        ("softmax", "RS1 -> RS1", ["repeated", "dim 1"]),
+        ("linear", "S0R RS0 -> S0S2", ["Shard(0)", "columns, Shard(2)"]),
+        ("linear", "S0S2 RS1 -> S0P", ["Shard(0)", "rows, Partial"]),
+        ("addmm", "RR S0S1 RS0 -> S0P", ["Shard(0)", "rows, Partial"]),
+        ("embedding", "S0S1 RR -> PS2", ["rows of the table, Partial", "columns, Shard(2)"]),
+        ("sum", "S0P -> PP", ["Partial", "Partial, passed on"]),
+        ("softmax", "RS1 -> RS1", ["Replicate", "Shard(1)"]),
     ],
 )
-def test_what_an_axis_does_is_told_in_words(name: str, strategy: str, told: list[str]) -> None:
+def test_the_splits_of_an_axis_are_described_in_the_words_of_torch(name: str, strategy: str, words: list[str]) -> None:
     sides = parse_strategy(strategy)
-    assert [axis_text(name, sides, axis) for axis in range(2)] == told
+    assert [axis_text(name, sides, axis) for axis in range(2)] == words
 
 
 PARTS = st.sampled_from(["a", "layers", "b2", "0", "1", "2", "3", "17"])
@@ -153,7 +153,7 @@ KEYS = st.tuples(NAMES, st.sampled_from(["", "/linear#0", "/linear#1", "/mul_2#3
 
 
 def unfolded(pattern: str) -> set[str]:
-    """All names that a pattern stands for."""
+    """All names that match a folded one."""
     match = re.search(r"\d+(?:[-,]\d+)+", pattern)
     if match is None:
         return {pattern}
@@ -163,20 +163,20 @@ def unfolded(pattern: str) -> set[str]:
 
 
 @given(st.lists(KEYS, max_size=30))
-def test_folded_names_stand_for_exactly_the_names_that_were_given_each_once(names: list[str]) -> None:
+def test_folded_names_unfold_to_exactly_the_original_names(names: list[str]) -> None:
     found = folded(names)
     assert sorted(name for members in found.values() for name in members) == sorted(set(names))
     assert all(unfolded(pattern) == set(members) for pattern, members in found.items())
 
 
-def test_an_operator_of_a_stage_that_is_not_split_is_told_so() -> None:
+def test_an_operator_of_a_stage_that_is_not_split_says_so() -> None:
     plan = layered(8, 2)
     plan = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], sharding=None)))
     assert "stage 1 is not split: each of its replicas" in str(plan.explain("layers.7"))
-    assert "all of it on every device" in str(plan.explain("layers.0.fc/norm#0"))
+    assert "every device does all of it" in str(plan.explain("layers.0.fc/norm#0"))
 
 
-def test_a_diff_names_meshes_and_operators_that_are_split_otherwise() -> None:
+def test_a_diff_names_meshes_and_operators_with_other_strategies() -> None:
     plan = layered(8)
     other = replace(
         sharding_in(plan), mesh=(4, 1), strategies=(("layers.0.fc/linear#0", parse_strategy("RR RR -> RR")),)
@@ -189,7 +189,7 @@ def test_a_diff_names_meshes_and_operators_that_are_split_otherwise() -> None:
 
 
 def priced(sharded: bool = True, **numbers: Any) -> Plan:
-    """A plan of two stages, the first of which is sharded, priced with costs of single devices."""
+    """A plan of two stages, the first one sharded, priced with the costs of single devices."""
     costs = synthetic_costs(Case(4, devices=(5,), batch=8))
     nodes = [name for name, operator in costs.operators.items() if not operator.replicable]
     stage_of = {name: int(place >= len(nodes) // 2) for place, name in enumerate(nodes)}

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from examples import PROFILE
 from hypothesis import settings
+
+from autopar.capture import export
+
+if TYPE_CHECKING:
+    from shared_exports import SharedExports
 
 # Set before a test module imports transformers, which reads it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -67,3 +73,16 @@ def _one_thread_and_a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def _exports() -> SharedExports:
+    from shared_exports import SharedExports  # here, as it imports transformers
+
+    return SharedExports(export._export)
+
+
+@pytest.fixture
+def shared_exports(_exports: SharedExports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal models are exported once in a session. Not for tests of capturing itself."""
+    monkeypatch.setattr(export, "_export", _exports)

@@ -27,6 +27,8 @@ from cost_models.kernels.roofline import Rates, estimate, kernel_seconds
 from cost_models.measuring import calibration
 from cost_models.measuring.calibration import Calibration, calibrate
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
 aten = torch.ops.aten
 ROWS = 3
 # torch counts nothing for nn.LSTM's fused kernel on a CPU.

@@ -25,7 +25,7 @@ from autopar.plan.plan import Stage
 
 Meshes = tuple[tuple[int, ...] | None, ...]
 EVERY: list[Meshes] = [((2,),), ((2, 2),), ((2,), None), (None, (2,)), ((2,), (3,))]
-pytestmark = pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::autopar.AutoparWarning"), pytest.mark.usefixtures("shared_exports")]
 each_mesh = pytest.mark.parametrize("meshes", EVERY, ids=str)
 
 

@@ -37,6 +37,8 @@ from autopar.lower.device_values import DeviceValue, DeviceValues
 from autopar.sharding.layouts import PARTIAL, REPLICATE, layouts
 from autopar.sharding.stage_sharding import StageSharding
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
 MESHES = [(2,), (3,), (4,), (2, 2)]
 
 

@@ -23,6 +23,8 @@ from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
 META = torch.device("meta")
 BY_NAME = {case.name: case for case in CASES}
 

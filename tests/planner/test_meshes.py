@@ -20,6 +20,8 @@ from autopar.planner.inter_op.meshes import Meshes, subject_of
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
 META = torch.device("meta")
 
 

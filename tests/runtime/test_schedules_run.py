@@ -20,6 +20,8 @@ from autopar.runtime.passes import Passes
 from autopar.runtime.split_backward import input_part
 from autopar.schedule.builders import SCHEDULES
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
 
 class Residual(nn.Module):
     """Layers that later stages read past their neighbours, with a tied weight and a norm."""

@@ -27,8 +27,9 @@ from autopar import PipelinedModule, Plan
 from autopar.analysis.example import examine
 from autopar.costs.cost_graph import CostGraph
 from autopar.plan.plan import Stage
+from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.atoms import make_atoms
-from autopar.planner.predict import Conditions, predict
+from autopar.planner.predict import predict
 from autopar.runtime import signatures
 from benchmarks.models import Workload
 from benchmarks.timing import Step, ratio

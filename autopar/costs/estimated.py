@@ -18,6 +18,7 @@ from autopar.capture.repeated_layers.fold import fold
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
 from cost_models.graphs import on_meta, private_copy, tensors_in
 from cost_models.hardware.device_specs import efficiency_of, rates_of
@@ -99,7 +100,7 @@ class Estimated:
         if not self._batching.splittable:
             return [batch]
         if self._n_microbatches is not None:
-            return sorted({-(-batch // self._n_microbatches), batch})
+            return sorted({largest_size(batch, self._n_microbatches), batch})
         return sorted({batch, *(batch >> shift for shift in range(batch.bit_length()))})
 
     def _inputs(self, rows: int) -> list[Any]:

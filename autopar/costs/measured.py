@@ -23,6 +23,7 @@ from autopar.capture.repeated_layers.measure_once import ReducedGraph, reduce_gr
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import get_attribute
 from cost_models.hardware.devices import operator_threads
@@ -125,7 +126,7 @@ def _sizes(
         return whole
     together = len(devices) if devices[0].shares_process_memory else 1
     if n_microbatches is not None:
-        parts = [-(-batch // n_microbatches)]
+        parts = [largest_size(batch, n_microbatches)]
     else:
         parts = sorted({max(1, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
     few = [(1, parts[len(parts) // 2])] if together > 1 else []

@@ -13,7 +13,7 @@ from autopar.plan.display import explained, shown
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
-from autopar.planner.predict import plan_timeline, simulated
+from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.timeline import Timeline
 
@@ -71,18 +71,12 @@ def explain_plan(plan: Plan) -> Explanation:
 
 def own_explanation(plan: Plan) -> Explanation:
     """What a plan's own numbers say, without a search."""
-    timeline = plan_timeline(plan)
-    if timeline is None:
+    step, larger = step_of_plan(plan), step_of_plan(plan, batch_factor=2)
+    if step is None or larger is None:
         return Explanation(plan, None, partial=True)
-    faster = plan_timeline(plan, link_speed=_MORE_LINK)
-    free = plan_timeline(plan, link_speed=float("inf"))
-    larger = plan_timeline(plan, batch_factor=2)
-    assert faster is not None
-    assert free is not None
-    assert larger is not None
-    bottleneck = _bottleneck(plan, timeline, free)
+    bottleneck = _bottleneck(plan, step.timeline(), step.timeline(link_speed=float("inf")))
     rivals = tuple(Change(rival.description, rival.step_time) for rival in plan.runners_up)
-    helps = _helps(plan, bottleneck, faster, larger)
+    helps = _helps(plan, bottleneck, step.timeline(link_speed=_MORE_LINK), larger.timeline())
     idle = tuple((name, "; ".join(plan.notes) or "the plan does not use it") for name in _idle(plan))
     return Explanation(plan, bottleneck, rivals, (), helps, idle, partial=True)
 
@@ -132,9 +126,9 @@ def _stage_seconds(plan: Plan, stage: int) -> float:
 def _helps(plan: Plan, bottleneck: Bottleneck, faster: Timeline, larger: Timeline) -> tuple[Change, ...]:
     one = plan.stages[bottleneck.stage]
     stages = tuple(_quicker(other) if other.devices == one.devices else other for other in plan.stages)
-    compute = plan_timeline(replace(plan, stages=stages))
-    assert compute is not None
-    changes = [Change(f"{'+'.join(one.devices)} {_FASTER - 1:.0%} faster", compute.step_time)]
+    compute = step_of_plan(replace(plan, stages=stages))
+    assert compute is not None, "the plan's own stages have times"
+    changes = [Change(f"{'+'.join(one.devices)} {_FASTER - 1:.0%} faster", compute.timeline().step_time)]
     if plan.transfers:
         changes.append(Change("links twice as fast", faster.step_time))
     if len(plan.used_devices) > 1:
@@ -196,9 +190,7 @@ def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Cand
     if not more:
         return "no plan that fits uses more devices"
     rival = min(more, key=lambda c: c.timeline.step_time)
-    free = simulated(
-        searching.costs, searching.atoms, rival.arrangement, searching.options.conditions, link_speed=float("inf")
-    )
+    free = rival.step.timeline(link_speed=float("inf"))
     work, own = sum(rival.timeline.busy), sum(chosen.timeline.busy)
     causes = [
         (work / own - 1 if own else 0.0, "more work in all: devices slow each other down, small micro-batches cost"),

@@ -58,7 +58,7 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan
     runners_up = tuple(RunnerUp(searching.describe(c), c.timeline.step_time) for c in others[:_RUNNERS_UP])
     plans = []
     for candidate in [best, *others[: most - 1]]:
-        plan = as_plan(costs, searching.atoms, candidate.arrangement, candidate.timeline, options.conditions)
+        plan = as_plan(costs, searching.atoms, candidate.arrangement, candidate.step, candidate.timeline)
         bound, sentence = searching.proof(candidate)
         plan = replace(
             plan,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from autopar.analysis.example import Example
 from autopar.hints.module_hints import read_hints
 from autopar.options import PlanOptions
+from autopar.planner.arrangement import Conditions
 from autopar.planner.hint_constraints.stage_hints import resolve
 from autopar.planner.inter_op.atoms import NO_CONSTRAINTS, Constraints
-from autopar.planner.predict import Conditions
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,12 @@ from autopar.hints.module_paths import ancestors
 from autopar.plan.display import shown
 from autopar.plan.plan import Plan, Stage
 from autopar.plan.validation import replicas
-from autopar.planner.predict import plan_timeline
+from autopar.planner.predicted_step import step_of_plan
 from autopar.report.sharding import sharding_parts
 from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
 from autopar.runtime.module import PipelinedModule
 from autopar.schedule.builders import make_schedule
+from autopar.schedule.micro_batches import split_sizes
 
 _MOST_PATHS = 3  # of a hand-made split, shown for a stage
 
@@ -54,9 +55,9 @@ def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
     """What `PipelinedModule.report()` shows: the plan, its timeline, and what is in every stage's module."""
     if plan is None:
         return "no plan yet: call the module once, or give parallelize example_args= or example_kwargs="
-    timeline = plan_timeline(plan)
-    if timeline is not None:
-        drawing = f"Predicted timeline\n\n{timeline}"
+    step = step_of_plan(plan)
+    if step is not None:
+        drawing = f"Predicted timeline\n\n{step.timeline()}"
     else:
         replicas = [stage.replicas for stage in plan.stages]
         schedule = make_schedule(plan.schedule, plan.n_microbatches, replicas, training=plan.training)
@@ -129,8 +130,9 @@ def _headline(plan: Plan) -> str:
 def _microbatch_size(plan: Plan) -> str:
     if plan.batch_size is None:
         return ""
-    small, more = divmod(plan.batch_size, plan.n_microbatches)
-    return f" of {small}-{small + 1} samples" if more else f" of {_count(small, 'sample')}"
+    sizes = split_sizes(plan.batch_size, plan.n_microbatches)
+    most, least = sizes[0], sizes[-1]
+    return f" of {least}-{most} samples" if most > least else f" of {_count(least, 'sample')}"
 
 
 def _stages(plan: Plan) -> str:

@@ -10,17 +10,6 @@ import torch
 from autopar.capture import torch_private
 
 
-def split_sizes(batch: int, n_microbatches: int, least: int = 1, multiple: int = 1) -> list[int]:
-    """Samples in each micro-batch: as equal as possible, larger ones first, and each at least `least`.
-
-    All are multiples of `multiple`, as `batch` must be. A small batch has fewer than `n_microbatches`.
-    """
-    units = batch // multiple
-    parts = max(1, min(n_microbatches, units // -(-least // multiple)))
-    small, more = divmod(units, parts)
-    return [(small + 1) * multiple] * more + [small * multiple] * (parts - more)
-
-
 def split_leaf(leaf: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
     """One detached piece of a flat input per micro-batch; without a batch dimension, the whole input for each."""
     if not isinstance(leaf, torch.Tensor):

@@ -21,7 +21,6 @@ from autopar.runtime import autograd
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.call import PipelineCall
 from autopar.runtime.memory_watch import DeviceContext
-from autopar.runtime.micro_batches import split_sizes
 from autopar.runtime.plain_model import plain_call, plain_step
 from autopar.runtime.run import Run
 from autopar.runtime.signatures import BoundCall, CallArguments, Decide, Signatures

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan, RunnerUp, Stage, StageTransfer
-from autopar.planner.predict import ACTION_OVERHEAD
 from autopar.report.plan import module_ranges, module_text, plan_text
 from autopar.report.tables import WIDTH, milliseconds, table
 

@@ -15,8 +15,9 @@ from sharded_plans import M, chosen, sharding_in
 
 from autopar import Plan
 from autopar.plan.plan import Stage, StageTransfer
+from autopar.planner.arrangement import Conditions
 from autopar.planner.intra_op.solution import exchanges_within
-from autopar.planner.predict import Conditions, predict
+from autopar.planner.predict import predict
 from autopar.report.layer_names import folded
 from autopar.report.sharding import axis_text, stored_words
 from autopar.sharding.stage_sharding import Exchange, Repeated, StageSharding, parse_stored, parse_strategy

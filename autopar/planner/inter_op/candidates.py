@@ -12,18 +12,23 @@ import numpy as np
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.plan.validation import places
+from autopar.planner.arrangement import Arrangement
+from autopar.planner.inter_op.atom_times import AtomTimes, atom_times
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_assignment import assign_groups
 from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
+from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.inter_op.partition import relaxed_bound, solve
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Solution, Space
 from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, most_cuts, refine
 from autopar.planner.inter_op.search_budget import COARSE, EXACT, EXACT_STATES, ONE_OF_SEVERAL
 from autopar.planner.inter_op.stage_bytes import Shared
-from autopar.planner.predict import Arrangement, Times, atom_times, simulated
+from autopar.planner.predict import predicted_step
+from autopar.planner.predicted_step import PredictedStep
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
+from autopar.schedule.micro_batches import largest_size
 from autopar.schedule.timeline import Timeline
 
 # Of the partitions found those are simulated whose objective is at most this much above the best.
@@ -48,11 +53,12 @@ class Config:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A partition and what the simulator says of it."""
+    """A partition and its predicted step."""
 
     config: Config
     found: PartitionResult
     arrangement: Arrangement
+    step: PredictedStep
     timeline: Timeline
 
     @property
@@ -84,7 +90,7 @@ class Searching:
         self.counts = self._microbatch_counts()
         self.schedules = self._schedules()
         self.most_replicas = options.max_replicas or len(costs.groups)
-        self._known_times: dict[tuple[str, int, float], Times] = {}
+        self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
         self._configured: dict[str, Space] = {}  # the space with the bytes of a stage configuration, by its name
         self._bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
 
@@ -226,9 +232,10 @@ class Searching:
         for schedule in schedules:
             recompute = tuple(s.recompute for s in found.solution.stages)
             arrangement = Arrangement(stages, groups, config.n_microbatches, schedule, recompute, names)
-            timeline = simulated(self.costs, self.atoms, arrangement, self.options.conditions)
+            step = predicted_step(self.costs, self.atoms, arrangement, self.options.conditions)
+            timeline = step.timeline()
             if self._fits(arrangement, timeline):
-                yield Candidate(replace(config, schedule=schedule), found, arrangement, timeline)
+                yield Candidate(replace(config, schedule=schedule), found, arrangement, step, timeline)
 
     def _fits(self, arrangement: Arrangement, timeline: Timeline) -> bool:
         groups = [group for rank in arrangement.ranks for group in rank]
@@ -260,7 +267,7 @@ class Searching:
             max_replicas=1 if chunks > 1 else self.most_replicas,
             may_recompute=costs.training,
             chunks=chunks,
-            share=-(-costs.batch_size // m) / costs.batch_size,  # of the largest micro-batch
+            share=largest_size(costs.batch_size, m) / costs.batch_size,  # of the largest micro-batch
         )
 
     def _kinds(self, m: int, space: Space) -> tuple[DeviceKind, ...]:
@@ -280,7 +287,7 @@ class Searching:
             self._configured[configuration] = self._space_of(space.cuts, configuration)
         return self._configured[configuration]
 
-    def _times(self, kind: str, busy: int, rows: float) -> Times:
+    def _times(self, kind: str, busy: int, rows: float) -> AtomTimes:
         key = (kind, busy, rows)
         if key not in self._known_times:
             self._known_times[key] = atom_times(self.costs, self.atoms, kind, busy, rows)
@@ -288,17 +295,12 @@ class Searching:
 
     def _space_of(self, cuts: np.ndarray, configuration: str = "") -> Space:
         costs, atoms = self.costs, self.atoms.of(configuration)
-        trained = [shared for shared, weight in atoms.parameters if weight.trained and costs.training]
-        resident = []
-        for shared, weight in atoms.parameters:
-            state = weight.state(self.options.optimizer)
-            more = shared.nbytes + state if weight.trained and costs.training else 0.0
-            resident.append(Shared(shared.nbytes + more, shared.atoms))
+        held = [(s.atoms, resident_bytes(w, self.options.optimizer, costs.training)) for s, w in atoms.parameters]
         return Space(
             cuts=cuts,
             values=atoms.values,
-            resident=tuple(resident),
-            gradients=tuple(trained),
+            resident=tuple(Shared(one.total, readers) for readers, one in held),
+            gradients=tuple(Shared(one.gradient, readers) for readers, one in held if one.gradient),
             saved=atoms.saved,
             transient=atoms.transient,
             pinned=atoms.pinned,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import all_reduce_seconds, reduction_seconds_per_byte
+from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.planner.inter_op.problem import DeviceKind
-from autopar.planner.predict import ACTION_OVERHEAD
 
 # Groups of one device kind whose memory differs by less than this factor count as equal, with the smaller memory.
 _SAME_MEMORY = 1.1

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.planner.inter_op.memory_formula import activation_bytes
 from autopar.planner.inter_op.problem import Problem
 from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
 
@@ -153,11 +154,9 @@ class Costs:
             delayed = np.minimum(2 * self._between(problem.weight[mode.kind]), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
         allowed = tables.follows & (tables.may_recompute if mode.recompute else ~tables.must_recompute)
-        each = share * (tables.received if mode.recompute else tables.saved + tables.received)
-        once = tables.resident + share * tables.transient
-        if mode.recompute:
-            once = once + share * tables.saved  # of the micro-batch that is being recomputed
-        return Terms(time, np.where(allowed, fill, math.inf), delayed, once, each)
+        in_flight, working = activation_bytes(tables.saved, tables.received, tables.transient, mode.recompute)
+        once = tables.resident + share * working
+        return Terms(time, np.where(allowed, fill, math.inf), delayed, once, share * in_flight)
 
     def _between(self, weights: np.ndarray) -> np.ndarray:
         """Sum of `weights` [n] over the atoms between every two cuts."""

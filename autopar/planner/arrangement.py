@@ -1,0 +1,70 @@
+"""Where and how the atoms run: the planner's form of a plan, before it has costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.costs.device_group import DeviceGroup
+from autopar.planner.inter_op.atoms import Atoms
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Some of the atoms in each stage, each stage on its device groups."""
+
+    stages: tuple[tuple[int, ...], ...]  # atoms
+    groups: tuple[tuple[DeviceGroup, ...], ...]  # replicas of each stage; of stages s and s + ranks the same
+    n_microbatches: int
+    schedule: str
+    recompute: tuple[bool, ...]  # of each stage
+    configurations: tuple[str, ...] = ()  # of each stage, by name, where groups are meshes
+
+    @property
+    def ranks(self) -> tuple[tuple[DeviceGroup, ...], ...]:
+        """The groups of each place in the pipeline."""
+        return tuple(dict.fromkeys(self.groups))
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each group."""
+        return len(self.stages) // len(self.ranks)
+
+    @property
+    def n_groups(self) -> int:
+        return sum(map(len, self.ranks))
+
+    @property
+    def n_devices(self) -> int:
+        return sum(len(group.devices) for rank in self.ranks for group in rank)
+
+    @property
+    def cost_names(self) -> list[str]:
+        """What each stage's costs are found by: its stage configuration, or the device kind of its first replica."""
+        return list(self.configurations) or [groups[0].kind for groups in self.groups]
+
+    def by_configuration(self, atoms: Atoms) -> list[tuple[Atoms, set[int]]]:
+        """For every stage configuration in use the atoms with its bytes, and the numbers of its stages."""
+        if not self.configurations:
+            return [(atoms, set(range(len(self.stages))))]
+        return [
+            (atoms.of(name), {stage for stage, own in enumerate(self.configurations) if own == name})
+            for name in dict.fromkeys(self.configurations)
+        ]
+
+    @property
+    def busy(self) -> int:
+        """Groups that compute at the same time: a single micro-batch is on one group after the other."""
+        return self.n_groups if self.n_microbatches > 1 else 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether the runtime calls the model itself."""
+        return self.n_groups == 1 and self.n_microbatches == 1 and not any(self.recompute)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds for a step under every plan."""
+
+    optimizer: str = "adamw"  # whose state the memory holds
+    loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards

@@ -1,0 +1,130 @@
+"""A step before it runs: what every stage takes and holds, laid out in time by the simulator.
+
+This is the one place where a predicted step is put together. Its numbers come from the cost graph, for plans that the
+search considers, or from a plan's own fields, for plans that were saved or loaded:
+
+    Arrangement x CostGraph --predict.predicted_step--.
+                                                       >--> PredictedStep --timeline--> Timeline
+    Plan with numbers --step_of_plan------------------'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.costs.python_overhead import ACTION_OVERHEAD
+from autopar.plan.plan import Plan
+from autopar.schedule.builders import make_schedule
+from autopar.schedule.clock import Transfer
+from autopar.schedule.micro_batches import split_sizes
+from autopar.schedule.simulate import StageTimes, simulate
+from autopar.schedule.timeline import StageMemory, Timeline
+
+
+@dataclass(frozen=True)
+class PredictedStage:
+    """What the operators of a stage take, without Python's overhead."""
+
+    forward: tuple[float, ...]  # s of each micro-batch
+    backward: tuple[float, ...]  # s of each micro-batch, without a repeated forward
+    weight: tuple[float, ...]  # s of each micro-batch: the part of `backward` for gradients of parameters
+    recompute: bool
+    reduction: float  # s once a step: adding up the gradients of its replicas
+    sends_gradient: bool  # stages before it wait for the gradients of its inputs
+    memory: StageMemory | None = None
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A step of a pipeline."""
+
+    stages: tuple[PredictedStage, ...]
+    transfers: tuple[Transfer, ...]
+    schedule: str
+    n_microbatches: int
+    replicas: tuple[int, ...]  # of each rank
+    chunks: int  # stages of each rank
+    training: bool
+    plain: bool  # the runtime calls the model itself, and nothing adds to its operators
+    barrier: bool = False  # all forwards come before the first backward: the caller computes the loss
+
+    def timeline(self, *, link_speed: float = 1.0) -> Timeline:
+        """Who does what when. `link_speed`: every transfer takes its seconds divided by this."""
+        schedule = make_schedule(
+            self.schedule, self.n_microbatches, self.replicas, chunks=self.chunks, training=self.training
+        )
+        transfers = [
+            replace(
+                t,
+                forward=tuple(seconds / link_speed for seconds in t.forward),
+                backward=tuple(seconds / link_speed for seconds in t.backward),
+            )
+            for t in self.transfers
+        ]
+        memory = [stage.memory for stage in self.stages if stage.memory is not None]
+        return simulate(
+            schedule,
+            [self._times(stage) for stage in self.stages],
+            transfers,
+            memory=memory or None,
+            barrier=0.0 if self.barrier else None,
+        )
+
+    def _times(self, stage: PredictedStage) -> StageTimes:
+        """The seconds of the stage's actions, with the overhead of each.
+
+        recompute         backward = forward again + backward
+        split backward    two actions; where no stage waits for its gradients, all of it runs as the WEIGHT part
+        """
+        overhead = 0.0 if self.plain else ACTION_OVERHEAD
+        split = self.schedule == "zb-h1"
+        again = stage.forward if stage.recompute else (0.0,) * len(stage.forward)
+        backward = [b + f for b, f in zip(stage.backward, again, strict=True)]
+        weight = stage.weight if stage.sends_gradient else backward
+        return StageTimes(
+            tuple(f + overhead for f in stage.forward),
+            tuple(b + overhead * (2 if split else 1) for b in backward),
+            tuple(w + overhead for w in weight) if split else (),
+            stage.reduction,
+        )
+
+
+def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) -> PredictedStep | None:
+    """A step from a plan's own numbers; None where it has none (made by hand).
+
+    `batch_factor`: the batch is this many times as large, in as many times the micro-batches of the same sizes.
+    """
+    if any(stage.forward_time is None or stage.backward_time is None for stage in plan.stages):
+        return None
+    m = plan.n_microbatches
+    sizes = split_sizes(plan.batch_size or m, m)
+    share = [size * m / sum(sizes) for size in sizes] * batch_factor  # of the mean micro-batch
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        forward, backward, weight = stage.forward_time or 0.0, stage.backward_time or 0.0, stage.weight_time or 0.0
+        stages.append(
+            PredictedStage(
+                tuple(forward * s for s in share),
+                tuple(backward * s for s in share),
+                tuple(weight * s for s in share),
+                stage.recompute,
+                stage.sync_time or 0.0,
+                any(link.target == number and link.backward_bytes for link in plan.transfers),
+            )
+        )
+    transfers = []
+    for link in plan.transfers:
+        back = link.seconds / 2 if link.backward_bytes else 0.0  # a gradient is as large as its value
+        n = len(share)
+        transfers.append(Transfer(link.source, link.target, (link.seconds - back,) * n, (back,) * n))
+    return PredictedStep(
+        tuple(stages),
+        tuple(transfers),
+        plan.schedule,
+        len(share),
+        tuple(stage.replicas for stage in plan.stages[: plan.ranks]),
+        plan.chunks,
+        plan.training,
+        plain=len(plan.used_devices) == 1 and m == 1 and not any(stage.recompute for stage in plan.stages),
+        barrier=barrier,
+    )

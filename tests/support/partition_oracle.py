@@ -6,13 +6,15 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from hypothesis import strategies as st
 
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
-from autopar.schedule.builders import in_flight_limit
+from autopar.schedule.builders import make_schedule
+from autopar.schedule.clock import Phase
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def cut_matrix(n: int, cuts: list[frozenset[int]]) -> np.ndarray:
 
 
 def space_of(problem: Problem, stage: OracleStage) -> Space:
-    """What the stage holds and sends, in its way of using the devices."""
+    """What the stage holds and sends on its kind of devices."""
     return problem.kinds[stage.kind].space or problem.space
 
 
@@ -63,10 +65,29 @@ def shared_bytes(items: tuple[Shared, ...], atoms: frozenset[int]) -> float:
     return sum(item.nbytes for item in items if atoms & set(item.atoms))
 
 
+@cache
+def most_in_flight(schedule: str, n_microbatches: int, replicas: int, after: int, devices: int) -> int:
+    """Micro-batches that a replica holds at most, counted in the schedule's table.
+
+    The stage has `after` of the `devices` behind it, and all others before it.
+    """
+    before = devices - replicas - after
+    ranks = [*([before] if before else []), replicas, *[1] * after]
+    table = make_schedule(schedule, n_microbatches, ranks)
+    most = 0
+    for slot in table.slots_of(1 if before else 0):
+        held = 0
+        for action in table.actions[slot]:
+            held += action.phase is Phase.FORWARD
+            most = max(most, held)
+            held -= action.phase in (Phase.BACKWARD, Phase.WEIGHT)
+    return most
+
+
 def needed_bytes(problem: Problem, stages: Stages, index: int, devices: int) -> float:
     stage, share = stages[index], problem.bytes_share
     after = sum(later.replicas for later in stages[index + 1 :])
-    held = in_flight_limit(problem.schedule, problem.n_microbatches, stage.replicas, stage.replicas + after, devices)
+    held = most_in_flight(problem.schedule, problem.n_microbatches, stage.replicas, after, devices)
     space = space_of(problem, stage)
     arriving = sum(v.nbytes for v in received(problem, stage))
     saved = shared_bytes(space.saved, stage.atoms)

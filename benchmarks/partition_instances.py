@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from autopar.planner.inter_op.cut_selection import PartitionResult, cuts_worth_looking_at, most_cuts, refine
 from autopar.planner.inter_op.cuts import AtomGraph, merged_graph
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
-from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, most_cuts, refine
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 from benchmarks.output import Report, Table
 

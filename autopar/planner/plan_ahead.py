@@ -12,7 +12,7 @@ from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.inter_op.meshes import subject_of
-from autopar.planner.joint import plan_with_meshes
+from autopar.planner.mesh_size_search import plan_with_meshes
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import search_options
 from cost_models import Cluster

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_oracle import closed_sets
 
+from autopar.planner.inter_op.cut_selection import PartitionResult, cuts_worth_looking_at, refine
 from autopar.planner.inter_op.cuts import AtomGraph, CyclicGraph, all_cuts, cuts_near, first_cuts, merged_graph
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
-from autopar.planner.inter_op.refinement import PartitionResult, cuts_worth_looking_at, refine
 from autopar.planner.inter_op.stage_bytes import Value
 
 

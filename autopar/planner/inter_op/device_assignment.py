@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.planner.inter_op.atoms import Atoms
-from autopar.planner.inter_op.refinement import PartitionResult
+from autopar.planner.inter_op.cut_selection import PartitionResult
 
 _STARTS = 8  # groups tried for the first stage
 _MOST_PLACED = 64

@@ -42,9 +42,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.planner.inter_op.dynamic_program import Path, SweepStep, sweep
 from autopar.planner.inter_op.problem import Infeasibility, Problem, Solution, StageChoice
 from autopar.planner.inter_op.stage_costs import Costs, Mode
-from autopar.planner.inter_op.sweep import Path, SweepStep, sweep
 
 # Below this share of the best time, intervals are no longer halved but walked down from plan to plan.
 _NARROW = 1e-3

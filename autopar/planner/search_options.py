@@ -11,7 +11,7 @@ from autopar.hints.module_hints import read_hints
 from autopar.options import PlanOptions
 from autopar.planner.arrangement import Conditions
 from autopar.planner.hint_constraints.stage_hints import resolve
-from autopar.planner.inter_op.atoms import NO_CONSTRAINTS, Constraints
+from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ import autopar
 from autopar import InfeasibleError, InputError, Plan
 from autopar.costs.cost_graph import CostGraph
 from autopar.planner.explainers import explainer_of
-from autopar.planner.inter_op.atoms import Constraints, make_atoms
+from autopar.planner.inter_op.atoms import make_atoms
+from autopar.planner.inter_op.constraints import Constraints
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
@@ -182,7 +183,7 @@ def test_hints_are_followed() -> None:
         (lambda c: spoiled(c, math.nan), "time of layers.0/norm#0 on kind a is nan s"),
         (lambda c: spoiled(c, -1.0), "time of layers.0/norm#0 on kind a is -1.0 s"),
         (lambda c: timeless(c), "no operator of the cost graph takes any time"),
-        (lambda c: circular(c), "the cost graph has a circle: .*layer0_norm"),
+        (lambda c: cyclic(c), "the cost graph has a cycle: .*layer0_norm"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(broken: Any, message: str) -> None:
@@ -203,7 +204,7 @@ def timeless(costs: CostGraph) -> CostGraph:
     return dataclasses.replace(costs, tables=(dataclasses.replace(table, forward=zeros, backward=zeros),))
 
 
-def circular(costs: CostGraph) -> CostGraph:
+def cyclic(costs: CostGraph) -> CostGraph:
     graph = nx.DiGraph(costs.graph)
     graph.add_edge(list(graph)[-1], "layer0_norm", nbytes=1.0)
     return dataclasses.replace(costs, graph=graph)
@@ -232,7 +233,7 @@ def test_atoms_stand_in_an_order_in_which_they_can_run() -> None:
     assert list(costs.graph)[-1] in atoms.nodes[-1]
 
 
-def test_small_operators_join_their_neighbours_and_no_circle_comes_of_it() -> None:
+def test_small_operators_join_their_neighbours_without_a_cycle() -> None:
     costs = costs_of(100, (2,))
     atoms = make_atoms(costs)
     assert sorted(n for atom in atoms.nodes for n in atom) == sorted(costs.graph)

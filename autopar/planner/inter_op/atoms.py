@@ -1,13 +1,13 @@
 """CostGraph -> the graph of atoms that the partition search cuts.
 
-Operators that no cut may separate become one atom together with all that runs between them; replicable ones
-(positions, masks, sizes) belong to no atom, since every stage computes them for itself. Operators that take hardly any
-time join a neighbour, on the side where more would have to be sent.
+Operators that no cut may separate become one atom, together with all that runs between them. Replicable operators
+(positions, masks, sizes) belong to no atom, because every stage computes them for itself. Operators that take hardly
+any time join a neighbour (`small_atoms`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,30 +18,15 @@ import numpy as np
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.operator_cost import Weight
 from autopar.errors import InputError
+from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
 from autopar.planner.inter_op.cuts import AtomGraph
+from autopar.planner.inter_op.small_atoms import join_small_atoms
 from autopar.planner.inter_op.stage_bytes import Shared, Value
-
-# Operators that take less than this share of the model are not cut off by themselves. What they join grows to no more
-# than that, or than so much above the largest operator in it.
-_SMALL = 1e-3
-_GROWTH = 1.1
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """What the user's hints ask of operators, by node name."""
-
-    stage_of: Mapping[str, int]
-    recompute: frozenset[str]
-    together: tuple[frozenset[str], ...]
-
-
-NO_CONSTRAINTS = Constraints({}, frozenset(), ())
 
 
 @dataclass(frozen=True)
 class Atoms:
-    """Groups of operators. Bytes are those of the whole batch; a micro-batch has its share of them."""
+    """Groups of operators that no cut separates. Bytes are those of the whole batch."""
 
     nodes: tuple[tuple[str, ...], ...]  # operators of each atom, in program order
     edges: frozenset[tuple[int, int]]  # (atom, atom that runs later)
@@ -59,20 +44,20 @@ class Atoms:
         return self.by_configuration.get(name, self)
 
     def sums(self, names: tuple[str, ...], times: np.ndarray) -> np.ndarray:
-        """Seconds of every atom from seconds of every node; replicable operators are left out."""
+        """Seconds of every atom from seconds of the nodes `names`; replicable operators are left out."""
         if names not in self._columns:
             atom_of = {name: i for i, atom in enumerate(self.nodes) for name in atom}
             self._columns[names] = np.array([atom_of.get(name, len(self.nodes)) for name in names], dtype=int)
         return np.bincount(self._columns[names], times, len(self.nodes) + 1)[: len(self.nodes)]
 
     def weight_shares(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
-        """Of every node's backward the share that computes gradients of parameters."""
+        """The share of each node's backward that computes gradients of parameters, [nodes]."""
         if names not in self._shares:
             self._shares[names] = np.array([costs.operators[name].weight_share for name in names])
         return self._shares[names]
 
     def graph(self, weight: np.ndarray) -> AtomGraph:
-        """What the cuts are taken of; `weight` [n] in seconds."""
+        """The graph that is cut. `weight`: seconds of each atom, [n]."""
         return AtomGraph(len(self.nodes), self.edges, weight, self.values)
 
     @cached_property
@@ -85,11 +70,13 @@ class Atoms:
 
 
 def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> Atoms:
-    """The atoms of a cost graph. Raises InputError for a graph with a circle or without any time."""
+    """The atoms of a cost graph. Raises InputError if the graph has a cycle or none of its operators takes time."""
     graph = costs.graph
     if not nx.is_directed_acyclic_graph(graph):
-        circle = [name for name, _ in nx.find_cycle(graph)]
-        raise InputError(f"the cost graph has a circle: {' -> '.join([*circle, circle[0]])}; nothing in it could run")
+        cycle = [name for name, _ in nx.find_cycle(graph)]
+        raise InputError(
+            f"the cost graph has a cycle: {' -> '.join([*cycle, cycle[0]])}; an operator must not depend on itself"
+        )
     seconds = _seconds(costs)
     line = [name for name, operator in costs.operators.items() if not operator.replicable]
     if not line or not sum(seconds[name] for name in line) > 0:
@@ -98,8 +85,8 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
     # The last operator is in the last stage, which returns the outputs: nothing runs after it.
     ends = [(name, line[-1]) for name in line[:-1] if not any(user in seconds for user in graph.successors(name))]
     order = [*graph.edges, *graph.graph.get("order", ()), *ends]
-    merged = _coarser(costs, _merged(line, order, groups), order, seconds, constraints)
-    # Joined operators may stand apart in the program: numbered as they can run, the last one is at the end.
+    merged = join_small_atoms(costs, _merged(line, order, groups), order, seconds, constraints)
+    # Operators of one atom need not be neighbours in the program: number the atoms in an order in which they can run.
     runs = gather(costs, merged, constraints, order).graph(np.zeros(len(merged))).order
     ordered = [merged[atom] for atom in runs]
     own = {c.name: gather(replace(costs, graph=c.graph), ordered, constraints, order) for c in costs.configurations}
@@ -112,9 +99,9 @@ def gather(
     constraints: Constraints = NO_CONSTRAINTS,
     order: Iterable[tuple[str, str]] = (),
 ) -> Atoms:
-    """`nodes` (all operators that are not replicable, grouped) as atoms, with all that goes from one to another.
+    """The groups `nodes` of all operators that are not replicable as atoms, with what they share and send.
 
-    `order`: (node, node that runs later). The last group returns the model's outputs.
+    `order`: pairs (node, node that runs later). The last group returns the model's outputs.
     """
     atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
     saved: dict[int, float] = {}
@@ -150,14 +137,14 @@ def gather(
 
 
 def _seconds(costs: CostGraph) -> dict[str, float]:
-    """Of every operator that is not replicable, on the first kind of device."""
+    """Seconds of every operator that is not replicable, on the first device kind."""
     table = costs.tables[0]
     times = dict(zip(table.nodes, table.forward[-1] + table.backward[-1], strict=True))
     return {n: float(times[n]) for n, operator in costs.operators.items() if not operator.replicable}
 
 
 def _by_pin(stage_of: Mapping[str, int]) -> list[frozenset[str]]:
-    """All that is pinned to one stage stays together."""
+    """One group per pinned stage: its operators stay together."""
     groups: dict[int, set[str]] = defaultdict(set)
     for name, stage in stage_of.items():
         groups[stage].add(name)
@@ -167,96 +154,21 @@ def _by_pin(stage_of: Mapping[str, int]) -> list[frozenset[str]]:
 def _merged(
     line: Sequence[str], order: Iterable[tuple[str, str]], groups: Iterable[Iterable[str]]
 ) -> list[tuple[str, ...]]:
-    """`line` with each group, and all that runs between its members, as one; in the order of their first members."""
+    """`line` with each group, and all that must run between its members, as one; ordered by first members."""
     place = {name: i for i, name in enumerate(line)}
     linked = nx.DiGraph()
     linked.add_nodes_from(line)
     linked.add_edges_from((a, b) for a, b in order if a in place and b in place)
     for group in groups:
         members = sorted((name for name in group if name in place), key=place.__getitem__)
-        # A circle through all members: what must run between two of them is then part of the same component.
+        # With a cycle through all members, what must run between two of them is in the same strong component.
         nx.add_cycle(linked, members)
     components = [sorted(c, key=place.__getitem__) for c in nx.strongly_connected_components(linked)]
     return [tuple(c) for c in sorted(components, key=lambda c: place[c[0]])]
 
 
-def _coarser(
-    costs: CostGraph,
-    atoms: list[tuple[str, ...]],
-    order: Iterable[tuple[str, str]],
-    seconds: Mapping[str, float],
-    constraints: Constraints,
-) -> list[tuple[str, ...]]:
-    """Small atoms joined to their only predecessor or only successor, which leaves no circle.
-
-    Of the two cuts beside a small atom the one where more crosses goes.
-    """
-    atom_of = {name: i for i, atom in enumerate(atoms) for name in atom}
-    before: list[dict[int, float]] = [{} for _ in atoms]  # atom -> bytes that it sends here
-    after: list[dict[int, float]] = [{} for _ in atoms]
-    for a, b in order:
-        if a in atom_of and b in atom_of and atom_of[a] != atom_of[b]:
-            nbytes = float(costs.operators[a].output_bytes)
-            source, target = atom_of[a], atom_of[b]
-            before[target][source] = after[source][target] = before[target].get(source, 0.0) + nbytes
-    marks = [_marks(atom, constraints) for atom in atoms]
-    weight = [sum(seconds[name] for name in atom) for atom in atoms]
-    largest = list(weight)
-    threshold = _SMALL * sum(weight)
-    members = [list(atom) for atom in atoms]
-    alive = [True] * len(atoms)
-
-    def join(kept: int, gone: int) -> None:
-        alive[gone] = False
-        members[kept] += members[gone]
-        weight[kept] += weight[gone]
-        largest[kept] = max(largest[kept], largest[gone])
-        for mine, theirs in ((before, after), (after, before)):
-            for other, nbytes in mine[gone].items():
-                theirs[other].pop(gone, None)
-                if other != kept:
-                    mine[kept][other] = mine[kept].get(other, 0.0) + nbytes
-                    theirs[other][kept] = mine[kept][other]
-            mine[kept].pop(gone, None)
-            mine[gone] = {}
-
-    queue = deque(a for a in range(len(atoms)) if weight[a] < threshold)
-    while queue:
-        atom = queue.popleft()
-        if not alive[atom] or weight[atom] >= threshold:
-            continue
-        choices = []
-        if len(before[atom]) == 1:
-            ((other, nbytes),) = before[atom].items()
-            choices.append((-nbytes, 0, other))
-        if len(after[atom]) == 1:
-            ((other, nbytes),) = after[atom].items()
-            choices.append((-nbytes, 1, other))
-        choices = [
-            choice
-            for choice in choices
-            if marks[choice[2]] == marks[atom]
-            and weight[atom] + weight[choice[2]] <= max(threshold, _GROWTH * max(largest[choice[2]], largest[atom]))
-        ]
-        if not choices:
-            continue
-        other = min(choices)[2]
-        join(other, atom)
-        if weight[other] < threshold:
-            queue.append(other)
-    place = {name: i for i, name in enumerate(seconds)}
-    kept = [sorted(m, key=place.__getitem__) for m, living in zip(members, alive, strict=True) if living]
-    return [tuple(m) for m in sorted(kept, key=lambda m: place[m[0]])]
-
-
-def _marks(atom: Sequence[str], constraints: Constraints) -> tuple[object, ...]:
-    """Atoms that hints treat differently are not joined."""
-    stages = {constraints.stage_of[name] for name in atom if name in constraints.stage_of}
-    return tuple(sorted(stages)), any(name in constraints.recompute for name in atom)
-
-
 def _values(costs: CostGraph, atom_of: Mapping[str, int]) -> tuple[Value, ...]:
-    """What one atom reads of another; the last one returns the model's outputs."""
+    """The values that atoms read of each other; the last atom reads the model's outputs, to return them."""
     graph = costs.graph
     outputs = set(graph.graph["outputs"])
     last = max(atom_of.values(), default=0)

@@ -1,0 +1,18 @@
+"""What hints demand of a partition, by node of the cost graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """The hints of a model, resolved to operators."""
+
+    stage_of: Mapping[str, int]  # node -> the stage that it is pinned to
+    recompute: frozenset[str]  # nodes whose stage recomputes
+    together: tuple[frozenset[str], ...]  # nodes of one stage
+
+
+NO_CONSTRAINTS = Constraints({}, frozenset(), ())

@@ -14,7 +14,7 @@ quantities on a model whose operators compute almost nothing. Two readers need t
 # s of wall time for one action, on top of the measured seconds of its operators.
 ACTION_OVERHEAD = 6e-5
 
-# The part of `ACTION_OVERHEAD` in which the worker computes (measured on one core of a server: 40 of 60 us).
+# The part of `ACTION_OVERHEAD` in which the worker computes: 40 of 60 us on one core of a server.
 _COMPUTING = 2 / 3
 
 # s of CPU time for one action.

@@ -24,6 +24,7 @@ from torch import fx, nn
 from autopar.analysis.operators import captured_device, compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
+from autopar.costs.python_overhead import ACTION_CPU_OVERHEAD, OPERATOR_CPU_OVERHEAD
 from autopar.lower.random_operators import keep_from_compiler
 from autopar.lower.stages import Lowered, StageProgram, replica
 from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, sum_gradients
@@ -35,9 +36,6 @@ from cost_models.graphs import get_attribute
 
 SlotAction = tuple[int, Action]  # (slot, action)
 
-# Seconds that Python and torch's dispatch take for an action and for each operator in it, whatever the operator
-# computes (measured on one core of a server).
-_PER_ACTION, _PER_OPERATOR = 40e-6, 10e-6
 # Threads only wait for each other where actions take less than this multiple of that time.
 _TINY = 2.0
 
@@ -201,7 +199,7 @@ class Executable:
         """
         operators = sum(replicas[0].n_operators for replicas in self._replicas) * (forwards + 2 * backwards)
         actions = (forwards + backwards) * self.n_stages
-        overhead = n_microbatches * (actions * _PER_ACTION + operators * _PER_OPERATOR)
+        overhead = n_microbatches * (actions * ACTION_CPU_OVERHEAD + operators * OPERATOR_CPU_OVERHEAD)
         on_cpu = all(w.device.torch_device.type == "cpu" for w in self.workers)
         self._one_worker_suffices = on_cpu and seconds < _TINY * overhead
 

@@ -26,6 +26,7 @@ from autopar.runtime.run import Run
 from autopar.runtime.signatures import BoundCall, CallArguments, Decide, Signatures
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed
+from autopar.schedule.micro_batches import split_sizes
 from cost_models.hardware.devices import Device, find_device
 
 _SHARED = (  # tables of torch.nn.Module that the pipelined module shares with the model

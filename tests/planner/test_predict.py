@@ -14,8 +14,10 @@ from autopar import Plan
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
 from autopar.costs.operator_cost import OperatorCost, Weight
+from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.plan.plan import Stage
-from autopar.planner.predict import ACTION_OVERHEAD, Conditions, predict
+from autopar.planner.arrangement import Conditions
+from autopar.planner.predict import predict
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 from cost_models import Link, parse_devices

@@ -24,9 +24,12 @@ reduce-scatter within the nodes, all-reduce across them among devices of one ran
 The slower level decides the bytes' time T; the latencies L of both add up. A message is cut into chunks that follow
 each other through the steps; few chunks fill the pipe late and many pay latency often. The best number of chunks gives
 (sqrt(L) + sqrt(T))^2 (Johnsson, Ho: Optimum Broadcasting and Personalized Communication in Hypercubes, 1989); real
-libraries do better or worse, by a factor `ramp` that is fitted for each network:
+libraries do better or worse, by a factor `ramp` of the network:
 
     seconds = L + T + 2 sqrt(ramp L T)
+
+Latencies, efficiencies, ramps and gains of the switch are in `data/networks.toml`. Some are fitted to the measured
+all-reduces of `data/allreduce_busbw.csv`; the header of networks.toml lists which, and what was held out.
 """
 
 from __future__ import annotations

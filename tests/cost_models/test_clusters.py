@@ -1,6 +1,7 @@
 """Clusters: known devices and networks, files, devices at hand, and what connects any two devices."""
 
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from cost_models.kernels.roofline import Rates
 from cost_models.measuring.calibration import Calibration
 
 GIB = 1 << 30
+DATED = re.compile(r".{3,}\b20[012]\d(-\d\d)?\)?", re.DOTALL)
 
 positive = st.floats(1e-3, 1e18)
 fractions = st.floats(0.01, 1)
@@ -123,18 +125,70 @@ def test_a_file_that_is_no_cluster_is_an_error(tmp_path: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize("name", known_devices())
-def test_every_figure_of_a_known_device_has_a_source_with_a_year(name: str) -> None:
+def test_every_figure_of_a_known_device_has_a_source_that_ends_with_its_date(name: str) -> None:
     spec = known_devices()[name]
     figures = {"peak_flops", "memory", "bandwidth", "flops_efficiency", "bandwidth_efficiency", "launch"}
     assert set(spec.sources) == figures
-    assert all(any(str(year) in source for year in range(2000, 2100)) for source in spec.sources.values())
+    assert all(DATED.fullmatch(source) for source in spec.sources.values())
 
 
 @pytest.mark.parametrize("name", known_networks())
-def test_every_figure_of_a_known_network_has_a_source_with_a_year(name: str) -> None:
+def test_every_figure_of_a_known_network_has_a_source_that_ends_with_its_date(name: str) -> None:
     sources = known_networks()[name].sources
     assert set(sources) == {"latency", "line_rate", "efficiency", "ramp", "in_switch"}
-    assert all(any(str(year) in source for year in range(2000, 2100)) for source in sources.values())
+    assert all(DATED.fullmatch(source) for source in sources.values())
+
+
+# Multiprocessors, FLOP that one computes per clock in 16-bit tensor cores (dense, float32 sums), boost clock in GHz,
+# width of the memory bus in bits, Gbit/s per pin: NVIDIA's architecture white papers of Volta (2017), Turing (2018),
+# Ampere (2020), Ada (2022) and Hopper (2022), and the data sheets of L4 (2023) and H200 (2024).
+ARCHITECTURE = {
+    "V100": (80, 1024, 1.53, 4096, 1.752),
+    "T4": (40, 1024, 1.59, 256, 10.0),
+    "A100-40": (108, 2048, 1.41, 5120, 2.43),
+    "A100-80": (108, 2048, 1.41, 5120, 3.186),
+    "RTX4090": (128, 512, 2.52, 384, 21.0),
+    "L4": (58, 1024, 2.04, 192, 12.5),
+    "H100": (132, 4096, 1.83, 5120, 5.234),
+    "H200": (132, 4096, 1.83, 6144, 6.25),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURE)
+def test_figures_of_gpus_follow_from_their_architecture(name: str) -> None:
+    """Peak = multiprocessors x FLOP per clock x clock; bandwidth = bus width x rate of a pin."""
+    units, per_clock, clock, bits, per_pin = ARCHITECTURE[name]
+    spec = known_devices()[name]
+    assert spec.units == units
+    assert spec.peak_flops["float16"] == pytest.approx(units * per_clock * clock * 1e9, rel=0.01)
+    assert spec.bandwidth == pytest.approx(bits / 8 * per_pin * 1e9, rel=0.01)
+
+
+# Links (or lanes, or adapters a node shares) x Gbit/s that each carries in one direction: NVIDIA's white papers,
+# the PCI Express base specifications (128b/130b encoding), the InfiniBand roadmap, IEEE 802.3, and the clouds' pages.
+LINES = {
+    "NVLink2": (6, 200),
+    "NVLink3": (12, 200),
+    "NVLink4": (18, 200),
+    "NVLink5": (18, 400),
+    "PCIe3": (16, 8 * 128 / 130),
+    "PCIe4": (16, 16 * 128 / 130),
+    "PCIe5": (16, 32 * 128 / 130),
+    "EDR-shared": (4, 100),
+    "HDR": (1, 200),
+    "NDR": (1, 400),
+    "TCPXO": (1, 200),
+    "EFA": (1, 400),
+    "Ethernet10": (1, 10),
+    "Ethernet25": (1, 25),
+    "Ethernet100": (1, 100),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_line_rates_of_networks_follow_from_their_standards(name: str) -> None:
+    links, gigabits = LINES[name]
+    assert known_networks()[name].line_rate == pytest.approx(links * gigabits * 1e9 / 8, rel=0.02)
 
 
 @pytest.mark.parametrize("name", known_devices())
@@ -227,7 +281,10 @@ def test_devices_at_hand_are_measured() -> None:
     assert spec.peak_flops["float32"] > 1e8
     assert spec.bandwidth > 1e8
     assert 0 < spec.launch < 1e-2
-    assert cluster.seconds("all_reduce", GIB, cluster.devices) >= 0
+    # Two workers, one link: a reduce-scatter and an all-gather, each of one step that moves half of the bytes.
+    link = cluster.link(first, second)
+    expected = 2 * link.latency + 2 * (GIB / 2) / link.bandwidth
+    assert cluster.seconds("all_reduce", GIB, cluster.devices) == pytest.approx(expected)
 
 
 def test_calibrated_curves_are_used_and_kept_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def bus_bandwidth(collective: Collective, nbytes: int, cluster: Cluster) -> floa
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_all_reduce_is_within_a_fifth_of_the_published_table(column: str) -> None:
+def test_the_fit_to_the_published_table_is_within_a_fifth(column: str) -> None:
+    """These rows were fitted to, so this bounds the error of the formula's shape, not that of a prediction."""
     errors = [
         abs(bus_bandwidth("all_reduce", nbytes, COLUMNS[column]) / truth - 1)
         for nbytes, name, truth in published()
@@ -75,8 +76,11 @@ def test_all_reduce_is_within_a_fifth_of_the_published_table(column: str) -> Non
     assert sum(errors) / len(errors) < 0.2
 
 
-def test_all_reduce_is_nowhere_off_by_a_factor_of_two() -> None:
-    for nbytes, column, truth in published():
+def test_rows_that_were_held_out_are_predicted_within_a_factor_of_two() -> None:
+    """32K and 16G lie outside of the sizes that the networks' constants were fitted to."""
+    held_out = [row for row in published() if row[0] in (32 << 10, 16 << 30)]
+    assert len(held_out) == 9
+    for nbytes, column, truth in held_out:
         ratio = bus_bandwidth("all_reduce", nbytes, COLUMNS[column]) / truth
         outlier = (nbytes, column) == (32 << 10, "B200x32")  # see the header of the table
         assert outlier or 0.5 < ratio < 2, (nbytes, column)

@@ -1,4 +1,4 @@
-"""Pipelines ordinary PyTorch models over devices, at hand or to come, by a plan that measurement and search chose."""
+"""Pipeline and shard ordinary PyTorch models over several devices by a plan that measurement and search choose."""
 
 from autopar.api import accuracy, compare, parallelize, plan, profile
 from autopar.costs.prediction_error import Accuracy

@@ -1,4 +1,4 @@
-"""`python -m autopar` is the command `autopar`."""
+"""`python -m autopar` runs the command line."""
 
 from autopar.cli import main
 

@@ -1,4 +1,4 @@
-"""What one plan does otherwise than another, and how their predictions differ."""
+"""The differences between two plans: decisions and predictions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class MovedModule:
-    """A module that lies in one stage whole in either plan, as large as that is true of, or one operator."""
+    """A module that lies in one stage as a whole in both plans (the largest such module), or an operator."""
 
     module: str  # "" for the whole model
     before: int  # stage
@@ -38,16 +38,16 @@ class MovedModule:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A module that only one of the plans recomputes, as large as that is true of."""
+    """A module that only one of the plans recomputes: the largest one with a single answer for all its operators."""
 
     module: str
-    now: bool  # the later plan does
+    now: bool  # the second plan recomputes it
     n_operators: int
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A prediction of both plans; None where a plan has none."""
+    """A predicted or measured quantity of both plans; None where a plan does not have it."""
 
     name: str
     unit: str  # "s", "bytes" or "" for a fraction
@@ -67,13 +67,13 @@ class PlanDiff:
     settings: tuple[Setting, ...]
     moves: tuple[MovedModule, ...]
     recomputed: tuple[Recomputed, ...]
-    only_before: tuple[str, ...]  # operators (or modules of a split) that only one of the plans names
+    only_before: tuple[str, ...]  # operators (or modules of a split) that only the first plan names
     only_after: tuple[str, ...]
-    quantities: tuple[Quantity, ...]  # all predictions that either plan has, equal ones, too
+    quantities: tuple[Quantity, ...]  # all that at least one plan has, also equal ones
 
     @property
     def same_decisions(self) -> bool:
-        """Whether both run the same: stages, devices, micro-batches, schedule, strategies and recomputation."""
+        """Whether both run alike: stages, devices, micro-batches, schedule, strategies and recomputation."""
         return not (self.settings or self.moves or self.recomputed or self.only_before or self.only_after)
 
     @property
@@ -82,7 +82,7 @@ class PlanDiff:
         return self.same_decisions and all(q.before == q.after for q in self.quantities)
 
     def to_json(self) -> str:
-        """All of it, in seconds and bytes."""
+        """Everything as JSON, in seconds and bytes."""
         data = dataclasses.asdict(self)
         for item, quantity in zip(data["quantities"], self.quantities, strict=True):
             item["ratio"] = quantity.ratio
@@ -94,7 +94,7 @@ class PlanDiff:
 
 @compared.register(Plan)
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
-    """What `after` does otherwise than `before`. O(operators x depth of modules)."""
+    """What `after` decides and predicts differently from `before`. O(operators x depth of modules)."""
     stages = _stage_of(before, after)
     both = {key: pair for key, pair in stages.items() if None not in pair}
     again = {
@@ -113,8 +113,10 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
 
 
 def _stage_of(before: Plan, after: Plan) -> dict[str, tuple[Any, Any]]:
-    """The stages of every operator in both plans, None where a plan does not say. Where neither names operators, of the
-    modules in their splits, each as if it were one operator without a name: `module.path/`."""
+    """The stage of every operator in both plans, None where a plan does not name it.
+
+    If neither plan lists operators, each module of their splits counts as one operator without a name: `module.path/`.
+    """
     plans = (before, after)
     listed = [{key: s for s, stage in enumerate(plan.stages) for key in stage.operators} for plan in plans]
     keys = dict.fromkeys(
@@ -132,8 +134,10 @@ def _stage_of(before: Plan, after: Plan) -> dict[str, tuple[Any, Any]]:
 
 
 def _whole(pairs: Mapping[str, tuple[Any, Any]]) -> list[tuple[str, tuple[Any, Any], int]]:
-    """(module, pair, operators) of what has two different values, in the order of `pairs`: the largest modules whose
-    operators all have the same pair, or the operator itself."""
+    """(module, pair, number of operators) where the two values differ, in the order of `pairs`.
+
+    Each module is the largest one whose operators all have the same pair; without one, it is the operator's key.
+    """
     inside: dict[str, set[tuple[Any, Any]]] = defaultdict(set)
     for key, pair in pairs.items():
         for module in ancestors(key.rpartition("/")[0]):
@@ -167,7 +171,7 @@ def _settings(before: Plan, after: Plan) -> list[Setting]:
 
 
 def _meshes(plan: Plan) -> str | None:
-    """Of every stage, in order."""
+    """The mesh of every stage, in order."""
     texts = [
         " x ".join(f"{name} {n}" for name, n in zip(s.sharding.axes, s.sharding.mesh, strict=True))
         if s.sharding
@@ -178,7 +182,7 @@ def _meshes(plan: Plan) -> str | None:
 
 
 def _sharded(before: Plan, after: Plan) -> Iterator[Setting]:
-    """How many operators, and parameters, are split otherwise, and some of them."""
+    """Numbers of operators and parameters with other layouts, and the names of some."""
     for name, place in (("strategies", 0), ("layouts of parameters", 1)):
         old, new = (
             {key: text for stage in plan.stages if stage.sharding for key, text in stage.sharding.texts[place]}
@@ -186,12 +190,12 @@ def _sharded(before: Plan, after: Plan) -> Iterator[Setting]:
         )
         other = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
         if other:
-            yield Setting(name, f"{len(old)} split", f"{len(new)} split, other ones for {few(other)}")
+            yield Setting(name, f"{len(old)} split", f"{len(new)} split, differently for {few(other)}")
 
 
 def _quantities(before: Plan, after: Plan) -> list[Quantity]:
     plans = (before, after)
-    found = [
+    quantities = [
         Quantity(name, unit, *(getattr(plan, field) for plan in plans))
         for name, unit, field in (
             ("step", "s", "predicted_step_time"),
@@ -202,7 +206,7 @@ def _quantities(before: Plan, after: Plan) -> list[Quantity]:
             ("bound", "s", "bound"),
         )
     ]
-    found.append(Quantity("largest peak memory", "bytes", *(_largest_peak(plan) for plan in plans)))
+    quantities.append(Quantity("largest peak memory", "bytes", *(_largest_peak(plan) for plan in plans)))
     for s in range(max(len(plan.stages) for plan in plans)):
         for name, unit, field in (
             ("forward", "s", "forward_time"),
@@ -213,8 +217,8 @@ def _quantities(before: Plan, after: Plan) -> list[Quantity]:
             ("peak memory", "bytes", "peak_memory"),
         ):
             values = (getattr(plan.stages[s], field) if s < len(plan.stages) else None for plan in plans)
-            found.append(Quantity(f"stage {s} {name}", unit, *values))
-    return found
+            quantities.append(Quantity(f"stage {s} {name}", unit, *values))
+    return quantities
 
 
 def _largest_peak(plan: Plan) -> int | None:

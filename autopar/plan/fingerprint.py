@@ -1,7 +1,7 @@
-"""What a model is known by, so that a plan for another model is refused: names and shapes of its parameters.
+"""The fingerprint of a model, names and shapes of its parameters, by which a plan for another model is refused.
 
-Captures differ with training mode, batch size and torch version, the parameters do not; nor do dtype and device count,
-since a plan made in float32 is as valid in bfloat16.
+It does not use the captured graph, which differs with training mode, batch size and torch version. It leaves out dtype
+and device: a plan made in float32 is also valid in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ _DIGITS = 8
 
 
 def fingerprint(model: nn.Module) -> str:
-    """`conv1:0f4b5c1d layer1:9a0b3c2e`: a hash for each child of the model, and with an empty name for parameters that
-    are its own. Children of a lazy module that has not run yet are left out."""
+    """`conv1:0f4b5c1d layer1:9a0b3c2e`: a hash per child of the model, with an empty name for the model's own
+    parameters. Children that hold uninitialized lazy parameters are left out."""
     return " ".join(f"{name}:{digest}" for name, digest in _digests(model).items() if digest) or _NONE
 
 
 def differences(recorded: str, model: nn.Module) -> list[str]:
-    """How `model` differs from the one with the fingerprint `recorded`; empty if it does not."""
+    """How `model` differs from the model with the fingerprint `recorded`; empty if it does not."""
     then = dict(re.findall(rf"(\S*):([0-9a-f]{{{_DIGITS}}})(?: |$)", recorded))
     now = _digests(model)
     lost = [name for name in then if name not in now]
     new = [name for name in now if name not in then and now[name]]
     changed = [name for name in then if now.get(name) and now[name] != then[name]]
-    told = []
+    texts = []
     if lost:
-        told.append(f"it has no parameters in {few(lost)}")
+        texts.append(f"it has no parameters in {few(lost)}")
     if new:
-        told.append(f"it has parameters in {few(new)}, which that model has not")
+        texts.append(f"it has parameters in {few(new)}, which the other model does not have")
     if changed:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if _child(name) == changed[0]]
-        told.append(f"parameters in {few(changed)} have other names or shapes, here {', '.join(shapes[:_MOST])} ...")
-    return told
+        texts.append(f"parameters in {few(changed)} have other names or shapes, here {', '.join(shapes[:_MOST])} ...")
+    return texts
 
 
 def _digests(model: nn.Module) -> dict[str, str | None]:
-    """A hash for every child with parameters; None where shapes are not known yet."""
+    """A hash per child with parameters; None where shapes are not known yet."""
     lines: dict[str, list[str]] = defaultdict(list)
     lazy = set()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
@@ -54,12 +54,12 @@ def _digests(model: nn.Module) -> dict[str, str | None]:
             lazy.add(child)
         else:
             lines[child].append(f"{name} {tuple(parameter.shape)}")
-    found: dict[str, str | None] = {
+    digests: dict[str, str | None] = {
         child: hashlib.sha256("\n".join(text).encode()).hexdigest()[:_DIGITS] for child, text in lines.items()
     }
-    return found | dict.fromkeys(lazy)
+    return digests | dict.fromkeys(lazy)
 
 
 def _child(name: str) -> str:
-    """The child of the root that a parameter is in, "" for the root itself."""
+    """The child of the root that holds a parameter, "" for the root itself."""
     return re.sub(r"\s", "_", name.partition(".")[0]) if "." in name else ""

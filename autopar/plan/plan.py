@@ -1,5 +1,6 @@
-"""The decision as data: which operators run in which stage on which devices, in how many micro-batches, by which
-schedule, and what that was predicted to cost. Prints, saves and loads; knows neither how it was found nor how it runs.
+"""The plan as data: the operators and devices of every stage, the number of micro-batches, the schedule, predictions.
+
+A plan prints, saves and loads. It knows neither the search that chose it nor the runtime that follows it.
 """
 
 from __future__ import annotations
@@ -30,34 +31,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage. Costs are predictions for one micro-batch on one of its devices; None in a plan made by hand."""
+    """One stage. Times and bytes are predictions for one micro-batch on one device; None in a plan made by hand."""
 
     devices: tuple[str, ...]  # names; several are replicas (or meshes): micro-batch i runs on devices[i mod r]
     operators: tuple[str, ...] = ()  # `module.path/operator#k`, in program order
     forward_time: float | None = None  # s
     backward_time: float | None = None  # s, without recomputation
-    weight_time: float | None = None  # s, of the backward time for gradients of parameters
+    weight_time: float | None = None  # s: the part of the backward time that computes gradients of parameters
     parameter_bytes: int | None = None
     activation_bytes: int | None = None  # kept for backward, per micro-batch in flight
     peak_memory: int | None = None  # bytes on each device
-    sync_time: float | None = None  # s once a step: gradients of the replicas reduced
+    sync_time: float | None = None  # s per step to reduce the gradients of replicas
     recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it
-    sharding: StageSharding | None = None  # operators are split over meshes of its devices
+    sharding: StageSharding | None = None  # its devices form meshes that share the operators
 
     @property
     def shards(self) -> int:
-        """Devices that work on one micro-batch together."""
+        """Number of devices that work on one micro-batch together."""
         return self.sharding.size if self.sharding is not None else 1
 
     @property
     def replicas(self) -> int:
-        """Micro-batches that it works on at once."""
+        """Number of micro-batches that it works on at once."""
         return len(self.devices) // self.shards
 
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """What one stage sends another for every micro-batch."""
+    """What one stage sends to another for every micro-batch."""
 
     source: int
     target: int
@@ -76,26 +77,26 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is to run. `split` (module path -> stage) takes the place of `operators` in a plan made by hand."""
+    """How to run a model. A plan made by hand has `split` (module path -> stage) instead of operators in its stages."""
 
     stages: tuple[Stage, ...]
     n_microbatches: int
     schedule: str = "1f1b"
-    batch_size: int | None = None  # samples of the call it was made for
-    devices: tuple[str, ...] = ()  # all that were offered
+    batch_size: int | None = None  # samples of the example call
+    devices: tuple[str, ...] = ()  # all that were offered, used or not
     training: bool = True
     predicted_step_time: float | None = None  # s
     single_device_time: float | None = None  # s, predicted, the whole batch on the first device
     bubble: float | None = None  # idle fraction of the used devices' time
     transfers: tuple[StageTransfer, ...] = ()
     split: tuple[tuple[str, int], ...] = ()
-    notes: tuple[str, ...] = ()  # why it is as it is
+    notes: tuple[str, ...] = ()  # reasons for its decisions
     objective: float | None = None  # s, of the search
-    bound: float | None = None  # s: no plan that was searched has a smaller objective
-    optimality: str = ""  # how far the plan is proven best
+    bound: float | None = None  # s: no plan in the searched space has a smaller objective
+    optimality: str = ""  # how far the plan is proven to be the best
     runners_up: tuple[RunnerUp, ...] = ()
-    measured_step_time: float | None = None  # s, where it was tuned
-    model: str | None = None  # fingerprint of the model that it was made for
+    measured_step_time: float | None = None  # s, of a tuned plan
+    model: str | None = None  # fingerprint of its model
     device_kinds: tuple[str, ...] = ()  # of `devices`
 
     def __post_init__(self) -> None:
@@ -109,18 +110,18 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Places in the pipeline: stage s is on the devices of stage s mod ranks."""
+        """Number of device groups in the pipeline: stage s is on the devices of stage s mod ranks."""
         turns = rounds([stage.devices for stage in self.stages]) if self.schedule == INTERLEAVED else None
         return len(self.stages) if turns is None else turns
 
     @property
     def chunks(self) -> int:
-        """Stages of each device."""
+        """Number of stages per device."""
         return len(self.stages) // self.ranks
 
     @property
     def places(self) -> str:
-        """`cpu:0 | cpu:1+cpu:2`: stages apart, replicas together; `(cpu:0 | cpu:1) x 2` for two stages on each."""
+        """`cpu:0 | cpu:1+cpu:2` for two stages, the second with two replicas; `(cpu:0 | cpu:1) x 2` for two chunks."""
         return places([stage.devices for stage in self.stages[: self.ranks]], self.chunks)
 
     def explain(self, path: str | None = None) -> Any:
@@ -146,10 +147,13 @@ class Plan:
     ) -> Plan:
         """A plan made by hand: `split` puts modules (by path, as in `named_modules()`) on stages.
 
-        A module that is not named follows its inputs: it runs on the latest stage that any of them comes from. The
-        most specific path counts. `devices`: for each stage its device or its replicas' devices (default: stage s on
-        the s-th device offered, `"cpu:0"`, `"cpu:1"` ... where they are CPU workers; under interleaved-1f1b the stages
-        go round the devices offered). `recompute`: the stages that recompute.
+        The most specific path counts. A module that is not named runs on the latest stage that its inputs come from.
+
+        Args:
+            devices: for each stage its device, or the devices of its replicas. Default: stage s on the s-th device
+                offered (CPU workers are called `"cpu:0"`, `"cpu:1"` ...); under interleaved-1f1b the stages go round
+                the devices offered.
+            recompute: the stages that recompute.
         """
         if not split:
             raise PlanError("split is empty; give at least one module path and its stage")
@@ -161,9 +165,9 @@ class Plan:
             devices = [slot(s) for s in range(n_stages)]
         if len(devices) != n_stages:
             raise PlanError(f"the split has {n_stages} stages, but devices names {len(devices)}")
-        strange = [stage for stage in recompute if stage not in range(n_stages)]
-        if strange:
-            raise PlanError(f"recompute names {', '.join(map(repr, strange))}, but there are stages 0..{n_stages - 1}")
+        unknown = [stage for stage in recompute if stage not in range(n_stages)]
+        if unknown:
+            raise PlanError(f"recompute names {', '.join(map(repr, unknown))}, but there are stages 0..{n_stages - 1}")
         names = [(d,) if isinstance(d, str) else tuple(d) for d in devices]
         stages = tuple(Stage(d, recompute=s in recompute) for s, d in enumerate(names))
         return cls(stages, n_microbatches, schedule, split=tuple(split.items()))
@@ -208,9 +212,9 @@ class Plan:
             yield f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}"
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise PlanError if the plan was made for a model with other parameters, or names modules that it has not.
+        """Raise PlanError if the plan was made for a model with other parameters or modules.
 
-        The message names some of what differs. Lazy modules must have run before.
+        The message names some of the differences. Lazy modules must have run before.
         """
         problems = differences(self.model, model) if self.model is not None else []
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -223,8 +227,8 @@ class Plan:
             return
         known = set(named) - {""}
         above = {ancestor for path in known for ancestor in ancestors(path)}
-        own = [path for path, module in modules.items() if list(module.parameters(recurse=False))]
-        bare = [path for path in own if path not in above and nearest(path, known) is None]
+        with_parameters = [path for path, module in modules.items() if list(module.parameters(recurse=False))]
+        bare = [path for path in with_parameters if path not in above and nearest(path, known) is None]
         if known and bare:
             problems.append(f"the plan says nothing about its modules {few(bare)}")
         raise PlanError(f"the plan was made for another model than this {type(model).__name__}: {'; '.join(problems)}")

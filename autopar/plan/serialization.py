@@ -64,7 +64,7 @@ def read(text: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(name for name, _ in pairs)
-        problems.extend(f"'{name}' is given twice" for name, count in counts.items() if count > 1)
+        problems.extend(f"'{name}' appears twice" for name, count in counts.items() if count > 1)
         return dict(pairs)
 
     try:

@@ -1,4 +1,4 @@
-"""All that can be wrong with a plan by itself, whatever the model and the devices are."""
+"""Checks of a plan by itself, independent of the model and the devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.schedule.builders import SCHEDULES
 from autopar.sharding.stage_sharding import problems
 
 INTERLEAVED = "interleaved-1f1b"
-_MOST_NAMED = 4  # devices of a stage that a text lists
+_MOST_NAMED = 4  # devices of a stage that a text lists in full
 _OTHER_RULES = ("n_microbatches", "source", "target")  # numbers that have their own lower bound
 _LARGEST = 1e18  # s, bytes or pieces: products and sums of larger numbers could overflow a float
 
@@ -27,19 +27,19 @@ def violations(plan: Any) -> list[str]:
 
 
 def rounds(groups: list[tuple[str, ...]]) -> int | None:
-    """p, if the stages go round p different groups of devices in turn (0 1 .. p-1 0 1 ..); None if they do not."""
+    """p, if the stages take p different groups of devices in turn (0 1 .. p-1 0 1 ..); otherwise None."""
     p = len(dict.fromkeys(groups))
     return p if p and groups == groups[:p] * (len(groups) // p) else None
 
 
 def places(ranks: Iterable[Iterable[str]], chunks: int = 1) -> str:
-    """How a text names the devices of a pipeline's places, each with `chunks` stages."""
+    """The text for the devices of a pipeline, each with `chunks` stages."""
     once = " | ".join(replicas(tuple(names)) for names in ranks)
     return once if chunks == 1 else f"({once}) x {chunks}"
 
 
 def replicas(names: Sequence[str]) -> str:
-    """How a text names the devices of one stage: many of them by the first and the last."""
+    """The text for the devices of one stage: all names, or the first and the last of many."""
     if len(names) <= _MOST_NAMED:
         return "+".join(names)
     return f"{names[0]} .. {names[-1]} ({len(names)})"
@@ -104,11 +104,13 @@ def _devices(plan: Any) -> Iterator[str]:
     if plan.schedule == INTERLEAVED:
         turns = rounds(groups)
         if turns is None and groups:
-            told = places(groups)
-            yield f"under {INTERLEAVED} the stages go round the devices in turn (a | b | a | b), here they are {told}"
+            yield (
+                f"under {INTERLEAVED} the stages go round the devices in turn (a | b | a | b), "
+                f"here they are {places(groups)}"
+            )
         counts = [_replicas(plan.stages[s]) for s, _ in known]
         if len(set(counts)) > 1:
-            yield f"under {INTERLEAVED} every stage has as many devices, here {', '.join(map(str, counts))}"
+            yield f"under {INTERLEAVED} all stages have the same number of devices, here {', '.join(map(str, counts))}"
         groups = list(dict.fromkeys(groups))
     shared = _twice(name for names in groups for name in dict.fromkeys(names))
     if shared:
@@ -116,7 +118,7 @@ def _devices(plan: Any) -> Iterator[str]:
 
 
 def _replicas(stage: Any) -> int:
-    """Devices, or meshes of them."""
+    """The number of devices of a stage, or of its meshes."""
     mesh = stage.sharding.mesh if stage.sharding is not None else None
     return len(stage.devices) // max(1, math.prod(mesh or ()))
 

@@ -175,7 +175,10 @@ def test_the_model_that_a_plan_was_made_for_may_change_in_all_but_its_parameters
     [
         ({"head": nn.Linear(8, 9)}, r"'head' have other names or shapes, here head.weight \(9, 8\), head.bias \(9,\)"),
         ({"head": nn.Identity()}, "no parameters in 'head'"),
-        ({"extra": nn.Linear(1, 1)}, "parameters in 'extra', which that model has not.*nothing about.*'extra'"),
+        (
+            {"extra": nn.Linear(1, 1)},
+            "parameters in 'extra', which the other model does not have.*nothing about.*'extra'",
+        ),
         ({"left": nn.Sequential(nn.Linear(6, 8))}, "'left' have other.*no modules 'left.2'.*nothing about.*'head'"),
     ],
 )
@@ -205,7 +208,7 @@ def test_tied_and_lazy_parameters_and_none_at_all_have_fingerprints() -> None:
     lazy(torch.ones(2, 5))
     assert set(before.split()) < set(fingerprint(lazy).split())
     assert fingerprint(nn.ReLU()) == "no parameters"
-    with pytest.raises(PlanError, match="parameters in '0', '2', '4' and 1 more, which that model has not"):
+    with pytest.raises(PlanError, match="parameters in '0', '2', '4' and 1 more, which the other model does not have"):
         replace(by_stage(1), model=fingerprint(nn.ReLU())).check_model(mlp())
 
 

@@ -1,4 +1,4 @@
-"""A plan file is read by people and edited by hand: it comes back as it was, and all that is wrong with it is said."""
+"""Plan files: a plan survives a file and edits by hand, and an error lists everything wrong with a file."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_a_file_with_stages_needs_operators_or_a_split() -> None:
         (["a", "b", "b", "a"], "go round the devices in turn.*a | b | b | a"),
         (["a", "b", "a"], "go round the devices in turn"),
         (["a", "b", "c", "a", "b"], "go round the devices in turn"),
-        (["a+b", "c", "a+b", "c"], "every stage has as many devices, here 2, 1, 2, 1"),
+        (["a+b", "c", "a+b", "c"], "all stages have the same number of devices, here 2, 1, 2, 1"),
         (["a+b", "b+c", "a+b", "b+c"], "devices b serve more than one stage"),
     ],
 )
@@ -266,7 +266,7 @@ def test_only_interleaved_stages_share_devices(schedule: str) -> None:
 def test_a_name_given_twice_is_reported_wherever_it_is() -> None:
     text = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2).to_json()
     text = text.replace('"b": 1', '"b": 1, "b": 0').replace('"schedule"', '"schedule": "gpipe", "schedule"')
-    with pytest.raises(PlanError, match=r"(?s)'b' is given twice.*'schedule' is given twice"):
+    with pytest.raises(PlanError, match=r"(?s)'b' appears twice.*'schedule' appears twice"):
         Plan.from_json(text)
 
 

@@ -1,8 +1,8 @@
-"""What was predicted of steps against what they took: a history on disk, from which the honest error is told.
+"""A history of predicted and measured step times on disk, from which the error of predictions is computed.
 
-One row of an SQLite file a record, beside the measurements that predictions are made from. Records are appended and
-never changed; the oldest of more than `MOST_RECORDS` are dropped. Every call is one transaction, so that processes may
-add at the same time. A history that cannot be written or read never stops a job: the log says so.
+An SQLite file in the directory of the measurement cache has one row per record. Records are appended and never changed;
+beyond `MOST_RECORDS` the oldest are dropped. Every call is one transaction, so several processes may append at the same
+time. A history that cannot be written or read never stops a job: a warning goes to the log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORMAT = 1  # of a record's JSON; records of another are skipped
 
 @dataclass(frozen=True)
 class Record:
-    """One plan's step as it was predicted, and as it was measured."""
+    """The step of one plan, predicted and measured."""
 
     time: datetime  # UTC, when it was measured
     autopar: str  # version
@@ -73,7 +73,10 @@ class Record:
         predicted_memory: int | None = None,
         measured_memory: int | None = None,
     ) -> Self:
-        """Of a plan with predictions that was just run on `devices`; `steps`: seconds of each that counts."""
+        """The record of a plan with predictions that just ran on `devices`.
+
+        `steps`: seconds of each step that counts.
+        """
         assert plan.predicted_step_time is not None
         assert plan.batch_size is not None
         used = plan.used_devices
@@ -101,7 +104,7 @@ class Record:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the measured time: above 0 where the step was faster than predicted."""
+        """(predicted - measured) / measured: above 0 where the step was faster than predicted."""
         return self.predicted / self.measured - 1
 
     @property
@@ -117,9 +120,9 @@ class Record:
         """The record that `to_json` wrote. Raises ValueError for anything else."""
         data = json.loads(text)
         if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
-            raise ValueError("not a record of this format")
+            raise ValueError(f"not a record of format {_FORMAT}")
         if data.keys() != {field.name for field in fields(cls)}:
-            raise ValueError("other fields than a record has")
+            raise ValueError("the fields are not those of a record")
         try:
             data["time"] = datetime.fromisoformat(data["time"])
             data["device_kinds"] = tuple(data["device_kinds"])
@@ -127,12 +130,12 @@ class Record:
         except TypeError as error:
             raise ValueError(f"a field of the wrong type: {error}") from error
         if not usable:
-            raise ValueError("no seconds to compare, or a time without its zone")
+            raise ValueError("predicted or measured seconds are missing, or the time has no zone")
         return cls(**data)
 
 
 def costs_of(plan: Plan) -> str:
-    """What a plan's prediction was made from: "estimated" costs where its notes say so and nothing was run since."""
+    """The costs behind a plan's prediction: "estimated" where its notes say so and it was not measured since."""
     ahead = any(note.startswith("estimated from") for note in plan.notes)
     return "estimated" if ahead and plan.measured_step_time is None else "measured"
 
@@ -161,7 +164,7 @@ def remember(records: Sequence[Record], path: Path | None = None) -> None:
 
 
 def recall(path: Path | None = None) -> tuple[Record, ...]:
-    """The history, oldest first; nothing where there is none. Records that cannot be read are skipped."""
+    """The history, oldest first; empty without a file. Records that cannot be read are skipped."""
     path = history_path() if path is None else path
     if not path.exists():
         return ()
@@ -185,7 +188,7 @@ def recall(path: Path | None = None) -> tuple[Record, ...]:
 def _append(path: Path, rows: list[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with using(path), closing(_connect(path.resolve().as_uri())) as connection, connection:
-        connection.execute("BEGIN IMMEDIATE")  # whoever else writes is waited for
+        connection.execute("BEGIN IMMEDIATE")  # waits for other processes that write
         connection.execute(
             "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY AUTOINCREMENT, record TEXT NOT NULL)"
         )

@@ -1,4 +1,4 @@
-"""The honest error: how far predicted step times were from measured ones, over all that was recorded."""
+"""Prediction accuracy: how far predicted step times were from measured ones, over all recorded steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autopar.plan.display import shown
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of the relative errors of some predictions."""
+    """How the relative errors of some predictions are distributed."""
 
     n: int  # predictions
     median: float  # of |predicted - measured| / measured
-    p95: float  # of the same: 95% are at most that far off (interpolated linearly)
+    p95: float  # of the same: 95% of the predictions are at most this far off (interpolated linearly)
     worst: float  # of the same
     signed_median: float  # of predicted / measured - 1: above 0 where steps were faster than predicted
 
@@ -39,13 +39,13 @@ class Accuracy:
     """Predicted against measured steps; `print(accuracy)` shows a table."""
 
     records: tuple[Record, ...]  # oldest first
-    since: datetime | None = None  # older ones were left out
-    kind: str | None = None  # devices whose kind does not contain it were left out
+    since: datetime | None = None  # older records were left out
+    kind: str | None = None  # records on device kinds that do not contain this were left out
 
     @classmethod
     def of(cls, records: Iterable[Record], *, since: datetime | None = None, kind: str | None = None) -> Accuracy:
-        """Of those measured at or after `since` (without a zone: local time) on a kind of device that contains `kind`,
-        in capitals or not."""
+        """The accuracy of the records measured at or after `since` (without a zone: local time) on a device kind that
+        contains `kind`, ignoring case."""
         start = since.astimezone() if since is not None else None
         chosen = tuple(
             record
@@ -77,7 +77,7 @@ class Accuracy:
 
     @property
     def by_costs(self) -> Mapping[str, Distribution]:
-        """By what predictions were made from: "measured" or "estimated" costs."""
+        """By the costs behind the predictions: "measured" or "estimated"."""
         return self._by(lambda record: record.costs)
 
     def __str__(self) -> str:

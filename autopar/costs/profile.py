@@ -1,4 +1,4 @@
-"""What a model costs on each kind of device, by operator and by module."""
+"""What a model costs on each device kind, by operator and by module."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cost:
     operators: int
     parameter_bytes: int  # a tied parameter counts once
     activation_bytes: int  # saved for the backward
-    output_bytes: int  # of what it hands on; of a module: what is read outside it
+    output_bytes: int  # of its results; for a module, of those that are read outside it
     forward: Mapping[str, float]  # kind of device -> s
     backward: Mapping[str, float]  # kind of device -> s
 
@@ -45,10 +45,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Pass:
-    """A whole pass as it was measured."""
+    """The times of a whole pass."""
 
     kind: str
-    workers: int  # of the devices of that kind, busy at the same time
+    workers: int  # devices of that kind that are busy at the same time
     rows: int  # samples
     forward: float  # s, loss included
     backward: float  # s, loss included
@@ -70,7 +70,7 @@ class Profile:
     modules: tuple[Cost, ...]  # every module after the one that contains it
     passes: tuple[Pass, ...]
     links: Mapping[tuple[str, str], Link]  # (from, to), names of devices
-    memory: StepMemory | None  # of a training step of the whole batch on one device, if it was asked for
+    memory: StepMemory | None  # of a training step of the whole batch on one device, if requested
     graph: nx.DiGraph = field(repr=False, compare=False)
 
     @property
@@ -86,7 +86,7 @@ class Profile:
         raise KeyError(path)
 
     def slowest(self, count: int | None = None, kind: str | None = None) -> tuple[Cost, ...]:
-        """The operators that take most time on a kind of device (default: the first), most first."""
+        """The operators that take most time on a device kind (default: the first), slowest first."""
         chosen = kind or self.kinds[0]
         return tuple(sorted(self.operators, key=lambda cost: -cost.seconds(chosen)))[:count]
 
@@ -94,7 +94,7 @@ class Profile:
         return shown(self)
 
     def to_json(self) -> str:
-        """All of it in seconds and bytes; the bandwidth of a link that hands tensors over by reference is null."""
+        """Everything in seconds and bytes; the bandwidth is null for a link that passes tensors by reference."""
         data = {
             "batch_size": self.batch_size,
             "training": self.training,
@@ -119,7 +119,10 @@ class Profile:
 def training_step(example: Example, optimizer: str, device_type: str) -> StepMemory:
     """What a training step of the whole batch has in memory on one device. Raises InputError if nothing trains."""
     if not example.training:
-        raise InputError("memory of a training step: the model is in evaluation mode, or nothing in it is trained")
+        raise InputError(
+            "the memory of a training step is unknown: the model is in evaluation mode, or none of its parameters "
+            "requires grad"
+        )
     program = example.program
     calls = Calls(
         program, [on_meta(x) for x in example.leaves], example.loss, torch_private.tree_map(on_meta, example.target)
@@ -179,7 +182,7 @@ def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
 
 
 def _links(costs: CostGraph) -> dict[tuple[str, str], Link]:
-    """All links; of a cluster the first of every level."""
+    """All links; for a cluster, one link per level of its network."""
     if costs.cluster is None:
         return dict(costs.links)
     first = costs.devices[0].name
@@ -212,7 +215,7 @@ def _read_outside(graph: nx.DiGraph, inside: Sequence[str]) -> list[str]:
 
 
 def _drawable(graph: nx.DiGraph, operators: dict[str, Cost], kind: str) -> nx.DiGraph:
-    """The graph with strings and numbers alone, as file formats want it."""
+    """The graph with strings and numbers only, for file formats that take nothing else."""
     drawn = nx.DiGraph()
     for name, operator in operator_costs(graph).items():
         cost = operators[name]

@@ -1,6 +1,6 @@
-"""Why a plan is as it is: what bounds it, what its rivals lose, what each limit cost, and what would help.
+"""Why the search chose a plan: its bottleneck, its runners-up, the cost of each limit, and what would make it faster.
 
-All numbers are the simulator's: what a change is worth is the step with it against the step without.
+All numbers are simulated steps: the value of a change is the step with it against the step without.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.timeline import Timeline
 
-# A stage that is so much faster tells what the step owes to it.
+# `helps` shows the step with the bottleneck's devices this much faster, and with links this much faster.
 _FASTER = 1.1
 _MORE_LINK = 2.0
 
 
 @dataclass(frozen=True)
 class Change:
-    """What the step would be if something were otherwise."""
+    """The step under one changed condition."""
 
     what: str
     step_time: float  # s; of the same batch
 
     def gain(self, plan: Plan) -> float:
-        """The share of the step that it would save; below 0 where it would cost."""
+        """The share of the plan's step that the change saves; below 0 where the step gets longer."""
         step = plan.predicted_step_time or 0.0
         return 1 - self.step_time / step if step else 0.0
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The stage that sets the pace."""
+    """The stage on the busiest device."""
 
     stage: int
     devices: tuple[str, ...]
     busy: float  # share of the step in which its busiest device computes
-    bound: str  # compute, link, memory or bubble: what the step owes most to
+    bound: str  # compute, link, memory or bubble: the largest part of the step
     shares: tuple[tuple[str, float], ...]  # the step's parts: compute, link and bubble, adding up to 1
 
 
@@ -55,8 +55,8 @@ class Explanation:
     runners_up: tuple[Change, ...] = ()
     limits: tuple[Change, ...] = ()  # what each hint or limit cost: the step without it
     helps: tuple[Change, ...] = ()
-    idle: tuple[tuple[str, str], ...] = ()  # device, why it has nothing to do
-    partial: bool = False  # the plan was loaded: what a new search would have to tell is not there
+    idle: tuple[tuple[str, str], ...] = ()  # (device, why the plan does not use it)
+    partial: bool = False  # the plan was loaded: what takes a new search is missing
 
     def __str__(self) -> str:
         return shown(self)
@@ -70,7 +70,7 @@ def explain_plan(plan: Plan) -> Explanation:
 
 
 def own_explanation(plan: Plan) -> Explanation:
-    """What a plan's own numbers say, without a search."""
+    """The explanation from a plan's own numbers, without a search."""
     step, larger = step_of_plan(plan), step_of_plan(plan, batch_factor=2)
     if step is None or larger is None:
         return Explanation(plan, None, partial=True)
@@ -87,7 +87,7 @@ def explanation(
     candidates: Sequence[Candidate],
     make_plan: Callable[[Any, SearchOptions], Plan],
 ) -> Callable[[Plan], Explanation]:
-    """How to explain the plan of `chosen`: done when asked for, since it takes further searches."""
+    """A function that explains the plan of `chosen`. It runs further searches, so call it only for a user who asks."""
 
     def explain(plan: Plan) -> Explanation:
         known = own_explanation(plan)
@@ -104,7 +104,7 @@ def explanation(
 
 
 def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
-    """The stage on the busiest device, and how the step divides into its work, waiting for links, and the rest."""
+    """The slowest stage of the busiest slot, and the step divided into its work, waiting for links, and idle time."""
     slot = max(range(len(timeline.busy)), key=lambda s: timeline.busy[s])
     times = {stage: _stage_seconds(plan, stage) for stage in timeline.schedule.stages_of(slot)}
     stage = max(times, key=lambda s: times[s])
@@ -185,7 +185,7 @@ def _idle(plan: Plan) -> list[str]:
 
 
 def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
-    """What the best plan on more devices loses, and to what."""
+    """How much slower the best plan on more devices is, and why."""
     more = [c for c in candidates if c.arrangement.n_groups > chosen.arrangement.n_groups]
     if not more:
         return "no plan that fits uses more devices"
@@ -193,12 +193,15 @@ def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Cand
     free = rival.step.timeline(link_speed=float("inf"))
     work, own = sum(rival.timeline.busy), sum(chosen.timeline.busy)
     causes = [
-        (work / own - 1 if own else 0.0, "more work in all: devices slow each other down, small micro-batches cost"),
+        (
+            work / own - 1 if own else 0.0,
+            "more work in total: devices slow each other down, small micro-batches are less efficient",
+        ),
         (rival.timeline.bubble, "of its devices' time idle"),
         (1 - free.step_time / rival.timeline.step_time, "of its step spent on links"),
     ]
-    told = ", ".join(f"{share:.0%} {what}" for share, what in causes if share > 0.01) or "it gains nothing"
+    reasons = ", ".join(f"{share:.0%} {what}" for share, what in causes if share > 0.01) or "no gain"
     return (
         f"the best plan on {rival.arrangement.n_devices} devices takes {rival.timeline.step_time * 1e3:.4g} ms a step "
-        f"against {chosen.timeline.step_time * 1e3:.4g} ms: {told}"
+        f"against {chosen.timeline.step_time * 1e3:.4g} ms: {reasons}"
     )

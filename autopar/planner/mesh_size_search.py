@@ -1,4 +1,11 @@
-"""The best plan where operators may be split over meshes of devices, too: one search for each size of the meshes."""
+"""The joint search over mesh sizes: one search per number of devices in a mesh; the fastest plan of all wins.
+
+    mesh size      1 (single devices)      2      4      8      ...
+                   |                       |      |      |
+    search         stages x replicas       stages x replicas x strategies (`Meshes.of` gives the cost graph)
+
+The sizes are tried from a likely good one outwards, because a known plan cuts later searches short.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +24,13 @@ from autopar.planner.search_options import SearchOptions
 
 log = logging.getLogger(__name__)
 
-_FIRST = 8  # devices of the meshes that are tried first: a good plan early cuts the rest short
-# Micro-batches for each mesh: fewer leave meshes idle, more gain little. At first one number, for the best two sizes of
-# meshes others, too.
+_FIRST = 8  # devices per mesh in the first search
+# Micro-batches per mesh: with fewer, meshes are idle; more gain little. The first search of a size uses `_ROUNDS`; the
+# `_CLOSER` best sizes are searched again with `_OTHER_ROUNDS`.
 _ROUNDS, _OTHER_ROUNDS, _CLOSER = (2,), (1, 4), 2
-_FEW = 5  # sizes of meshes: all are looked at
+_FEW = 5  # up to this many mesh sizes, all are searched
 _RUNNERS_UP = 4
-# Operators are split only where that is faster by this share of the step.
+# Larger meshes must be faster by this share of the step.
 _WORTH = 0.01
 
 
@@ -35,11 +42,11 @@ def plan_with_meshes(
     max_shards: int | None = None,
     progress: Callable[[str, float], None] = lambda what, done: None,
 ) -> Plan:
-    """The fastest plan for `costs`, of single devices, that `options` allow, on devices or on meshes of them.
+    """The fastest plan that `options` allow on single devices or on meshes. `costs`: of single devices.
 
-    `max_shards`: most devices that do a micro-batch of a stage together. Every stage has its own mesh: as many devices
-    as its replicas make, and its own shape, strategies and recomputation; the number of devices that work together is
-    the same in all stages. Raises InputError and InfeasibleError like `make_plan`.
+    `max_shards`: the most devices in a mesh. Every stage has meshes of its own, with their shape, strategies, replicas
+    and recomputation; only the number of devices per mesh is the same in all stages. Raises InputError and
+    InfeasibleError like `make_plan`.
     """
     meshes = Meshes(costs, subject, options.memory_limit)
     sizes = [size for size in (1, *meshes.sizes()) if max_shards is None or size <= max_shards]
@@ -49,7 +56,7 @@ def plan_with_meshes(
     impossible: list[InfeasibleError] = []
 
     def search(size: int, counts: Sequence[int], shapes: Collection[tuple[int, ...]] = ()) -> bool:
-        """Whether there is a plan that is faster than all before."""
+        """Search one mesh size; returns whether it has a faster plan than all before."""
         progress(f"plans with {size} devices a micro-batch", min(0.99, next(step) / (len(sizes) + _CLOSER)))
         own = costs if size == 1 else meshes.of(size, counts, shapes)
         rival = min(map(_seconds, found), default=math.inf)
@@ -67,7 +74,7 @@ def plan_with_meshes(
     for side in ([first], smaller, larger):
         for size in side:
             better = search(size, fixed or meshes.counts(size, _ROUNDS))
-            # Of many sizes those beyond one that is no better are left out.
+            # With many sizes, stop in this direction at the first one without a faster plan.
             if not better and found and len(sizes) > _FEW:
                 break
     if first > 1:
@@ -84,7 +91,7 @@ def plan_with_meshes(
 
 
 def _best(found: Sequence[Plan]) -> Plan:
-    """The fastest, or one that is as good as that with fewer devices to a mesh; with the others as runners-up."""
+    """The plan with the smallest meshes among those within `_WORTH` of the fastest; the others become runners-up."""
     fastest = min(map(_seconds, found))
     near = [plan for plan in found if _seconds(plan) <= fastest * (1 + _WORTH)]
     best = min(near, key=lambda plan: (_shards(plan), _seconds(plan)))

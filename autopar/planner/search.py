@@ -1,7 +1,8 @@
-"""CostGraph -> Plan: the best partition for every schedule, number of micro-batches and devices, ranked by simulation.
+"""CostGraph -> Plan: the best partition for every schedule, number of micro-batches and of devices, simulated.
 
-The search (`partition.py`) finds the best partition for each of them under one objective; the most promising are laid
-out by the simulator, which knows warm-ups, uneven micro-batches and single links, and its fastest is the plan.
+The partition search (`inter_op/partition.py`) finds the best partition for each of them under one objective. The
+simulator then lays out the most promising ones; it also knows warm-ups, uneven micro-batches and the links between
+single devices. The fastest simulated step is the plan.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from autopar.planner.predict import as_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 
-# More devices must be faster by this share of the step to be preferred; plans closer than that are equally fast.
+# A plan on several devices must be faster than one device by this share of the step.
 _WORTH = 0.01
+# Plans whose steps differ by less than this share count as equally fast.
 _SAME = 0.002
-# On one device micro-batches only pay where they fit the caches better; the plain model costs nothing else.
+# On one device, micro-batches only pay where they fit the caches better, and the plain model has no overhead.
 _WORTH_SPLITTING = 0.05
 _RUNNERS_UP = 4
 
@@ -40,8 +42,10 @@ def make_plan(costs: CostGraph, options: SearchOptions) -> Plan:
 
 
 def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan]:
-    """The best plan, and up to `most` - 1 others that differ from it and each other, by predicted time; none if there
-    is a rival and it is faster."""
+    """Up to `most` different plans, by predicted time; none if `options.rival` is faster than all.
+
+    Raises like `make_plan`.
+    """
     _check(costs, options)
     searching = Searching(costs, options)
     candidates = searching.run()
@@ -82,8 +86,12 @@ def _operators_explained(costs: CostGraph, configurations: Sequence[str]) -> Cal
 
 
 def _choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; but one device if more are hardly faster, there the plain model unless micro-batches are clearly
-    faster, and of what is equally fast what needs least memory."""
+    """The fastest candidate, with three preferences.
+
+    1. One device group, if several are faster by less than `_WORTH`.
+    2. On one group the plain model, unless micro-batches are faster by more than `_WORTH_SPLITTING`.
+    3. Among equally fast ones (`_SAME`) the one with the lowest peak of memory.
+    """
 
     def within(share: float, some: Sequence[Candidate]) -> list[Candidate]:
         fastest = min((c.timeline.step_time for c in candidates), default=0.0)
@@ -108,8 +116,7 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """By predicted time; of those that differ by nothing but the number of micro-batches or the schedule's order on
-    the same stages the fastest."""
+    """Candidates by predicted time; of those that differ only in the number of micro-batches, the fastest."""
     found: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.timeline.step_time, c.arrangement.n_microbatches)):
         arrangement = candidate.arrangement
@@ -125,14 +132,14 @@ def _notes(
     if options.one_microbatch_because:
         notes.append(f"one micro-batch: {options.one_microbatch_because}")
     elif options.unproven and best.arrangement.n_microbatches > 1:
-        notes.append(f"micro-batches by comparison of a few samples, not by proof: {options.unproven}")
+        notes.append(f"the batch is split because a few samples say so, without a proof: {options.unproven}")
     used, offered = best.arrangement.n_devices, len(costs.devices)
     if used < offered:
         more = [c for c in candidates if c.arrangement.n_devices > used]
         if more:
             rival = min(more, key=lambda c: c.timeline.step_time)
             notes.append(
-                f"uses {used} of {offered} devices: the best plan found on {rival.arrangement.n_devices} takes "
+                f"uses {used} of {offered} devices: the best plan on {rival.arrangement.n_devices} takes "
                 f"{rival.timeline.step_time * 1e3:.2f} ms a step, this one {best.timeline.step_time * 1e3:.2f} ms"
             )
         else:
@@ -161,7 +168,7 @@ def _check(costs: CostGraph, options: SearchOptions) -> None:
 
 
 def _infeasible(searching: Searching) -> InfeasibleError:
-    """Which stage lacks how much, in the plan and with the micro-batches that lack least."""
+    """The error that names the stage and the bytes that it lacks, for the plan that lacks least."""
     costs = searching.costs
     shortest = None
     for m in searching.counts:
@@ -169,13 +176,13 @@ def _infeasible(searching: Searching) -> InfeasibleError:
         try:
             found = explain_infeasible(problem)
         except ValueError as error:
-            return InfeasibleError(f"no plan: {error}; is there something to run in every stage before a pinned one?")
+            return InfeasibleError(f"no plan: {error}; give every stage before a pinned one an operator to run")
         if found is not None and (shortest is None or found.needed - found.available < shortest[0]):
             shortest = (found.needed - found.available, found, m, problem)
     if shortest is None:
         return InfeasibleError(
             f"no plan fits the memory under {searching.schedules[0]} with the devices and hints given; "
-            "allow another schedule or more devices"
+            "allow another schedule, remove a hint, or give more devices"
         )
     lack, found, m, problem = shortest
     cuts = problem.space.cuts

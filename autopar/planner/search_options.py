@@ -32,8 +32,8 @@ class SearchOptions:
     loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
     constraints: Constraints = NO_CONSTRAINTS  # hints, by node of the cost graph
     # facts from other searches
-    rival: float = math.inf  # s of a plan that is known: only faster ones are of interest
-    one_of_several: bool = False  # searches that share the time of one
+    rival: float = math.inf  # s of the step of a known plan: look only for faster ones
+    one_of_several: bool = False  # the search is one of several for the same plan: look less closely
 
     @property
     def conditions(self) -> Conditions:

@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: for every device, the list of forwards and backwards it runs, in order.
+"""Pipeline schedules as data: one list of forwards and backwards per device, in the order in which it runs them.
 
 Stages are numbered 0, 1, 2, ... in the order of data flow. A device is a *slot* of the schedule, a row of its table.
-A stage is served by one or more slots, of which each runs its share of the micro-batches:
+One or more slots serve a stage; each of them runs its share of the micro-batches:
 
     replicas (2, 1)      rank 0               rank 1                 micro-batch i of a stage runs on the slot
                          slot 0: i even       slot 2: every i        placement[stage][i mod replicas[stage]]
@@ -11,9 +11,9 @@ A stage is served by one or more slots, of which each runs its share of the micr
     chunks 2             slot 0: stages 0, 2  slot 1: stages 1, 3    g, g + p, g + 2p, ...
 
 The schedules, as `print(schedule)` draws them: a row a slot, named `stage.replica`, on a clock where every action takes
-one unit. F1 is the forward of micro-batch 1, B1 its backward, whole or split: I1 makes the gradients of the stage's
-inputs, for which the stage before waits, W1 those of its parameters. Where slots serve several stages, F2.1 is the
-forward of stage 2, micro-batch 1.
+one unit. F1 is the forward of micro-batch 1, B1 its backward. A backward may be split: I1 computes the gradients of the
+stage's inputs, for which the stage before waits, and W1 those of its parameters. Where slots serve several stages, F2.1
+is the forward of stage 2, micro-batch 1.
 
 gpipe (Huang et al. 2019): all forwards, then all backwards; holds all micro-batches.
 
@@ -34,7 +34,7 @@ and more micro-batches in flight.
     0+2.0 | F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 .... B2.2 .... B2.3 B0.2 B0.3
     1+3.0 | .... F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3 ....
 
-zb-h1 (Qi et al. 2024): 1f1b whose later stages put off their W, up to p micro-batches in flight, so that the last I
+zb-h1 (Qi et al. 2024): 1f1b whose later stages delay their W, up to p micro-batches in flight, so that the last I
 reaches the first stage sooner; 3m + p - 1 units, against 3 (m + p - 1) of 1f1b, whose B takes two.
 
     0.0 | F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3

@@ -1,4 +1,4 @@
-"""The tables of every schedule, and how much each may hold."""
+"""The table of actions of every schedule, and how many micro-batches each may hold in flight."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,15 +17,19 @@ def in_flight_limit(name: str, n_microbatches: int, replicas_here: int, devices_
         1f1b   min(ceil(m / r), ceil(R / r))    enough to keep every device from here on busy; p - s where all r are 1
         zb-h1  min(ceil(m / r), ceil(D / r))    as many everywhere as 1f1b on the first stage; p where all r are 1
 
-    ValueError: an unknown name, interleaved-1f1b (see `interleaved_in_flight_limit`), or numbers that no pipeline has.
+    Raises ValueError for an unknown name, for interleaved-1f1b (see `interleaved_in_flight_limit`), and for numbers
+    that no pipeline has.
     """
     _check_name(name, n_microbatches)
     if name == "interleaved-1f1b":
-        raise ValueError("the limit of interleaved-1f1b is one of slots: see interleaved_in_flight_limit")
+        raise ValueError(
+            "in_flight_limit has no answer for interleaved-1f1b, whose slots serve several stages: "
+            "call interleaved_in_flight_limit"
+        )
     if not 1 <= replicas_here <= devices_from_here_on <= devices:
         raise ValueError(
-            f"{replicas_here} replicas of {devices_from_here_on} devices from here on of {devices}: "
-            "a stage has at least one replica, and those are among the devices"
+            f"{replicas_here} replicas of {devices_from_here_on} devices from here on of {devices}: give "
+            "1 <= replicas <= devices from here on <= devices"
         )
     served = {"gpipe": n_microbatches, "1f1b": devices_from_here_on, "zb-h1": devices}[name]
     return -(-min(n_microbatches, served) // replicas_here)
@@ -38,11 +42,12 @@ def interleaved_in_flight_limit(n_microbatches: int, ranks: int, chunks: int, ra
     rank g of p with v chunks: the warm-up of Narayanan et al. 2021 and one more (https://arxiv.org/abs/2104.04473,
     as Megatron-LM counts it).
 
-    ValueError: numbers that no pipeline has.
+    Raises ValueError for numbers that no pipeline has.
     """
     if n_microbatches < 1 or chunks < 1 or not 0 <= rank < ranks:
         raise ValueError(
-            f"rank {rank} of {ranks} with {chunks} chunks and {n_microbatches} micro-batches: there is no such slot"
+            f"rank {rank} of {ranks} with {chunks} chunks and {n_microbatches} micro-batches: "
+            "give 0 <= rank < ranks and at least one chunk and one micro-batch"
         )
     return min(n_microbatches * chunks, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
 
@@ -58,8 +63,8 @@ def make_schedule(
     Under every schedule a stage's backwards (their WEIGHT parts, where they are split) run on a slot in the order of
     micro-batches: gradients are summed in one order, and the choice of schedule does not change a single bit of them.
 
-    ValueError: an unknown name, n_microbatches < 1, no ranks, a rank without devices; chunks < 1, or > 1 for another
-    schedule than interleaved-1f1b; interleaved-1f1b on ranks of different sizes.
+    Raises ValueError for an unknown name, n_microbatches < 1, no ranks, a rank without devices, chunks < 1, chunks > 1
+    under another schedule than interleaved-1f1b, and interleaved-1f1b on ranks of different sizes.
     """
     _check_name(name, n_microbatches)
     if not replicas:
@@ -88,12 +93,12 @@ def make_schedule(
 
 
 def _one_stage(name: str, microbatches: range, stage: int, replicas: Sequence[int]) -> Iterator[Action]:
-    """A slot's actions: in its k-th turn the forward of its k-th micro-batch, after what is due of earlier ones.
+    """A slot's actions. Its k-th turn has the backwards that are due, then the forward of its k-th micro-batch.
 
-    Backwards are due as many turns after their forward as keeps every device from this stage on busy, for gpipe as the
-    slot has micro-batches. The WEIGHT parts of zb-h1 come as late as on the first stage (Qi et al. 2024, Zero Bubble
-    Pipeline Parallelism, https://arxiv.org/abs/2401.10241): what later stages so put off fills the time in which they
-    would wait for the last backwards.
+    A backward is due a fixed number of turns after its forward: enough to keep every device from this stage on busy;
+    under gpipe, as many as the slot has micro-batches. The WEIGHT parts of zb-h1 are as late as on the first stage (Qi
+    et al. 2024, Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241): with this delay later stages have
+    work left while they wait for the last backwards.
 
     No stage deadlocks. B(s+1, i) waits for at most F(s, i + a), where a = (w[s+1] - 1) r[s+1] with w the turns; the
     slot of stage s runs that forward once B(s, i + a - w[s] r[s]) is done; and a < R[s+1] < w[s] r[s], so that every

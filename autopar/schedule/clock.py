@@ -1,13 +1,13 @@
-"""The clock of a pipeline: tables of actions, their seconds, what stages send to each other -> who does what when.
+"""The clock of a pipeline: tables of actions, their seconds and the transfers between stages -> who does what when.
 
-A slot runs its actions in the order of its table, one at a time, each as soon as what it needs is there:
+A slot runs its actions in the order of its table, one at a time, each as soon as its inputs have arrived:
 
     F(s, i) after F(source, i) + its transfer, for every transfer into s
     B(s, i) after F(s, i), and B(target, i) + its transfer back, for every transfer out of s
     I(s, i) as B;  W(s, i) after I(s, i)
 
-Transfers run beside the computation, unless they keep their sender busy, and as many at a time as there are, unless
-they share a link: a link carries one transfer at a time, in the order in which they become ready.
+Transfers overlap with computation unless they keep their sender busy. Any number of them run at a time, except over a
+shared link: it carries one transfer at a time, in the order in which they become ready.
 """
 
 import enum
@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 
 class Phase(enum.StrEnum):
-    """What is done with a micro-batch."""
+    """What an action does with a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the whole of it; or in two parts:
     INPUT = "I"  # gradients with respect to the stage's inputs, which the stage before waits for
-    WEIGHT = "W"  # gradients with respect to its parameters, which nobody waits for
+    WEIGHT = "W"  # gradients with respect to its parameters; no other action waits for them
 
 
 class Action(NamedTuple):
@@ -49,13 +49,16 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """What stage `source` hands to stage `target`, which need not be its neighbour, and gets back in the backward."""
+    """What stage `source` sends to stage `target` in the forward, and receives from it in the backward.
+
+    The two need not be neighbours.
+    """
 
     source: int
     target: int  # > source
     forward: tuple[float, ...]  # s, of each micro-batch; where it is 0, neither link nor sender is needed
     backward: tuple[float, ...]  # s, of each micro-batch; not read where the schedule has forwards only
-    link: str | None = None  # shared by all transfers that name it, in both directions; None: shared with nothing
+    link: str | None = None  # name of a link that transfers share, in both directions; None: a link of its own
     overlap: bool = True  # False: the sender computes nothing while it waits for the link and sends
 
 
@@ -71,7 +74,7 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """What `execute` found."""
+    """When everything ran, or why it did not."""
 
     events: list[Event]  # each after those it needs
     sends: list[Send]  # those that take time
@@ -79,7 +82,7 @@ class Execution:
 
 
 def chain(n_stages: int, n_microbatches: int) -> list[Transfer]:
-    """Each stage hands its results to the next, in no time."""
+    """Transfers from each stage to the next that take no time."""
     nothing = (0.0,) * n_microbatches
     return [Transfer(stage, stage + 1, nothing, nothing) for stage in range(n_stages - 1)]
 
@@ -94,11 +97,11 @@ def execute(
     transfers: Sequence[Transfer],
     barrier: float | None = None,
 ) -> Execution:
-    """Run the tables from time 0. With `barrier`, a slot's first action that is no forward also waits until `barrier`
-    seconds after the last forward of all slots.
+    """Run the tables from time 0.
 
-    Of transfers that become ready for a link at the same time, that of the lower slot goes first, then that listed
-    first in `transfers`.
+    `barrier`: every slot's first backward also waits until this many seconds after the last forward of all slots. Where
+    several transfers become ready for a link at the same time, the lower slot goes first, then the order of
+    `transfers`.
 
     A discrete-event simulation: the ends of actions are taken in the order of time, so that a link learns of its
     transfers in the order in which it carries them. O(n log(slots) + transfers), n the actions and transfers of all
@@ -180,7 +183,7 @@ class _Clock:
         return Execution(self.events, self.sent, list(self._stuck()))
 
     def _next(self, slot: int) -> None:
-        """The slot is free: start its next action, or wait for what that needs."""
+        """The slot is free: start its next action, or wait for the results that it needs."""
         position = self.position[slot]
         if position < len(self.keys[slot]):
             key = self.keys[slot][position]
@@ -198,7 +201,7 @@ class _Clock:
         heappush(self.ends, (end, slot))
 
     def _end(self, slot: int, now: float) -> None:
-        """An action of the slot is through: hand on what waits for it."""
+        """An action of the slot has ended: deliver its results to the actions that wait for them."""
         position = self.position[slot]
         self.position[slot] = position + 1
         key = self.keys[slot][position]
@@ -222,7 +225,7 @@ class _Clock:
                     self._arrive(held, now + self.barrier)
 
     def _send(self, slot: int, ready: float, target: int, action: Action, transfer: Transfer, seconds: float) -> float:
-        """Put a transfer on its link; when it has arrived."""
+        """Put a transfer on its link; returns the time of its arrival."""
         start = ready
         if transfer.link is not None:
             start = max(ready, self.link_free.get(transfer.link, 0.0))
@@ -232,7 +235,7 @@ class _Clock:
         return start + seconds
 
     def _arrive(self, key: int, when: float) -> None:
-        """One of the results that an action waits for is there."""
+        """One of the results that an action waits for has arrived."""
         self.missing[key] -= 1
         if when > self.arrival[key]:
             self.arrival[key] = when

@@ -1,11 +1,11 @@
-"""Schedule x costs x links -> Timeline: when every forward and backward runs, and what every slot holds meanwhile.
+"""Schedule x seconds x transfers -> Timeline: when every forward and backward runs, and what every slot holds then.
 
 The clock is that of an asynchronous pipeline (`autopar.schedule.execute`): a slot runs its actions in order, one at a
 time, each as soon as what it needs has arrived. After a stage's last backward its slots finish it together:
 
     action ... action | reduction | optimizer
     ------------------+-----------+----------> s
-    the last of all slots of the stage is through
+    the last of the stage's slots has run its actions
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ _ROUNDING = 1 + 1e-9  # a part that is a sum of many floats may come out larger 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one slot of a stage takes; backward, weight, finish and optimizer count in training only."""
+    """Seconds on one slot of a stage; backward, weight, finish and optimizer count in training only."""
 
     forward: tuple[float, ...]  # s, of each micro-batch
     backward: tuple[float, ...]  # s, of each micro-batch, all of it
@@ -42,13 +42,14 @@ def simulate(
 ) -> Timeline:
     """Lay one step out in time.
 
-    `stages[s]` and `memory[s]` are of stage s. Stages depend on each other through `transfers` alone: one that takes no
-    time is still listed. With `barrier`, what runs is `phased(schedule)`, and no backward starts before `barrier`
-    seconds after the last forward has ended everywhere: the loss is computed by the caller on the whole batch.
+    `stages[s]` and `memory[s]` belong to stage s. Stages depend on each other only through `transfers`, so list also
+    those that take no time. With `barrier`, `phased(schedule)` runs, and no backward starts before `barrier` seconds
+    after the last forward of all slots: the caller computes the loss on the whole batch in between.
 
     O(n log(slots)) for n actions and transfers of micro-batches, and a sort.
 
-    ValueError: sizes or stage numbers that do not fit the schedule, negative times, a schedule that deadlocks.
+    Raises ValueError for sizes or stage numbers that do not fit the schedule, negative times, and a schedule that
+    deadlocks.
     """
     problems = list(_misfits(schedule, stages, transfers, memory, barrier))
     if problems:
@@ -84,8 +85,11 @@ def _durations(schedule: Schedule, stages: Sequence[StageTimes]) -> Callable[[Ac
 
 
 def _finishes(schedule: Schedule, stages: Sequence[StageTimes], ran: Execution) -> Iterator[Finish]:
-    """What each slot does for its stages after its actions: slots reduce a stage's gradients together, once the last of
-    them has time; of several stages first that whose backwards ended first."""
+    """What each slot does for its stages after its actions.
+
+    The slots of a stage reduce its gradients together, once the last of them is free. A slot with several stages starts
+    with the one whose backwards ended first.
+    """
     free = [0.0] * schedule.n_slots
     through = [0.0] * schedule.n_stages
     for slot, action, _, end in ran.events:

@@ -13,8 +13,8 @@ class Schedule:
 
     name: str  # one of SCHEDULES
     n_microbatches: int
-    placement: tuple[tuple[int, ...], ...]  # the slots of each stage; micro-batch i runs on number i modulo how many
-    actions: tuple[tuple[Action, ...], ...]  # one list a slot, in the order of running
+    placement: tuple[tuple[int, ...], ...]  # slots of each stage; micro-batch i runs on its slot i mod replicas
+    actions: tuple[tuple[Action, ...], ...]  # one list per slot, in the order in which it runs them
 
     @property
     def n_stages(self) -> int:
@@ -62,7 +62,7 @@ class Schedule:
         return f"{'+'.join(map(str, stages))}.{self.placement[stages[0]].index(slot)}"
 
     def __str__(self) -> str:
-        """The tables on a clock where every action takes one unit, a row a slot; a table that gets stuck says where."""
+        """One row per slot, on a clock where every action takes one unit; the last lines name deadlocks."""
         ran = execute(self.actions, lambda action: 1.0, chain(self.n_stages, self.n_microbatches))
         n_ticks = max((round(event.end) for event in ran.events), default=0)
         several = len(set(self.placement)) < self.n_stages
@@ -83,18 +83,21 @@ def _cell(action: Action, several_stages: bool) -> str:
 
 
 def phased(schedule: Schedule) -> Schedule:
-    """The same with all forwards of a slot before all else, both in their order: what runs when the caller computes the
-    loss on the whole batch in between. A slot then holds all its micro-batches, whatever the schedule's limit is."""
+    """The schedule with all forwards of a slot before its backwards, each in their order.
+
+    It runs where the caller computes the loss on the whole batch in between. A slot then holds all its micro-batches,
+    whatever the schedule's limit is.
+    """
     tables = (tuple(sorted(table, key=lambda action: action.phase is not Phase.FORWARD)) for table in schedule.actions)
     return replace(schedule, actions=tuple(tables))
 
 
 def held(actions: Iterable[Action], size: Callable[[Action], int]) -> Iterator[tuple[int, int]]:
-    """What a slot holds while each of its actions runs, and after it: the sum of `size` over what is in flight.
+    """For each action the sum of `size` over what is in flight (while it runs, after it).
 
     A stage holds a micro-batch from the start of its forward to the end of its backward, or of its WEIGHT part; without
     backwards, while the forward runs. Since a slot runs one action at a time, this is independent of how long each
-    takes. `size` says the same of all actions of a stage and a micro-batch.
+    takes. `size` must be the same for all actions of one stage and micro-batch.
     """
     actions = list(actions)
     training = any(action.phase is not Phase.FORWARD for action in actions)

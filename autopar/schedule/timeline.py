@@ -1,4 +1,4 @@
-"""One step laid out in time: when every slot does what, how idle it is, and how many bytes it holds meanwhile."""
+"""One step laid out in time: what every slot does when, how idle it is, and how many bytes it holds."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -21,7 +21,7 @@ _LETTERS = {
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one slot holds for a stage."""
+    """Bytes that one slot holds for a stage."""
 
     parameters: int  # bytes, with buffers
     gradients: int  # bytes
@@ -57,7 +57,7 @@ class Timeline:
 
     @cached_property
     def step_time(self) -> float:
-        """s, until all slots are through."""
+        """s, until the last slot has finished."""
         return max(finish.end for finish in self.finishes)
 
     @cached_property
@@ -92,15 +92,15 @@ class Timeline:
         return tuple(sum(self.memory_parts(slot).values()) for slot in range(self.schedule.n_slots))
 
     def memory(self, slot: int) -> list[tuple[float, int]]:
-        """What the slot holds over time: (s, bytes from then on), in the order of time, from 0.
+        """Bytes that the slot holds over time: pairs (s, bytes from then on), from time 0.
 
             bytes         +---+
                  +---+    |   |        an activation and the transient part come when a forward starts;
                  |   +----+   +---+    the latter goes when it ends, the former when the backward does
             -----+                +--
 
-        Where something goes and something comes at once, one line says what both make; of two lines of the same time
-        the first is of an action that takes none. ValueError: the simulation was given no memory.
+        Bytes that go and come at the same time make one pair; two pairs of one time belong to an action that takes no
+        time. Raises ValueError if the simulation knew no memory.
         """
         memory, resident = self._memory_of(slot)
         events = [event for event in self.events if event.slot == slot]
@@ -114,9 +114,9 @@ class Timeline:
         return steps
 
     def memory_parts(self, slot: int) -> dict[str, int]:
-        """Bytes of each part of what the slot holds when it holds the most.
+        """The parts of the slot's peak, in bytes: parameters, gradients, optimizer, activations, transient.
 
-        Its keys: parameters, gradients, optimizer, activations, transient. ValueError: as `memory`.
+        Raises ValueError if the simulation knew no memory.
         """
         memory, _ = self._memory_of(slot)
         actions = self.schedule.actions[slot]
@@ -134,7 +134,7 @@ class Timeline:
 
     def _memory_of(self, slot: int) -> tuple[tuple[StageMemory, ...], int]:
         if self.stage_memory is None:
-            raise ValueError("this timeline knows no memory: give simulate memory=")
+            raise ValueError("this timeline knows no memory: pass memory= to simulate()")
         return self.stage_memory, sum(self.stage_memory[stage].resident for stage in self.schedule.stages_of(slot))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether a table can run, and says what its name promises."""
+"""Checks that a table can run and is what its name promises."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from autopar.schedule.table import Schedule
 def validate(schedule: Schedule) -> None:
     """Check a table: every action once, on its slot and in order there, no deadlock, the in-flight limit kept.
 
-    Every micro-batch has one forward on every stage, and in training one backward after it: whole in all of the
-    schedule, or as an INPUT and a WEIGHT part after that.
+    Every micro-batch has one forward on every stage, and in training one backward after it: whole throughout the
+    schedule, or an INPUT part and then a WEIGHT part.
 
-    Dependencies are those of a chain of stages. A stage that also needs results from further up is covered: they
-    are there before those of the stage in between.
+    Dependencies are those of a chain of stages. That covers a stage that also needs results from earlier stages: they
+    arrive before those of the stage in between.
 
-    ValueError: lists everything found wrong. Later checks are of no use, and left out, where earlier ones found
-    something: the placement, then the actions, then their order in time and what is held.
+    Raises ValueError with a list of all problems. The checks come in three groups - the placement; the actions; their
+    order in time and the in-flight limit - and end with the first group that finds a problem.
     """
     make_schedule(schedule.name, schedule.n_microbatches, (1,))  # raises where no table could be right
     problems = list(_wrong_placement(schedule))
@@ -33,7 +33,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _wrong_placement(schedule: Schedule) -> Iterator[str]:
-    """Slots that do not exist, serve nobody, or serve more stages than the schedule's kind allows."""
+    """Slots that do not exist, serve no stage, or serve more stages than the schedule allows."""
     groups = tuple(dict.fromkeys(schedule.placement))
     slots = [slot for group in groups for slot in group]
     if not groups:
@@ -53,7 +53,7 @@ def _wrong_placement(schedule: Schedule) -> Iterator[str]:
 
 
 def _misplaced(schedule: Schedule) -> Iterator[str]:
-    """Actions that exist nowhere, are on another slot, or come ahead of what they need on their own."""
+    """Actions of no stage or micro-batch, on the wrong slot, or before an action of the same slot that they need."""
     after = {Phase.BACKWARD: Phase.FORWARD, Phase.INPUT: Phase.FORWARD, Phase.WEIGHT: Phase.INPUT}
     for slot, table in enumerate(schedule.actions):
         seen: set[Action] = set()
@@ -71,7 +71,7 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
 
 
 def _wrong_counts(schedule: Schedule) -> Iterator[str]:
-    """Actions that are missing, there more than once, or of another kind of backward than the rest."""
+    """Actions that are missing or repeated, and whole backwards among split ones."""
     count = Counter(action for table in schedule.actions for action in table)
     phases = [Phase.FORWARD]
     if schedule.splits_backward:

@@ -1,1 +1,1 @@
-"""Stages: the exact search for a partition of the model into pipeline stages, over plain costs in seconds and bytes."""
+"""The inter-operator search: pipeline stages, their device groups and replicas."""

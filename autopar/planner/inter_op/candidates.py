@@ -1,4 +1,11 @@
-"""The partitions worth simulating: one search for every schedule, number of micro-batches and number of devices."""
+"""The partitions worth simulating: one search per schedule, number of micro-batches and vector of device counts.
+
+1. search     every configuration, cut short where it cannot be near the best        `_search`
+2. between    numbers of micro-batches between those tried, near the best            `_between`
+3. refine     the best plans again, over cuts near theirs                            `_refine`
+4. simulate   the most promising ones                                                `_simulate`
+5. prove      search again wherever a better plan could have been left out           `prove`
+"""
 
 from __future__ import annotations
 
@@ -31,19 +38,19 @@ from autopar.schedule.builders import SCHEDULES
 from autopar.schedule.micro_batches import largest_size
 from autopar.schedule.timeline import Timeline
 
-# Of the partitions found those are simulated whose objective is at most this much above the best.
+# A partition is a candidate if its objective is at most this share above the best one of its schedule.
 _PROMISING = 0.04
 _FEWEST_SIMULATED = 1
-_ACTIONS_SIMULATED = 300_000  # in all; more would take longer than the search itself
-_FEW_DEVICES = 8  # up to so many every number of devices is looked at
-_FIRST_TOLERANCE = 5e-3  # share of the objective that the first look at everything leaves unproven
+_ACTIONS_SIMULATED = 300_000  # in total; more would take longer than the search itself
+_FEW_DEVICES = 8  # up to this many devices, every vector of device counts is searched
+_FIRST_TOLERANCE = 5e-3  # share of the objective that the first look leaves unproven
 
 Used = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Config:
-    """What one search is made for."""
+    """What one search fixes."""
 
     schedule: str
     n_microbatches: int
@@ -113,11 +120,11 @@ class Searching:
         return max(1, self.costs.batch_size // self.options.least_rows)
 
     def _search(self, m: int, counts: Used, found: dict[Config, PartitionResult]) -> None:
-        """The best partition for `m` micro-batches on so many devices under every schedule, if it is promising."""
+        """The best partition for `m` micro-batches on `counts` devices under every schedule, if it is promising."""
         for config in self._configs(m, counts):
             if config in self._bounds:
                 continue
-            # Objectives of different schedules leave out different things: they are no rivals.
+            # Objectives of different schedules neglect different effects, so they cannot be compared.
             rivals = [f.solution.objective for c, f in found.items() if c.schedule == config.schedule]
             cutoff = min([self.options.rival, *rivals]) * (1 + _PROMISING) if sum(counts) > 1 else math.inf
             problem = self.problem(m, config.schedule, config.counts, chunks=config.chunks)
@@ -132,8 +139,10 @@ class Searching:
         return solution
 
     def prove(self, chosen: Candidate) -> list[Candidate]:
-        """Search again, without leaving anything unproven, wherever a plan under the same schedule could still have a
-        smaller objective; the better ones found."""
+        """Search again, to the end, wherever a plan under the same schedule could still have a smaller objective.
+
+        Returns the better plans.
+        """
         if self.effort.tolerance > 0:
             return []
         schedule = self._searched_as(chosen.config.schedule)
@@ -159,7 +168,7 @@ class Searching:
                         yield Config(name, m, counts, chunks)
 
     def _between(self, found: dict[Config, PartitionResult]) -> None:
-        """Numbers of micro-batches between those tried, halving the gaps beside the best until there are none."""
+        """Search numbers of micro-batches between those tried: halve the gaps next to the best one."""
         tried = set(self.counts)
         device_counts = self._device_counts()[: self.effort.halved]
         for _ in range(self.effort.halvings if found else 0):
@@ -177,7 +186,7 @@ class Searching:
         self.counts = sorted(tried)
 
     def _simulate(self, found: dict[Config, PartitionResult]) -> list[Candidate]:
-        """Candidates with their timelines, of every number of devices the best, and the best of all."""
+        """Candidates with their timelines: the best of all, and the best for every vector of device counts."""
         by_objective = sorted(found, key=lambda c: (found[c].solution.objective, SCHEDULES.index(c.schedule)))
         chosen: dict[Config, None] = {}
         left = _ACTIONS_SIMULATED
@@ -200,7 +209,7 @@ class Searching:
         return candidates
 
     def _refine(self, found: dict[Config, PartitionResult]) -> None:
-        """Search again for the best under each schedule, over cuts near theirs."""
+        """Improve the best partitions of each schedule over cuts near theirs."""
         for schedule in self.schedules:
             mine = sorted((c for c in found if c.schedule == schedule), key=lambda c: found[c].solution.objective)
             for config in mine[: self.effort.refined]:
@@ -222,7 +231,7 @@ class Searching:
                 )
 
     def _candidates(self, config: Config, found: PartitionResult) -> Iterator[Candidate]:
-        """The partition under its schedule and, where that is free, under the others that run the same stages."""
+        """The partition under its schedule, and under gpipe where the schedule is free and gpipe was not searched."""
         stages = tuple(tuple(np.flatnonzero(inside).tolist()) for inside in found.stages())
         groups = assign_groups(self.costs, self.pools, self.atoms, stages, found, config.chunks)
         names = tuple(found.problem.kinds[s.kind].name for s in found.solution.stages) if self.costs.meshes else ()
@@ -245,14 +254,14 @@ class Searching:
     # -- what is searched -------------------------------------------------------------------------------------------
 
     def problem(self, m: int, schedule: str, counts: Used, chunks: int = 1, space: Space | None = None) -> Problem:
-        """The partition problem for `m` micro-batches, with the times that so many busy devices have."""
+        """The partition problem for `m` micro-batches, with the times of operators on that many busy devices."""
         costs, rows = self.costs, self.costs.batch_size / m
         busy = sum(counts) if m > 1 else 1
         space = space or self._space
         kinds = self._kinds(m, space)
         times = [self._times(kind.name, busy, rows) for kind in kinds]
-        # Before the caller's loss all forwards are done: then every schedule holds what gpipe holds, and nothing is
-        # delayed into a bubble that others would fill.
+        # If the caller computes the loss, all forwards come first: then every schedule holds what gpipe holds, and no
+        # schedule can delay work into bubbles.
         phased = costs.training and not self.options.loss_inside
         split = schedule == "zb-h1" and not phased
         held = "1f1b" if schedule == "interleaved-1f1b" else schedule
@@ -312,7 +321,7 @@ class Searching:
         return min(group.memory, self.options.memory_limit or math.inf)
 
     def _schedules(self) -> list[str]:
-        """Those to search for; gpipe's partitions are those of 1f1b where they fit."""
+        """Schedules to search; gpipe's partitions are those of 1f1b where they fit."""
         if self.options.schedule is not None:
             return [self.options.schedule]
         if not self.costs.training or not self.options.loss_inside:
@@ -321,7 +330,7 @@ class Searching:
         return ["1f1b", "zb-h1", "interleaved-1f1b"]
 
     def _device_counts(self) -> list[Used]:
-        """Numbers of devices of each kind: all there are where they are few, else all of them and powers of two."""
+        """Vectors of device counts: all of them for few devices, otherwise all devices, and their numbers halved."""
         if sum(self.full) <= _FEW_DEVICES and self.effort.fewer:
             every = itertools.product(*(range(c + 1) for c in self.full))
             return sorted((u for u in every if any(u)), key=lambda u: (-sum(u), u))
@@ -344,16 +353,16 @@ class Searching:
         return sorted({round(x) for x in np.geomspace(1, most, self.effort.counts)})
 
     def _by_promise(self, counts: Sequence[int]) -> list[int]:
-        """The numbers of micro-batches with the lowest relaxed bound first: good plans early cut the rest short."""
+        """Numbers of micro-batches, the lowest relaxed bound first: a good plan cuts later searches short."""
         if len(counts) == 1:
             return list(counts)
         name = self.schedules[0]
         return sorted(counts, key=lambda m: relaxed_bound(self.problem(m, name, self.full), self.full))
 
-    # -- what is said of it -----------------------------------------------------------------------------------------
+    # -- proof and description -----------------------------------------------------------------------------------------
 
     def proof(self, candidate: Candidate) -> tuple[float, str]:
-        """A bound (s) that no plan's objective is below, and in words how far the plan is proven best."""
+        """A lower bound (s) on every plan's objective, and a sentence that says how far the plan is proven best."""
         config = candidate.config
         schedule = self._searched_as(config.schedule)
         objective = candidate.solution.objective
@@ -377,11 +386,11 @@ class Searching:
         return anywhere, f"{near}; within {_gap(objective, anywhere)} of one for any cuts"
 
     def _searched_as(self, schedule: str) -> str:
-        """The schedule whose partitions are tried under `schedule`."""
+        """The schedule whose partitions serve `schedule`."""
         return "1f1b" if schedule == "gpipe" and "gpipe" not in self.schedules else schedule
 
     def _balanced(self, config: Config) -> float:
-        """Seconds of an interleaved plan whose devices were loaded equally, transfers free."""
+        """Seconds of an interleaved plan with equally loaded devices and free transfers."""
         problem = self.problem(config.n_microbatches, config.schedule, config.counts)
         work = (problem.forward + problem.backward)[[k for k, c in enumerate(config.counts) if c]].sum()
         return float(work * (1 / config.chunks + (config.n_microbatches - 1 / config.chunks) / sum(config.counts)))

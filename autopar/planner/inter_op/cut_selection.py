@@ -1,4 +1,4 @@
-"""From a graph of atoms to the best partition found: which cuts to look at, and looking again around what is found."""
+"""Which cuts a search looks at, and improving a partition over more cuts near its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.planner.inter_op.cuts import AtomGraph, all_cuts, cuts_near, first_
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import Problem, Solution
 
-# Entries that the tables of one sweep may have: cuts^2 / 2 x vectors of device counts x kinds.
+# Most entries in the tables of one dynamic program: cuts^2 / 2 x vectors of device counts x kinds.
 _WORK = 2e7
 _FEWEST_CUTS = 48
 # A round that gains less than this share is the last.
@@ -39,13 +39,13 @@ class PartitionResult:
 
 
 def cuts_worth_looking_at(graph: AtomGraph, limit: int) -> tuple[np.ndarray, bool]:
-    """All cuts of a graph where they are about `limit` at most, else the most promising; and whether they are all."""
+    """(cuts, whether they are all): every cut of a graph with at most about `limit`, otherwise the most promising."""
     every = all_cuts(graph, limit) if graph.n < limit else None
     return (first_cuts(graph, limit), False) if every is None else (every, True)
 
 
 def most_cuts(counts: Sequence[int], most: int) -> int:
-    """How many cuts a sweep over so many devices of each kind can afford, `most` at most."""
+    """The number of cuts that a dynamic program over `counts` devices of each kind can afford, at most `most`."""
     states = math.prod(c + 1 for c in counts)
     return int(min(most, max(_FEWEST_CUTS, math.sqrt(2 * _WORK / (states * len(counts))))))
 
@@ -60,7 +60,7 @@ def refine(
     rounds: int,
     tolerance: float = 0.0,
 ) -> PartitionResult:
-    """Solve again over about `limit` cuts near those of the plan, until that gains nothing or for `rounds` times."""
+    """Solve again over about `limit` cuts near those of the plan, at most `rounds` times or until nothing is gained."""
     for _ in range(0 if found.complete else rounds):
         problem = problem_of(cuts_near(graph, found.chain(), limit))
         solution = solve(problem, counts, tolerance=tolerance)

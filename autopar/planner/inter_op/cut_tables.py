@@ -1,4 +1,4 @@
-"""Every quantity of a stage as a table over the pairs of cuts that bound it, by matrix products.
+"""Every quantity of a stage as a table over the pairs of cuts around it, by matrix products.
 
 For a set A of atoms let count(I) be how many of them lie before cut I. A stage S between cuts I and J, where all before
 I is before J, has none of A exactly if count(I) = count(J). So of all items with weights w, those that S touches weigh
@@ -27,7 +27,7 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True)
 class Tables:
-    """Entry [i, j] is for the stage between cuts i and j; where j does not follow i it means nothing.
+    """Entry [i, j] belongs to the stage between cuts i and j; it has no meaning where j does not follow i.
 
     Bytes are those of the whole batch.
     """

@@ -1,9 +1,9 @@
-"""Which cuts a search looks at: all of a small graph, else those along several linear orders, then those near a plan.
+"""Cuts of a graph of atoms: all of a small graph, those along several linear orders, and those near a plan.
 
 A cut of a directed acyclic graph is a set of atoms closed under predecessors. A line of n atoms has n + 1 of them, two
-parallel branches of n atoms have (n + 1)^2, so that all cuts can only be listed for graphs that are nearly lines. Else
-cuts are taken where little is sent along orders of different character, and once a plan is known, around its cuts:
-atoms added or removed with all that must come along, one by one along an order.
+parallel branches of n atoms have (n + 1)^2. So all cuts can be listed only for graphs that are nearly lines. For others
+the candidates are the prefixes of several topological orders where few bytes cross. Once a plan is known, more lie
+around its cuts: atoms added with all their ancestors, or removed with all their descendants.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ import numpy as np
 
 from autopar.planner.inter_op.stage_bytes import Value
 
-_CUTS_PER_ORDER = 200  # so many cuts leave room for one more order
+_CUTS_PER_ORDER = 200  # every so many cuts of the limit pay for one more order
 
 Mask = int  # a set of atoms, bit a for atom a
 
 
 class CyclicGraph(ValueError):
-    """Atoms that wait for each other."""
+    """Atoms that depend on each other in a cycle."""
 
     def __init__(self, atoms: list[int]) -> None:
-        super().__init__(f"atoms {atoms} wait for each other in a circle")
+        super().__init__(f"atoms {atoms} depend on each other in a cycle; no order can run them")
         self.atoms = atoms
 
 
 @dataclass(frozen=True)
 class AtomGraph:
-    """What runs before what, and what it weighs. Atoms are numbered in the order of the program.
+    """The order of atoms and their weights. Atoms are numbered in program order.
 
-    Raises:
-        CyclicGraph: there is no order in which they could run.
+    Raises CyclicGraph if no order can run them.
     """
 
     n: int
@@ -71,7 +70,7 @@ class AtomGraph:
                 if not missing[later]:
                     heapq.heappush(ready, later)
         if len(order) < self.n:
-            raise CyclicGraph(_circle(self.after, [a for a in range(self.n) if missing[a]]))
+            raise CyclicGraph(_cycle(self.after, [a for a in range(self.n) if missing[a]]))
         return order
 
     @cached_property
@@ -100,7 +99,7 @@ class AtomGraph:
         return masks
 
     def crossing(self, cuts: np.ndarray) -> np.ndarray:
-        """[n_cuts] bytes, forward and backward, of the values made before each cut [n_cuts, n] and read after it."""
+        """[n_cuts] bytes, forward and backward, of values produced before each cut [n_cuts, n], read after it."""
         producers, readers, starts, nbytes = self._flat_values
         if not len(readers):
             return np.zeros(len(cuts))
@@ -139,7 +138,7 @@ def all_cuts(graph: AtomGraph, limit: int) -> np.ndarray | None:
 
 
 def first_cuts(graph: AtomGraph, limit: int) -> np.ndarray:
-    """About `limit` cuts along several orders: evenly spread by weight, at the places where least crosses."""
+    """About `limit` cuts along several orders: evenly spread by weight, where fewest bytes cross."""
     orders = [*_orders(graph), *_shuffled(graph, limit // _CUTS_PER_ORDER)]
     share = [limit // 2, *[limit // (2 * max(1, len(orders) - 1))] * (len(orders) - 1)]
     chosen: set[Mask] = {0, (1 << graph.n) - 1}
@@ -163,7 +162,7 @@ def cuts_near(graph: AtomGraph, plan: np.ndarray, limit: int) -> np.ndarray:
 
 
 def _orders(graph: AtomGraph) -> Iterator[list[int]]:
-    """Topological orders: the program's; a branch at a time from the front; and the same from the back."""
+    """Three topological orders: the program's, branch by branch from the front, and branch by branch from the back."""
     yield graph.order
     forwards = _branch_by_branch(graph.before, graph.after, graph.weight)
     yield forwards
@@ -171,14 +170,14 @@ def _orders(graph: AtomGraph) -> Iterator[list[int]]:
 
 
 def _shuffled(graph: AtomGraph, number: int) -> Iterator[list[int]]:
-    """Orders a branch at a time, the branches in any turn; the same ones every time."""
+    """Orders branch by branch, with the branches shuffled; the same orders on every call."""
     random = np.random.default_rng(0)
     for _ in range(number):
         yield _branch_by_branch(graph.before, graph.after, random.permutation(graph.n).astype(float))
 
 
 def _branch_by_branch(before: list[list[int]], after: list[list[int]], weight: np.ndarray) -> list[int]:
-    """Depth first: what has just become ready runs next, lighter branches first."""
+    """Depth first: atoms that have just become ready run next, lighter ones first."""
     missing = [len(b) for b in before]
     stack = [a for a in reversed(range(len(before))) if not missing[a]]
     order = []
@@ -195,7 +194,7 @@ def _branch_by_branch(before: list[list[int]], after: list[list[int]], weight: n
 
 
 def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask]:
-    """Of the prefixes of an order: the one where least crosses in each of `number` stretches of equal weight."""
+    """For each of `number` stretches of equal weight along an order, the prefix where fewest bytes cross."""
     place = np.empty(graph.n, dtype=int)
     place[list(order)] = np.arange(graph.n)
     crossing = np.zeros(graph.n + 2)
@@ -250,7 +249,7 @@ def _shifted(cut: Mask, orders: list[list[int]], number: int) -> Iterator[Mask]:
 
 
 def _most_promising(graph: AtomGraph, cut: Mask, around: list[Mask], number: int, stage: float) -> list[Mask]:
-    """Half of them the nearest in weight, half those where least crosses, within half a stage."""
+    """`number` of the cuts `around`: half the nearest in weight, half with fewest bytes across, within half a stage."""
     if not around:
         return []
     cuts = _rows(around, graph.n)
@@ -277,11 +276,11 @@ def _matrix(masks: Iterable[Mask], n: int) -> np.ndarray:
     return _rows(sorted(set(masks), key=lambda m: (m.bit_count(), m)), n)
 
 
-def _circle(after: list[list[int]], stuck: list[int]) -> list[int]:
-    """One circle among atoms that can never run."""
+def _cycle(after: list[list[int]], stuck: list[int]) -> list[int]:
+    """One cycle among atoms that can never run."""
     inside = set(stuck)
     atom, seen = stuck[0], [stuck[0]]
-    # Every stuck atom waits for a stuck one; walking back along those must come round.
+    # Every stuck atom waits for a stuck one; walking back along those must close a cycle.
     before = {b: a for a in stuck for b in after[a] if b in inside}
     while (atom := before[atom]) not in seen:
         seen.append(atom)
@@ -291,7 +290,7 @@ def _circle(after: list[list[int]], stuck: list[int]) -> list[int]:
 def merged_graph(
     n: int, edges: Iterable[tuple[int, int]], weight: np.ndarray, values: Iterable[Value]
 ) -> tuple[AtomGraph, np.ndarray]:
-    """A graph of n atoms in which those that wait for each other are one atom; and the atom that each became, [n]."""
+    """(graph, [n] the new atom of each): a graph in which atoms that depend on each other in a cycle are one atom."""
     whole = nx.DiGraph()
     whole.add_nodes_from(range(n))
     whole.add_edges_from(edges)

@@ -1,16 +1,16 @@
-"""The dynamic program over chains of cuts that the stage partition asks all its questions of.
+"""The dynamic program over chains of cuts: the plan with the least sum of fills.
 
-Given the stages that a plan may have, the least sum of their fills for what follows each cut, on exactly so many
-devices E = (e_0, e_1, ...) of each kind:
+For each cut I and each vector of device counts E = (e_0, e_1, ...), one number per kind, `best` is the least sum of the
+fills of all stages after I on exactly E devices:
 
     best[I][E] = min over stages from cut I to cut J on r devices of kind k  of  fill + best[J][E - r e_k]
     best[all][0] = 0
 
-where the devices of E - r e_k may be at most as many as the stage's memory allows to follow it. Stages that must be the
-first, second, ... of their plan (pins) add a level to `best` for each of them.
+where a stage's memory limits how many devices E - r e_k may follow it. Each stage that is pinned to a place in the plan
+(first, second, ...) adds a level to `best`.
 
-O(stages x vectors of device counts) operations: one array operation for all stages that start at a cut with the same
-kind and replicas, over all vectors of device counts. Where those are few, for all cuts at once instead.
+O(stages x vectors of device counts) operations. One array operation handles all stages of one first cut, kind and
+number of replicas, over all vectors of device counts; with few vectors, one handles all cuts instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.planner.inter_op.stage_costs import Stages
 
-# Numbers of (devices, kind, replicas) up to which a step over all cuts at once is the faster way.
+# Up to this many triples (device counts, kind, replicas), array operations over all cuts at once are faster.
 _FEW_STATES = 24
 
 
@@ -46,12 +46,12 @@ class Path(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Stages that may stand at one place of a plan."""
+    """The stages that may have one place in a plan."""
 
     stages: Stages
     rows: np.ndarray  # [n_cuts + 1]: stages from rows[i] to rows[i + 1] start at cut i
     best: np.ndarray  # [n_cuts, *(counts + 1)] s
-    following: np.ndarray  # `best` of what follows such a stage; of itself where any number may stand here
+    following: np.ndarray  # `best` of the next level; `best` itself where any number of stages may follow
 
 
 def sweep(
@@ -65,10 +65,9 @@ def sweep(
 ) -> Path | None:
     """The plan with the least sum of fills on at most (or exactly) `counts` devices of each pool; None without any.
 
-    `pools` [kinds]: whose devices a stage of a kind takes.
-    `places`: for every stage the place in a plan that its pins ask for (from 0), -1 if it has none and -2 if they
-    contradict each other; `pinned`: all places with pins. Of equal plans the one with fewest devices and then the
-    earliest cuts is returned.
+    `pools` [kinds]: the pool from which a stage of each kind takes its devices.
+    `places`: for every stage the place in a plan (from 0) that it is pinned to, -1 for none, -2 for contradicting pins.
+    `pinned`: all places with pins. Among equal plans the one with fewest devices, then the earliest cuts, is returned.
     """
     levels = [_free(_subset(stages, places == -1) if pinned else stages, pools, n_cuts, counts)]
     for place in range(max(pinned, default=-1), -1, -1):
@@ -127,7 +126,7 @@ def _by_cut(level: Level, pools: np.ndarray, counts: tuple[int, ...]) -> None:
 
 
 def _by_state(level: Level, pools: np.ndarray, counts: tuple[int, ...]) -> None:
-    """The same, for one vector of device counts after the other and all cuts at once."""
+    """Fill `level.best` for one vector of device counts after the other, all cuts at once."""
     stages, n_devices = level.stages, _sums(counts)
     n_cuts = len(level.best)
     width = max(counts) + 1
@@ -152,7 +151,7 @@ def _by_state(level: Level, pools: np.ndarray, counts: tuple[int, ...]) -> None:
 
 
 def _trace(levels: list[Level], pools: np.ndarray, used: tuple[int, ...]) -> tuple[SweepStep, ...]:
-    """The stages that attain the least sum on exactly `used`; of equal ones the earliest cut."""
+    """The stages that attain the least sum on exactly `used`; among equal ones the earliest cut."""
     steps: list[SweepStep] = []
     cut, state, place = 0, used, 0
     while place < len(levels) - 1 or any(state):

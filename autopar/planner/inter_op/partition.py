@@ -5,7 +5,7 @@ Objective, for m micro-batches and stages s with r_s replicas: the "sum of stage
 to split backwards, whose weight parts w_s are delayed into the bubble (Qi et al. 2024; w_s = 0 for other schedules):
 
     T = sum_s f_s + max_s p_s
-    f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       the way of the first micro-batch
+    f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       time of the first micro-batch
     p_s = (ceil(m / r_s) - 1) t_s + d_s + gradient_bytes_s reduction(r_s)
     t_s = forward and backward of its atoms, forward twice if it recomputes
           + latency + bytes x seconds_per_byte of its kind, for each direction of its incoming values that carries bytes
@@ -62,23 +62,23 @@ def solve(
     """The best partition on at most `counts` devices of each pool (default: all there are); None if there is none.
 
     Args:
-        exactly: use so many devices, no fewer.
-        cutoff: seconds; only plans faster than that are of interest, None is returned as soon as there are none.
-        tolerance: share of the objective that may be left unproven; with 0 the solution is optimal and says so.
+        exactly: use exactly `counts` devices.
+        cutoff: seconds; return None as soon as no plan can be faster.
+        tolerance: share of the objective that may stay unproven; with 0 the solution is proven optimal.
 
-    Of plans that cost the same the one with fewest devices is preferred as far as it is met. See the module for
-    objective, method and complexity.
+    Among equally fast plans that the search meets it prefers the one with fewest devices. See the module for objective,
+    method and complexity.
     """
     counts = problem.counts if counts is None else tuple(counts)
     if not any(counts):
-        raise ValueError("counts are all 0: a plan needs at least one device")
+        raise ValueError(f"counts are {counts}: a plan needs at least one device")
     if relaxed_bound(problem, counts) >= cutoff:
         return None
     return _Search(Costs(problem, counts), exactly).best(cutoff, tolerance)
 
 
 def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
-    """Seconds that no plan on at most `counts` devices takes less than, whatever the cuts.
+    """A lower bound in seconds on every plan on at most `counts` devices, whatever its cuts.
 
     Without transfers and memory: a stage on r devices has p_s >= (m / r - 1) (t_s - d_s) and t_s is at least its share
     of the work w, so that with at most R devices a stage and D in all
@@ -90,7 +90,7 @@ def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
     used = [pool for pool, count in enumerate(counts) if count]
     pools = np.array(problem.pools)
     every = problem.forward + problem.backward
-    work = np.array([every[pools == pool].min(axis=0) for pool in used])  # in the pool's fastest way
+    work = np.array([every[pools == pool].min(axis=0) for pool in used])  # by the pool's fastest kind
     delayed = np.zeros_like(every) if problem.weight is None else problem.weight
     fills = (
         (every - 2 * delayed)[np.isin(pools, used)].min(axis=0).sum() / problem.chunks if problem.sum_counts else 0.0
@@ -107,9 +107,9 @@ def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
 
 
 def explain_infeasible(problem: Problem) -> Infeasibility | None:
-    """Why no plan fits: the stage that lacks most memory, in the plan where that is least; None if one fits.
+    """The stage that lacks most memory, in the plan that lacks least; None if some plan fits.
 
-    Bisects all numbers of bytes that could be lacking; one sweep each.
+    Bisects all numbers of bytes that could be lacking, with one run of the dynamic program each.
     """
     counts = problem.counts
     lacks = [0.0, *(float(x) for x in Costs(problem, counts).lacks() if x > 0)]
@@ -117,7 +117,7 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
     low, high = 0, len(lacks)
     while low < high:
         middle = (low + high) // 2
-        # The products that were compared with the memory come out the same only up to rounding.
+        # The factor covers rounding: the same products are computed in another order.
         costs = Costs(problem, counts, extra_memory=lacks[middle] * (1 + 1e-12))
         path = _Search(costs).least_sum(math.inf)
         if path is None:
@@ -125,7 +125,7 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
         else:
             found, high = (path, costs), middle
     if found is None:
-        raise ValueError("the hints leave no partition, whatever the memory")
+        raise ValueError("the hints allow no partition, even with unlimited memory")
     if low == 0:
         return None
     path, costs = found
@@ -137,7 +137,7 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
 
 
 class _Search:
-    """The questions that `solve` asks of one problem and one vector of device counts."""
+    """Branch and bound for one problem and one vector of device counts."""
 
     def __init__(self, costs: Costs, exactly: bool = False) -> None:
         self._costs = costs
@@ -155,7 +155,7 @@ class _Search:
         # (promise, no plan's max term is at or below, plans are below, least sum of those)
         intervals = [(first.total, 0.0, top, first.total)]
         if self._costs.n_devices == 1 and len({mode.kind for mode in self._costs.modes}) == 1:
-            # One stage, and one way to do it: what fills least takes least.
+            # One stage on one kind: the least fill has the least time.
             intervals.clear()
         for _ in range(_MOST_SWEEPS):
             if not intervals or intervals[0][0] >= min(best_time, cutoff) * (1 - tolerance):
@@ -191,9 +191,9 @@ class _Search:
 
 
 def _places(problem: Problem) -> np.ndarray:
-    """[n_cuts, n_cuts]: the place in the plan that the pins of a stage ask for, -1 if it has none, -2 if they differ.
+    """[n_cuts, n_cuts]: the place in the plan that a stage is pinned to, -1 for none, -2 for contradicting pins.
 
-    A stage that has some of a place's pinned atoms and not all is at no place.
+    A stage that has only some of the atoms pinned to a place contradicts them.
     """
     cuts, pinned = problem.space.cuts, problem.space.pinned
     places = np.full((len(cuts), len(cuts)), -1)

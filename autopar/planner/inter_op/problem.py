@@ -85,7 +85,7 @@ class Space:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Devices that cost the same; or a way to use the devices of a pool, of which every stage takes one."""
+    """Devices that cost the same, or the devices of a pool under one stage configuration."""
 
     name: str
     count: int  # devices
@@ -94,18 +94,18 @@ class DeviceKind:
     seconds_per_byte: float  # of that transfer, counted to the stage that receives
     reduce_seconds_per_byte: float  # of a replicated stage, once a step, for every replica but the first
     send_seconds_per_byte: float = 0.0  # of a transfer out of the device, once for every value, counted to the sender
-    all_reduce: tuple[float, ...] = ()  # seconds per gradient byte for 1, 2, .. replicas, where not one adds up for all
-    pool: int | None = None  # kinds of one pool share its devices; None: the kind has its own, and all others have, too
-    space: Space | None = None  # what stages hold and send on such devices, over the same cuts; None: the problem's
+    all_reduce: tuple[float, ...] = ()  # seconds per gradient byte for 1, 2, .. replicas; empty: one adds up for all
+    pool: int | None = None  # kinds of one pool share its devices; None for all kinds: each has its own
+    space: Space | None = None  # what stages hold and send here, over the same cuts; None: as in the problem
 
     def reduction(self, replicas: int) -> float:
-        """Seconds once a step for every gradient byte of a stage on so many of the devices."""
+        """Seconds once a step for every gradient byte of a stage on `replicas` devices."""
         return self.all_reduce[replicas - 1] if self.all_reduce else (replicas - 1) * self.reduce_seconds_per_byte
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to partition, over which devices, at which number of micro-batches; checked when made.
+    """What to partition, over which devices, at which number of micro-batches; checked on creation.
 
     Raises:
         ValueError: a cost is NaN, infinite or negative, an array has the wrong shape, a count is below one.
@@ -121,8 +121,8 @@ class Problem:
     weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
     may_recompute: bool = False  # stages may run their forwards again instead of keeping activations
     sum_counts: bool = True  # False: the objective is the largest stage alone, for one micro-batch after the first
-    chunks: int = 1  # stages of each device, in turn (interleaved); then a device counts as so many, without replicas
-    share: float | None = None  # of the whole batch's bytes that a micro-batch has; default 1 / n_microbatches
+    chunks: int = 1  # stages of each device (interleaved); a device then counts as this many, without replicas
+    share: float | None = None  # of the batch's bytes that a micro-batch has; default 1 / n_microbatches
 
     def __post_init__(self) -> None:
         n = self.space.n_atoms
@@ -186,7 +186,7 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class Solution:
-    """The best partition found on at most so many devices, and what is known of all others."""
+    """The best partition on a number of devices, with a bound on all others."""
 
     stages: tuple[StageChoice, ...]
     objective: float  # seconds a step takes, as `solve` defines it

@@ -13,7 +13,7 @@ from autopar.planner.inter_op.memory_formula import activation_bytes
 from autopar.planner.inter_op.problem import Problem
 from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
 
-# From so many devices on only those numbers of replicas are looked at that change ceil(m / r): 2 sqrt(m) of them.
+# Beyond this many devices, only numbers of replicas that change ceil(m / r) are candidates: 2 sqrt(m) of them.
 _ALL_REPLICAS = 64
 
 
@@ -26,17 +26,17 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """Of stages between every two cuts, [n_cuts, n_cuts], in one mode."""
+    """Costs of the stage between every two cuts, [n_cuts, n_cuts], in one mode."""
 
     time: np.ndarray  # s, of a micro-batch
-    fill: np.ndarray  # s, what the stage adds to the first micro-batch's way; inf where there is no such stage
-    delayed: np.ndarray  # s, of `time`, that is made up for at the end
+    fill: np.ndarray  # s that the stage adds to the time of the first micro-batch; inf where there is no such stage
+    delayed: np.ndarray  # s of `time` that run at the end of the step instead
     once: np.ndarray  # bytes held all the time
     each: np.ndarray  # bytes held for each micro-batch in flight
 
 
 class Stages(NamedTuple):
-    """Stages that a plan may have, one a row, by start and then kind and replicas."""
+    """Stages that a plan may have: one per row, sorted by start, then kind, replicas and stop."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -44,14 +44,14 @@ class Stages(NamedTuple):
     recompute: np.ndarray
     replicas: np.ndarray
     fill: np.ndarray  # s
-    most_after: np.ndarray  # devices that later stages may have, or the memory does not suffice
+    most_after: np.ndarray  # the most devices that later stages may have; with more, the stage's memory is too small
 
 
 class Costs:
     """Costs of a problem's stages on at most `counts` devices of each pool, in the notation of `partition`."""
 
     def __init__(self, problem: Problem, counts: tuple[int, ...], extra_memory: float = 0.0) -> None:
-        """`extra_memory`: bytes that every device is taken to have on top, to find out how much is lacking."""
+        """`extra_memory`: bytes added to every device, to find out how much is lacking."""
         self.problem = problem
         self.counts = counts
         self.n_devices = sum(counts)
@@ -72,7 +72,7 @@ class Costs:
         return len(self.problem.space.cuts)
 
     def replicas(self, kind: int) -> list[int]:
-        """Numbers of replicas worth looking at."""
+        """Candidate numbers of replicas."""
         m = self.problem.n_microbatches
         most = min(self.problem.max_replicas, m, self.counts[self.problem.pools[kind]])
         every = range(1, most + 1)
@@ -130,7 +130,7 @@ class Costs:
         return self.problem.kinds[kind].memory / self.problem.chunks + self._extra
 
     def lacks(self) -> np.ndarray:
-        """Every number of bytes, ascending, that could be what a stage of some plan lacks."""
+        """Every number of bytes, ascending, that a stage of some plan could lack."""
         values = []
         for mode in self.modes:
             terms, memory = self.terms[mode], self.memory(mode.kind)

@@ -364,4 +364,4 @@ def test_operators_too_small_to_gain_from_a_second_device_are_run_on_one_and_the
     small = make_plan(sped_up(costs_of(), 1e4), STEP)
     assert len(small.used_devices) == 1
     assert small.n_microbatches == 1
-    assert any(note.startswith("uses 1 of 2 devices: the best plan found on 2 takes") for note in small.notes)
+    assert any(note.startswith("uses 1 of 2 devices: the best plan on 2 takes") for note in small.notes)

@@ -1,5 +1,7 @@
-"""Plans for models whose layouts the user asks for (`shard`): one mesh of all devices, on which the search chooses what
-is left free."""
+"""Plans for models with `shard()` hints: one mesh of all devices.
+
+hints --shard_hints--> mesh and constraints --strategy_search--> strategies --solution--> the stage of a plan
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.hint_constraints.pinned_meshes_plan import plan_pinned
-from autopar.planner.hint_constraints.shard_hints import has_sharding_hints, microbatch_on_meta, resolve_sharding
+from autopar.planner.hint_constraints.shard_hints import (
+    ResolvedSharding,
+    has_sharding_hints,
+    microbatch_on_meta,
+    resolve_sharding,
+)
 from autopar.planner.intra_op.explain import Solved, operator_explainer
 from autopar.planner.intra_op.solution import times, whole_graph_sharding
 from autopar.planner.intra_op.strategy_graph import ShardingTask
@@ -23,7 +30,7 @@ from autopar.planner.search_options import SearchOptions
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster, Device
 
-_TOLD = 4  # operators in a note
+_NAMED = 4  # operators in a note
 
 
 def asks_for_sharding(example: Example) -> bool:
@@ -33,14 +40,13 @@ def asks_for_sharding(example: Example) -> bool:
 def plan_as_sharded(
     example: Example, devices: Sequence[Device], options: SearchOptions, cluster: Cluster | None = None
 ) -> Plan:
-    """One stage of all `devices` as a mesh, sharded as the hints ask and otherwise as fast as can be; where modules are
-    pinned to stages, a mesh for each (`plan_pinned`).
+    """One stage on a mesh of all `devices`. Its sharding follows the hints; the search chooses the rest.
 
-    `cluster`: of the devices, where they are not at hand. CPU workers, which take turns, are not worth measuring: what
-    is free is chosen for them as it would be for GPUs.
+    Where modules are pinned to stages, every stage has a mesh (`plan_pinned`). `cluster`: of the devices, if they are
+    not in this machine. CPU workers take turns, so they are not measured: the search chooses as for as many H100.
 
-    Raises PlanError for hints that cannot be followed, together with others or at all, and InfeasibleError where the
-    memory is too small.
+    Raises PlanError for hints that contradict each other or that the model cannot follow, and InfeasibleError where
+    the memory is too small.
     """
     on_cpu = cluster is None and all(d.torch_device.type == "cpu" for d in devices)
     if cluster is None:
@@ -52,34 +58,24 @@ def plan_as_sharded(
             f"schedule={options.schedule!r} is for several stages, and with hints of shard() there is one; pin modules "
             "to stages with pipeline_stage()"
         )
-    program, m = example.program, options.n_microbatches or 1
-    resolved = resolve_sharding(program, example.model, len(devices), m)
-    module, inputs, rows = microbatch_on_meta(program, m)
-    names = [cluster.devices[i].name for i in resolved.order]
-    mesh = make_mesh(resolved.shape, names, resolved.names)
-    kept = 1 if options.loss_inside else m
-    task = ShardingTask(module, inputs, rows, cluster, m, example.training, options.optimizer, kept)
-    memory = min(options.memory_limit or float("inf"), *(d.memory for d in devices))
-    try:
-        problem = ShardingProblem(task, mesh)
-        found = problem.solve(memory, {}, resolved.constraints)
-    except InfeasibleError as error:
-        raise InfeasibleError(f"sharded as asked, nothing fits the memory of the devices: {error}") from error
-    keys = {node.name: key for node, key in operator_keys(program).items()}
+    resolved = resolve_sharding(example.program, example.model, len(devices), options.n_microbatches or 1)
+    solved = _solved(example, [d.memory for d in devices], options, cluster, resolved)
+    found, m = solved.found, solved.problem.task.n_microbatches
     forward, backward = (None, None) if on_cpu else times(found)
+    keys = {name: key for key, name in solved.nodes.items()}
     stage = Stage(
         tuple(devices[i].name for i in resolved.order),
-        tuple(keys.values()),
+        tuple(solved.nodes),
         forward,
         backward,
         peak_memory=None if on_cpu else round(found.nbytes),
         recompute=bool(options.constraints.recompute) and example.training,
-        sharding=whole_graph_sharding(problem, found, keys),
+        sharding=whole_graph_sharding(solved.problem, found, keys),
     )
     plan = Plan(
         (stage,),
         m,
-        batch_size=program.batch_size,
+        batch_size=example.program.batch_size,
         devices=tuple(d.name for d in devices),
         training=example.training,
         predicted_step_time=None if on_cpu else m * found.seconds,
@@ -87,9 +83,26 @@ def plan_as_sharded(
         model=fingerprint(example.model),
         device_kinds=tuple(d.kind for d in devices),
     )
-    nodes = {key: name for name, key in keys.items()}
-    solved = Solved(problem, found, nodes, memory, resolved.constraints)
     return with_explainer(plan, Explainer(operators=operator_explainer(lambda _: solved)))
+
+
+def _solved(
+    example: Example, memories: Sequence[float], options: SearchOptions, cluster: Cluster, resolved: ResolvedSharding
+) -> Solved:
+    """The fastest strategies under the hints. `memories`: bytes of every device."""
+    program, m = example.program, options.n_microbatches or 1
+    module, inputs, rows = microbatch_on_meta(program, m)
+    mesh = make_mesh(resolved.shape, [cluster.devices[i].name for i in resolved.order], resolved.names)
+    in_flight = 1 if options.loss_inside else m
+    task = ShardingTask(module, inputs, rows, cluster, m, example.training, options.optimizer, in_flight)
+    memory = min(options.memory_limit or float("inf"), *memories)
+    try:
+        problem = ShardingProblem(task, mesh)
+        found = problem.solve(memory, {}, resolved.constraints)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"sharded as asked, nothing fits the memory of the devices: {error}") from error
+    nodes = {key: node.name for node, key in operator_keys(program).items()}
+    return Solved(problem, found, nodes, memory, resolved.constraints)
 
 
 def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool) -> Iterator[str]:
@@ -103,8 +116,8 @@ def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool
     parts = {name: round(1 / found.strategies[name].share) for name in alone}
     repeated = [f"{keys[name]} ({k} of {n} devices do different parts)" for name, k in parts.items() if k < n]
     if repeated:
-        more = f" and {len(repeated) - _TOLD} more" if len(repeated) > _TOLD else ""
-        yield f"devices repeat the work of {', '.join(repeated[:_TOLD])}{more}"
+        more = f" and {len(repeated) - _NAMED} more" if len(repeated) > _NAMED else ""
+        yield f"devices repeat the work of {', '.join(repeated[:_NAMED])}{more}"
     if on_cpu:
         yield (
             "the shards of CPU workers run one after another: nothing is gained by them here; seconds of operators and "
@@ -113,7 +126,7 @@ def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool
 
 
 def checked_alone(example: Example, **others: object) -> None:
-    """Raises PlanError where sharding hints meet options that look for several plans."""
-    given = [name for name, value in others.items() if value]
-    if given and asks_for_sharding(example):
-        raise PlanError(f"{', '.join(given)}: hints of shard() ask for one plan, there is nothing to try it against")
+    """Raises PlanError where a model with sharding hints is planned with options that compare several plans."""
+    used = [name for name, value in others.items() if value]
+    if used and asks_for_sharding(example):
+        raise PlanError(f"{', '.join(used)}: hints of shard() ask for one plan, there is nothing to try it against")

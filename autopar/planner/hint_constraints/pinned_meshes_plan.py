@@ -1,9 +1,9 @@
-"""Plans for models whose modules are pinned to stages (`pipeline_stage`) and whose layouts are asked for (`shard`).
+"""Plans for models with both `pipeline_stage()` pins and `shard()` hints: one mesh per stage.
 
-    devices 0 1 2 3, modules pinned to stages 0 and 1        stage 0: the mesh of 0 and 1      stage 1: that of 2 and 3
+    devices 0 1 2 3, modules pinned to stages 0 and 1        stage 0: mesh of 0 and 1      stage 1: mesh of 2 and 3
 
-Every stage has as many devices, which follow each other. A module that nobody pinned runs as early as its inputs allow,
-and what is free of a stage's layouts is chosen for this stage by itself.
+All stages have the same number of consecutive devices. A module without a pin runs as early as its inputs allow. The
+search chooses the free strategies of each stage by itself.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ class _Pinned:
 
 
 def plan_pinned(example: Example, devices: Sequence[Device], options: SearchOptions, cluster: Cluster) -> Plan:
-    """Stages as they are pinned, each on a mesh of its own, sharded as the hints ask and otherwise as fast as can be.
+    """Stages as they are pinned, each on a mesh of its own. Their sharding follows the hints; the search chooses the
+    rest, stage by stage. Nothing is predicted of the whole step.
 
-    `cluster`: with the costs of the devices, in their order. Micro-batches: as many as asked for, else two a stage if
-    these are equal and come apart as asked, else one. Nothing is predicted of the whole.
+    `cluster`: costs of the devices, in their order. Micro-batches: as many as requested. Otherwise two per stage, if
+    they are equal and the hints can cut them, or else one.
 
-    Raises PlanError for hints that cannot be followed, and InfeasibleError where the memory is too small.
+    Raises PlanError for hints that the model cannot follow, and InfeasibleError where the memory is too small.
     """
     program, pinned = example.program, _pinned(example)
     size, left = divmod(len(devices), pinned.n_stages)
@@ -67,33 +68,11 @@ def plan_pinned(example: Example, devices: Sequence[Device], options: SearchOpti
             f"every pinned stage gets as many: give a multiple of {pinned.n_stages}"
         )
     m, resolved = _resolved(example, pinned, size, options.n_microbatches)
-    module, inputs, rows = microbatch_on_meta(program, m)
-    values = {node.name: value for node, value in observe(module, inputs).items()}
+    builder = _StagePlanner(example, pinned, devices, options, cluster, m)
     lowered = lower(program, pinned.stage_of, example.batching.storages)
-    keys = {node.name: key for node, key in operator_keys(program).items()}
-    limit = options.memory_limit or float("inf")
-    stages = []
-    for s, (one, asked) in enumerate(zip(lowered.stages, resolved, strict=True)):
-        group = [s * size + i for i in asked.order]
-        mesh = make_mesh(asked.shape, [cluster.devices[i].name for i in group], asked.names)
-        kept = min(m, pinned.n_stages - s) if options.loss_inside else m
-        leaves = [values[node.name] for node in one.module.graph.nodes if node.op == "placeholder"]
-        graph = private_copy(on_device(one.module, captured_device(program), META), META)
-        task = ShardingTask(graph, leaves, rows, cluster, m, example.training, options.optimizer, kept)
-        problem = ShardingProblem(task, mesh)
-        memory = min(limit, *(devices[i].memory for i in group))
-        found = problem.solve(memory, {}, _inside(asked.constraints, problem, one))
-        mine = pinned.operators(s)
-        stages.append(
-            Stage(
-                tuple(devices[i].name for i in group),
-                tuple(key for name, key in keys.items() if name in mine),
-                recompute=example.training and not mine.isdisjoint(options.constraints.recompute),
-                sharding=whole_graph_sharding(problem, found, keys) if size > 1 else None,
-            )
-        )
+    stages = tuple(map(builder.stage, lowered.stages, resolved))
     plan = Plan(
-        tuple(stages),
+        stages,
         m,
         options.schedule or "1f1b",
         batch_size=program.batch_size,
@@ -111,6 +90,48 @@ def plan_pinned(example: Example, devices: Sequence[Device], options: SearchOpti
     return plan
 
 
+class _StagePlanner:
+    """Chooses the strategies of one stage after another."""
+
+    def __init__(
+        self,
+        example: Example,
+        pinned: _Pinned,
+        devices: Sequence[Device],
+        options: SearchOptions,
+        cluster: Cluster,
+        n_microbatches: int,
+    ) -> None:
+        self.example, self.pinned, self.devices, self.options = example, pinned, devices, options
+        self.cluster, self.m = cluster, n_microbatches
+        self.keys = {node.name: key for node, key in operator_keys(example.program).items()}
+        module, inputs, self.rows = microbatch_on_meta(example.program, n_microbatches)
+        self.values = {node.name: value for node, value in observe(module, inputs).items()}
+
+    def stage(self, lowered: StageProgram, hints: ResolvedSharding) -> Stage:
+        size, s = len(hints.order), lowered.index
+        group = [s * size + i for i in hints.order]
+        problem = self._problem(lowered, hints, group)
+        memory = min(self.options.memory_limit or float("inf"), *(self.devices[i].memory for i in group))
+        found = problem.solve(memory, {}, _inside(hints.constraints, problem, lowered))
+        mine = self.pinned.operators(s)
+        return Stage(
+            tuple(self.devices[i].name for i in group),
+            tuple(key for name, key in self.keys.items() if name in mine),
+            recompute=self.example.training and not mine.isdisjoint(self.options.constraints.recompute),
+            sharding=whole_graph_sharding(problem, found, self.keys) if size > 1 else None,
+        )
+
+    def _problem(self, lowered: StageProgram, hints: ResolvedSharding, group: Sequence[int]) -> ShardingProblem:
+        mesh = make_mesh(hints.shape, [self.cluster.devices[i].name for i in group], hints.names)
+        in_flight = min(self.m, self.pinned.n_stages - lowered.index) if self.options.loss_inside else self.m
+        leaves = [self.values[node.name] for node in lowered.module.graph.nodes if node.op == "placeholder"]
+        graph = private_copy(on_device(lowered.module, captured_device(self.example.program), META), META)
+        training, optimizer = self.example.training, self.options.optimizer
+        task = ShardingTask(graph, leaves, self.rows, self.cluster, self.m, training, optimizer, in_flight)
+        return ShardingProblem(task, mesh)
+
+
 def _pinned(example: Example) -> _Pinned:
     pins = dict(read_hints(example.model).stages)
     stage_of = Plan.from_split(pins, n_microbatches=1).assign(example.program)
@@ -120,7 +141,7 @@ def _pinned(example: Example) -> _Pinned:
 def _resolved(
     example: Example, pinned: _Pinned, size: int, asked: int | None
 ) -> tuple[int, tuple[ResolvedSharding, ...]]:
-    """The number of micro-batches, and what the hints ask of every stage."""
+    """The number of micro-batches, and the mesh and constraints of every stage."""
     twice = 2 * pinned.n_stages
     counts = [asked] if asked is not None else [twice, 1] if example.program.batch_size % twice == 0 else [1]
     for m in counts:
@@ -136,10 +157,10 @@ def _resolved(
 
 
 def _inside(constraints: ShardingConstraints, problem: ShardingProblem, stage: StageProgram) -> ShardingConstraints:
-    """What is asked of this stage: a call may go on in the next one."""
+    """The constraints on this stage: a hinted call may go on in the next one."""
 
-    def known(asked: Mapping[str, _T], names: Any) -> dict[str, _T]:
-        return {name: wanted for name, wanted in asked.items() if name in names}
+    def known(constrained: Mapping[str, _T], names: Any) -> dict[str, _T]:
+        return {name: allowed for name, allowed in constrained.items() if name in names}
 
     return replace(
         constraints,

@@ -7,12 +7,13 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from models import sum_of_squares
-from shardings import Attention, Mlp, Pieces, Tied, one_stage, pipelined
+from shardings import Attention, Mlp, Pieces, Tied, assert_same_step, one_stage, pipelined
 from test_sharded_models import case_of
 from torch import fx, nn
 
@@ -25,7 +26,7 @@ from autopar.planner.intra_op.solution import exchanges_within, whole_graph_shar
 from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.mesh import make_mesh
-from autopar.sharding.stage_sharding import Exchange, Passage, StageSharding
+from autopar.sharding.stage_sharding import Exchange, Passage, StageSharding, TensorRedistribution, parse_passage
 
 META = torch.device("meta")
 Ran = tuple[str, str, int]  # collective, axis, bytes
@@ -214,3 +215,41 @@ def test_collectives_run_as_they_were_priced(name: str, mesh: tuple[int, ...], m
 def leaves_of(pm: PipelinedModule, leaves: Sequence[Any]) -> list[Any]:
     (stage,) = pm.stages
     return list(leaves)[: sum(node.op == "placeholder" for node in stage.graph.nodes)]
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        ("S0 > S1", "S1 > S0"),
+        ("S0 > R > S1", "S1 > R > S0"),
+        ("S0 > R > P > S1", "S1 > S0 > R > S0"),
+    ],
+)
+def test_lowering_takes_the_steps_of_the_plan_even_if_others_are_shorter(
+    forward: str, backward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * x).tanh().relu()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    sharding = StageSharding.from_texts((2,), ("data",), {"/tanh#0": "S0 -> S0", "/relu#0": "S1 -> S1"})
+    steps = TensorRedistribution(
+        "/tanh#0", "/relu#0", Passage(((0,),), ((0,),)), parse_passage(f"{forward}, back {backward}")
+    )
+    sharding = replace(sharding, redistributions=(steps,))
+    pm = pipelined(Two(), one_stage(capture(Two(), (x,), {}), sharding, 1))
+    assert_same_step(Two(), pm, x.detach())
+    (stage,) = pm.stages
+    (node,) = [n for n in stage.graph.nodes if n.target is collectives.gradient and n.meta["tensor"].startswith("tanh")]
+    sides = [steps.own.forward, steps.own.backward]
+    moves = [tuple(move_between(a, b) for a, b in itertools.pairwise(side)) for side in sides]
+    assert tuple(node.kwargs["moves"]) == moves[1]
+    nodes = [n for n in stage.graph.nodes if n.target in MOVES.values() and n.meta["tensor"].startswith("tanh")]
+    ran = [(n.target.__name__, n.kwargs["axis"], n.kwargs["dim"]) for n in nodes]
+    assert ran == list(moves[0])
+    # The same plan without steps takes the ones in which a device sends the fewest bytes: one all-to-all.
+    plain = pipelined(Two(), one_stage(capture(Two(), (x,), {}), replace(sharding, redistributions=()), 1))
+    plain(x)
+    names = [n.target.__name__ for n in plain.stages[0].graph.nodes if n.target in MOVES.values()]
+    assert [name for name in names if name not in LOCAL] == ["all_to_all"]

@@ -166,8 +166,9 @@ def _combination(
 
 
 def _has_class_weights(node: fx.Node) -> bool:
-    found = cross_entropy_arguments(node)
-    return found is not None and found.weight is not None
+    """Whether `node` is a mean cross-entropy with class weights."""
+    arguments = cross_entropy_arguments(node)
+    return arguments is not None and arguments.weight is not None
 
 
 class _Walk:

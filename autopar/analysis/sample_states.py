@@ -239,7 +239,7 @@ def _follow_samples(
     counts = name in _COUNTING and len(rule.inputs[1]) < len(rule.inputs[0])
     averages = not any(rule.outputs[0]) and any(place.index in dim for dims in rule.inputs[1:2] for dim in dims)
     if counts and averages and kind is IndexKind.WHOLE:
-        return [Mean(node)] * n_outputs  # class weights: every target counts as much as its class weighs
+        return [Mean(node)] * n_outputs  # each target has the weight of its class
     if kind is IndexKind.AVERAGED:
         return [Mean(node if counts else None)] * n_outputs
     if kind is IndexKind.SUMMED:

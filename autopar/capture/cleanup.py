@@ -116,19 +116,19 @@ def call_with_autocast(
 
 
 class CrossEntropyArguments(NamedTuple):
-    """What decides how many targets a mean cross-entropy averages."""
+    """The arguments that determine how many targets a mean cross-entropy averages."""
 
-    target: fx.Node  # classes
-    weight: fx.Node | None  # of every class
+    target: fx.Node  # class numbers
+    weight: fx.Node | None  # one weight per class
     ignore_index: int
 
 
 def cross_entropy_arguments(node: fx.Node) -> CrossEntropyArguments | None:
-    """Of a cross-entropy (or negative log-likelihood) that is a mean over classes as targets; else None."""
+    """The arguments of a mean cross-entropy (or negative log-likelihood) with class numbers as targets; else None."""
     if node.target not in _CROSS_ENTROPIES or node.kwargs:
         return None
-    given: list[Any] = list(node.args[1:])
-    target, weight, reduction, ignored, *_ = given + list(_CROSS_ENTROPY_DEFAULTS[len(given) - 1 :])
+    arguments: list[Any] = list(node.args[1:])
+    target, weight, reduction, ignored, *_ = arguments + list(_CROSS_ENTROPY_DEFAULTS[len(arguments) - 1 :])
     value = target.meta.get("val") if isinstance(target, fx.Node) else None
     if reduction != 1 or value is None or value.is_floating_point():
         return None
@@ -147,11 +147,11 @@ def _count_elements(graph: fx.Graph) -> None:
     for index, node in enumerate(results):
         if not isinstance(node, fx.Node) or node.target is not aten.cross_entropy_loss.default:
             continue
-        found = cross_entropy_arguments(node)
-        if found is None or found.weight is not None:
+        arguments = cross_entropy_arguments(node)
+        if arguments is None or arguments.weight is not None:
             continue
         with graph.inserting_before(output):
-            counted = graph.call_function(aten.ne.Scalar, (found.target, found.ignore_index))
+            counted = graph.call_function(aten.ne.Scalar, (arguments.target, arguments.ignore_index))
             counts.append(graph.call_function(aten.sum.default, (counted,)))
         for new in (counted, counts[-1]):
             new.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}

@@ -50,20 +50,20 @@ def _layout(call: OperatorCall, mark: str) -> tuple[list[str], list[list[str]], 
     indexed ones if those are adjacent, otherwise they come first.
     """
     own, indices = call.shape("self"), call["indices"]
-    given = [d for d, index in enumerate(indices) if index is not None]
-    if not given or any(indices[d].dtype in (torch.bool, torch.uint8) for d in given):
+    indexed_dims = [d for d, index in enumerate(indices) if index is not None]
+    if not indexed_dims or any(indices[d].dtype in (torch.bool, torch.uint8) for d in indexed_dims):
         return None
     ranks = [0 if index is None else index.dim() for index in indices]
     spread = [mark.format(place) for place in range(max(ranks))]
-    names = [f"[k{d}]" if d in given else f"a{d}" for d in range(len(own))]
-    rest = [n for d, n in enumerate(names) if d not in given]
-    place = given[0] if given == list(range(given[0], given[-1] + 1)) else 0
+    names = [f"[k{d}]" if d in indexed_dims else f"a{d}" for d in range(len(own))]
+    rest = [n for d, n in enumerate(names) if d not in indexed_dims]
+    place = indexed_dims[0] if indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1)) else 0
     return names, [spread[len(spread) - rank :] for rank in ranks], [*rest[:place], *spread, *rest[place:]]
 
 
 def indexed(call: OperatorCall) -> Stated:
-    found = _layout(call, "i{}")
-    return None if found is None else line(found[0], *found[1], to=[found[2]], linear="0")
+    dims = _layout(call, "i{}")
+    return None if dims is None else line(dims[0], *dims[1], to=[dims[2]], linear="0")
 
 
 def put(call: OperatorCall) -> Stated:
@@ -72,11 +72,11 @@ def put(call: OperatorCall) -> Stated:
     if [mask.dtype for mask in masks] == [torch.bool] and call["indices"][0] is not None and not call.rank("values"):
         gaps: list[list[str]] = [[]] * (len(call["indices"]) - 1)
         return line(names, names[: masks[0].dim()], *gaps, [], to=[names])  # as masked_fill
-    found = _layout(call, "[i{}]")
-    if found is None:
+    dims = _layout(call, "[i{}]")
+    if dims is None:
         return None
-    own, given, result = found
-    return line(own, *given, result[len(result) - call.rank("values") :], to=[own])
+    own, indices, result = dims
+    return line(own, *indices, result[len(result) - call.rank("values") :], to=[own])
 
 
 def classes(call: OperatorCall) -> Stated:

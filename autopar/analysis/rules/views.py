@@ -77,13 +77,13 @@ def reshaped(call: OperatorCall) -> Stated:
     before, after = call.operands[0][1], call.output_shapes[0]
     assert before is not None
     others = [["[*_]"]] * (len(call.operands) - 1)  # the other tensor of view_as, which gives the shape
-    if 0 in before or (found := factorise(before, after)) is None:
+    if 0 in before or (common := factorise(before, after)) is None:
         return line(
             whole(letters(len(before)), range(len(before))),
             *others,
             to=[whole(letters(len(after), "b"), range(len(after)))],
         )
-    left, right, sizes = found
+    left, right, sizes = common
     return line(left, *others, to=[right], linear="0"), sizes
 
 

@@ -1,4 +1,4 @@
-"""Costs by operator and micro-batch size, and what has to be known of a source of costs: measured or estimated."""
+"""Seconds by operator and micro-batch size, and the interface of their sources: measured or estimated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 
 
 def SILENT(what: str, done: float) -> None:
-    """Progress that nobody watches."""
+    """A progress callback that shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CostTable:
     kind: str
     workers: int
     nodes: tuple[str, ...]
-    rows: tuple[int, ...]  # ascending micro-batch sizes that were measured
+    rows: tuple[int, ...]  # micro-batch sizes with known times, ascending
     forward: np.ndarray  # [rows, nodes] s
     backward: np.ndarray  # [rows, nodes] s
     loss: np.ndarray  # [rows, 2] s, forward and backward
@@ -52,23 +52,23 @@ class CostTable:
 
 
 class CostSource(Protocol):
-    """Where the costs of a program come from: measurements of devices at hand, or estimates for any."""
+    """Where the costs of a program come from: measurements on present devices, or estimates for any."""
 
     @property
     def devices(self) -> tuple[Device, ...]: ...
 
     @property
     def cluster(self) -> Cluster | None:
-        """The networks over which replicas reduce their gradients; None: they are workers of one process."""
+        """The networks over which replicas reduce their gradients; None for workers of one process."""
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
-        """Seconds on every kind of device, at several micro-batch sizes."""
+        """Seconds on every device kind, at several micro-batch sizes."""
 
     def counted(self) -> GraphBytes:
-        """Bytes of one pass."""
+        """Bytes of one pass, operator by operator."""
 
     def links(self) -> Mapping[tuple[str, str], Link]:
-        """Of every ordered pair of devices, by name."""
+        """The link of every ordered pair of device names."""
 
     def accumulate(self) -> float:
         """Seconds per byte of adding one gradient to another in place."""

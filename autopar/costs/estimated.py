@@ -1,4 +1,4 @@
-"""Costs by estimate: a program on the devices of a cluster that need not be there. Nothing is run or allocated."""
+"""Estimated costs: a program on a cluster whose devices need not be present. Nothing runs and nothing is allocated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ META = torch.device("meta")
 class Estimated:
     """Costs of a program on any cluster (a `CostSource`).
 
-    `leaves`: the flat inputs of an example call, on whatever device. `n_microbatches`: at that micro-batch size only.
+    `leaves`: flat inputs of an example call, on any device. `n_microbatches`: estimate this division of the batch only.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Estimated:
         n_microbatches: int | None = None,
     ) -> None:
         self.cluster = cluster
-        # What gaps between blocks take is nobody's.
+        # Gaps between allocated blocks make a part of the memory unusable.
         gaps = {spec.name: FRAGMENTATION[spec.device_type] for spec in cluster.node}
         self.devices = tuple(replace(d, memory=int(d.memory / (1 + gaps[d.kind]))) for d in cluster.devices)
         self._program, self._batching, self._training = program, batching, training
@@ -92,7 +92,7 @@ class Estimated:
         return self.cluster.links
 
     def accumulate(self) -> float:
-        """Both are read and one is written."""
+        """Seconds per byte: two gradients are read and one is written."""
         return 3 / min(spec.bandwidth * spec.bandwidth_efficiency for spec in self.cluster.specs.values())
 
     def _sizes(self) -> list[int]:
@@ -104,11 +104,11 @@ class Estimated:
         return sorted({batch, *(batch >> shift for shift in range(batch.bit_length()))})
 
     def _inputs(self, rows: int) -> list[Any]:
-        """Tensors of their own: a view of the example would count the storage of its whole batch."""
+        """Inputs of `rows` samples, copied: a view of the example would count the storage of the whole batch."""
         return [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
 
     def _loss(self, rows: int) -> OperatorWork:
-        """What the loss outside the model does."""
+        """The kernels of the loss, which runs outside the model."""
         loss = self._calls.loss(rows)
         if loss is None:
             return OperatorWork((), ())
@@ -122,7 +122,7 @@ class Estimated:
 def estimate_costs(
     example: Example, cluster: Cluster, *, n_microbatches: int | None = None, progress: Progress = SILENT
 ) -> CostGraph:
-    """The same on devices that need not be there, from their data sheets."""
+    """The cost graph of a call on devices that need not be present, from their data sheets."""
     with untouched(example.model), torch.device("cpu"):
         source = Estimated(
             example.program,

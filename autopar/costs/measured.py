@@ -1,4 +1,4 @@
-"""Costs by measurement: which micro-batch sizes to time on which devices, and timing them, unless the cache knows."""
+"""Measured costs: which micro-batch sizes to time on which devices, and timing them, unless the cache knows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 
 log = logging.getLogger(__name__)
 
-# Operators of the same sort that are timed; the rest take their mean. More tell more about noise and cost more time.
+# Equal operators that are timed; the rest get their mean. More of them average out noise and cost more time.
 _SAME_MEASURED = 3
 
 # A micro-batch that takes this much more time a sample than its neighbours in size is measured once more.
@@ -42,7 +42,7 @@ _SUSPICIOUS = 1.25
 class Measured:
     """Costs of a program measured on devices at hand, or measured before (a `CostSource`).
 
-    `leaves`: the flat inputs of an example call. `n_microbatches`: measure at that micro-batch size only.
+    `leaves`: the flat inputs of an example call. `n_microbatches`: measure this division of the batch only.
     """
 
     cluster = None
@@ -118,8 +118,11 @@ def _links_from_json(value: Any, devices: Sequence[Device]) -> dict[tuple[str, s
 def _sizes(
     devices: Sequence[Device], program: Program, batching: Batching, n_microbatches: int | None
 ) -> list[tuple[int, int]]:
-    """(busy workers, samples) to measure on devices of one kind: the whole batch alone, micro-batches with all
-    siblings busy. `n_microbatches`: that micro-batch size only."""
+    """Pairs (busy workers, samples) to measure on devices of one kind.
+
+    The whole batch runs on one worker, micro-batches run with all workers busy. `n_microbatches`: measure this division
+    of the batch only.
+    """
     batch = max(program.batch_size, 1)
     whole = [(1, batch)]
     if not batching.splittable or batch == 1:
@@ -146,7 +149,7 @@ class _Measuring:
         self._signature = [graph_signature(program), training, _loss_identity(calls.loss_fn, calls.target)]
 
     def run(self, jobs: Sequence[tuple[Device, int, int]], progress: Progress) -> list[tuple[Device, GraphTimes]]:
-        """Times for every (device, busy workers, samples); what had to be measured is put into the cache."""
+        """Times for every (device, busy workers, samples), from the cache or measured and then cached."""
         keys = [signature_key("times", self._signature, d.kind, d.threads, workers, rows) for d, workers, rows in jobs]
         known = self._known(keys)
         found: list[GraphTimes] = []
@@ -237,7 +240,7 @@ def _evened(rows: np.ndarray, totals: np.ndarray) -> np.ndarray:
 
 
 def _disturbed(times: GraphTimes, same: Sequence[GraphTimes]) -> bool:
-    """Whether `times` stand out from those at the next smaller and larger size, as a busy machine makes them."""
+    """Whether `times` are much longer per sample than at the next smaller and larger size, as on a busy machine."""
     ordered = sorted(same, key=lambda t: t.rows)
     place = ordered.index(times)
     beside = [t.total / t.rows for t in ordered[max(0, place - 1) : place + 2] if t is not times]
@@ -255,7 +258,7 @@ def _reduced(program: Program, batching: Batching) -> ReducedGraph:
 
 
 def graph_signature(program: Program) -> list[Any]:
-    """What the measured times of a program depend on: operators, how they hang together, shapes and dtypes."""
+    """What the measured times of a program depend on: operators, their connections, shapes and dtypes."""
     lines = []
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -271,7 +274,7 @@ def graph_signature(program: Program) -> list[Any]:
 
 
 def _loss_identity(loss_fn: Any, target: Any) -> list[str]:
-    """What the cost of a loss depends on, as far as it can be told: its code and the shapes of the target."""
+    """What the cost of a loss depends on, as far as visible: its code and the shapes of the target."""
     if loss_fn is None:
         return []
     try:
@@ -290,9 +293,9 @@ def measure_costs(
     cache: bool = True,
     progress: Progress = SILENT,
 ) -> CostGraph:
-    """The cost graph of a call, from the cache as far as it is there. The model is unchanged.
+    """The measured cost graph of a call; times in the cache are not measured again. The model is unchanged.
 
-    `n_microbatches`: measure that micro-batch size only.
+    `n_microbatches`: measure this division of the batch only.
     """
     with _cache(cache) as store, untouched(example.model), torch.device("cpu"):
         source = Measured(

@@ -18,6 +18,7 @@ from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.plan.plan import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.predict import predict
+from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 from cost_models import Link, parse_devices
@@ -123,3 +124,15 @@ def test_pricing_a_plan_that_the_search_made_gives_its_own_numbers(options: Sear
     assert again.predicted_step_time == pytest.approx(plan.predicted_step_time)
     assert [s.peak_memory for s in again.stages] == [s.peak_memory for s in plan.stages]
     assert (again.notes, again.transfers, again.bubble) == (plan.notes, plan.transfers, pytest.approx(plan.bubble))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_plans_own_numbers_give_the_step_that_was_predicted(schedule: str) -> None:
+    """The timeline of a saved plan is the one that the search simulated."""
+    costs = line_of(0.3, 0.2, 0.3, 0.2)
+    stage_of = {"n0": 0, "n1": 0, "n2": 1, "n3": 1}
+    plan = predict(costs, dataclasses.replace(two_stages(4), schedule=schedule), stage_of, INSIDE)
+    step = step_of_plan(Plan.from_json(plan.to_json()))
+    assert step is not None
+    assert step.timeline().step_time == pytest.approx(plan.predicted_step_time)
+    assert step.timeline().bubble == pytest.approx(plan.bubble)

@@ -1,4 +1,4 @@
-"""Running a torch.fx graph node by node, over tensors of its own."""
+"""Copies of torch.fx graphs over their own tensors, and running a graph node by node."""
 
 from __future__ import annotations
 
@@ -98,10 +98,11 @@ def private_copy(module: fx.GraphModule, device: torch.device) -> fx.GraphModule
 
 
 def _over(root: nn.Module | dict[str, Any], module: fx.GraphModule) -> fx.GraphModule:
-    """The graph of `module` over the tensors of `root`. It stays that of `module`: else it would keep these alive."""
-    made = fx.GraphModule(root, module.graph, class_name="Private")
+    """The graph of `module` over the tensors of `root`. `module` stays the graph's owner: as an owner, the new module
+    and its tensors would live as long as the graph."""
+    private = fx.GraphModule(root, module.graph, class_name="Private")
     module.graph.owning_module = module
-    return made
+    return private
 
 
 def private_module(module: nn.Module, private: Callable[[Any], Any]) -> nn.Module:

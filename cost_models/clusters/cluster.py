@@ -1,8 +1,8 @@
-"""Clusters: nodes of devices and what connects them, whether they stand here or will be rented.
+"""Clusters: nodes of devices and the networks between them, present or planned.
 
     cluster = Cluster.preset("8xH100", nodes=16)       from data sheets, planned for without the hardware
-    cluster = Cluster.from_toml("ours.toml")           the same from a file of one's own
-    cluster = Cluster.from_devices(["cuda:0", "cuda:1"])   at hand, measured
+    cluster = Cluster.from_toml("ours.toml")           the same from your own file
+    cluster = Cluster.from_devices(["cuda:0", "cuda:1"])   present, measured
 
 Either way it has devices, a link between any two of them, and the seconds of a collective among any group:
 
@@ -60,7 +60,7 @@ class Cluster:
     nodes: int
     intra_node: Network
     inter_node: Network
-    at_hand: tuple[Device, ...] = ()  # the node's devices where they stand here; else there are placeholders
+    at_hand: tuple[Device, ...] = ()  # the node's devices if they are present; else `devices` are placeholders
     measured_links: Mapping[tuple[str, str], Link] = field(default_factory=dict, hash=False)  # by names of devices
     measured_collectives: tuple[MeasuredCollectives, ...] = ()
 
@@ -99,8 +99,8 @@ class Cluster:
         """A cluster from a file; `to_toml` writes such files.
 
             node = "8xmine"             # devices defined here or known
-            nodes = 2                   # 1 if not given
-            intra_node = "NVLink4"      # defined here or known; if not given, as for a preset
+            nodes = 2                   # default 1
+            intra_node = "NVLink4"      # defined here or known; default as for a preset
             inter_node = "ours"
             [devices.mine]              # the fields of DeviceSpec
             peak_flops = { float32 = 50e12, bfloat16 = 400e12 }
@@ -133,8 +133,8 @@ class Cluster:
         Raises:
             DeviceError: as `parse_devices`.
         """
-        given = not isinstance(devices, str | None) and len(devices) > 0 and isinstance(devices[0], Device)
-        workers: tuple[Device, ...] = tuple(devices) if given else parse_devices(devices)  # type: ignore[arg-type]
+        parsed = not isinstance(devices, str | None) and len(devices) > 0 and isinstance(devices[0], Device)
+        workers: tuple[Device, ...] = tuple(devices) if parsed else parse_devices(devices)  # type: ignore[arg-type]
         specs = {}
         for worker in workers:
             if worker.kind not in specs:
@@ -149,10 +149,10 @@ class Cluster:
     @cached_property
     def specs(self) -> dict[str, DeviceSpec]:
         """The kinds of devices by name, which is their `Device.kind`."""
-        found: dict[str, DeviceSpec] = {}
+        specs: dict[str, DeviceSpec] = {}
         for spec in self.node:
-            found.setdefault(spec.name, spec)
-        return found
+            specs.setdefault(spec.name, spec)
+        return specs
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -167,7 +167,7 @@ class Cluster:
         """The number of the node that a device, or the device of a name, lies in.
 
         Raises:
-            DeviceError: it is none of the cluster's.
+            DeviceError: the cluster has no such device.
         """
         name = device if isinstance(device, str) else device.name
         if name not in self._node_by_name:
@@ -190,7 +190,7 @@ class Cluster:
 
     @cached_property
     def links(self) -> Mapping[tuple[str, str], Link]:
-        """The link of every ordered pair of devices by their names, made when it is asked for."""
+        """The link of every ordered pair of devices by their names, computed on access."""
         return _Links(self)
 
     def links_among(self, devices: Sequence[Device | str]) -> set[Link]:

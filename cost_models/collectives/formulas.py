@@ -46,10 +46,10 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that take part in a collective: as many in each node.
+    """The shape of a group of devices that run a collective: the same number of devices in each node.
 
     Raises:
-        ValueError: a count is below one, or the network that connects the devices is not given.
+        ValueError: a count is below one, or the network that connects the devices is missing.
     """
 
     per_node: int  # devices in each node
@@ -73,7 +73,7 @@ def collective_seconds(collective: Collective, nbytes: float, group: Group, conc
     """Seconds that a collective on `nbytes` bytes (S above) takes in `group`; 0 for a group of one.
 
     `send_recv` is from one device of the group to another, across nodes where the group has several.
-    `concurrent`: groups of the same nodes that do the same at the same time, and so divide networks that are shared.
+    `concurrent`: number of groups in the same nodes that run the same collective at once; they divide shared networks.
 
     Raises:
         ValueError: an unknown collective, negative bytes, or `concurrent` below one.
@@ -118,7 +118,7 @@ def _inside_bytes(collective: Collective, nbytes: float, group: Group) -> float:
     """Bytes that a device sends within its node.
 
     Those of the whole group, a little more than those for the node's own devices: what comes from other nodes has to
-    be passed on. So no group is faster for lying in several nodes.
+    be passed on. So spreading a group over several nodes never makes it faster.
     """
     return nbytes * _share(collective, group.size)
 

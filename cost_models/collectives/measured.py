@@ -1,4 +1,4 @@
-"""Collectives timed where processes are there to run them: torch.distributed, whatever its backend."""
+"""Collectives measured among the processes of torch.distributed, with any backend."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MeasuredCollectives:
     def seconds(self, collective: Collective, nbytes: float) -> float:
         """Seconds at `nbytes`: linear between the sizes, as the smallest below them, proportional to bytes above.
 
-        Times that shrink as bytes grow are noise; they count as their running maximum, so that more never costs less.
+        Times that shrink as bytes grow are noise: their running maximum counts, so that more bytes never cost less.
         """
         times = np.maximum.accumulate(self.times[collective])
         if nbytes > self.sizes[-1]:

@@ -38,7 +38,7 @@ class Device:
 
 
 def parse_devices(devices: Sequence[str | torch.device] | str | torch.device | None = None) -> tuple[Device, ...]:
-    """The workers that `devices` asks for, in order.
+    """The workers that `devices` describes, in order.
 
         None                    every visible GPU, else one CPU worker a core, at most 2
         "cpu"                   one CPU worker with all cores
@@ -49,7 +49,7 @@ def parse_devices(devices: Sequence[str | torch.device] | str | torch.device | N
     CPU workers are numbered in order of appearance, whatever index they are written with; "cuda" is the current GPU.
 
     Raises:
-        DeviceError: no devices, an unknown or unsupported one, or a GPU that is not there.
+        DeviceError: no devices, an unknown or unsupported one, or a GPU that is not present.
     """
     places = _default_places() if devices is None else [_torch_device(entry) for entry in _entries(devices)]
     workers = Counter(places)
@@ -184,7 +184,7 @@ def _torch_device(entry: str | torch.device) -> torch.device:
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, or its architecture where the system tells no more."""
+    """The processor's name, or its architecture where the system reports no name."""
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""Operators that have one kernel on a device, and come apart into many on the meta device.
+"""Operators that have one kernel on a device, and that torch decomposes into many on the meta device.
 
 What lies in memory differs: attention in one kernel never has its scores there, and a dropout on a GPU keeps one byte
 an element. Code that runs a graph on meta tensors to learn what a device would hold runs it under `DeviceKernels`.
@@ -22,7 +22,7 @@ _DROPOUT = (torch.ops.aten.dropout.default, torch.dropout, functional.dropout)
 
 class DeviceKernels(TorchFunctionMode):
     """Inside, attention and dropout of meta tensors save and allocate what they do on a device of `device_type`, and
-    tensors that are made anew are meta tensors, whatever device is asked for."""
+    new tensors are meta tensors, whatever device their call names."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class DeviceKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_aggregate((args, kwargs or {}), _meta_if_device)
         substitute = self._substitutes.get(func)
-        found = None if substitute is None else substitute(*args, **kwargs)
-        return func(*args, **kwargs) if found is None else found
+        result = None if substitute is None else substitute(*args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
 
 
 def _attention_on_cpu(
@@ -50,9 +50,9 @@ def _attention_on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """In one kernel, where torch would choose that; else None.
+    """In one kernel, if torch would choose that; else None.
 
-    torch is asked with tensors of its own device that have these sizes and no memory to speak of.
+    torch's own choice needs CPU tensors: they get these sizes and the memory of one row.
     """
     choice = torch._fused_sdp_choice(  # there is no public one
         _flat(query),
@@ -79,7 +79,7 @@ def _attention_on_gpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """In one kernel, but where none on a GPU is made for it: a mask that wants a gradient, other than four dimensions,
+    """In one kernel. None where GPUs have none: for a mask that requires a gradient, other than four dimensions,
     double precision, and groups of heads with a mask or in single precision (torch.nn.attention.SDPBackend)."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     unfit = query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad) or query.dtype == torch.float64
@@ -109,7 +109,7 @@ def _in_one_kernel(
 
 class _Attention(torch.autograd.Function):
     """The memory of attention in one kernel: keeps its arguments, its result and a number for every row of scores
-    (Dao et al., FlashAttention, 2022, algorithm 2). Values are of no account."""
+    (Dao et al., FlashAttention, 2022, algorithm 2). The values are never read."""
 
     @staticmethod
     def forward(

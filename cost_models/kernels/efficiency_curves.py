@@ -46,8 +46,8 @@ def filled(sizes: Sequence[int], units: int) -> float:
         |#######|#######|##     |    the tiles of the result are computed in waves of `units`: the last wave, and tiles
         | wave 1| wave 2| wave 3|    at the edges, are full or not (section 3 of the guide)
 
-    Of TILES the better. 1 for results that are no more than a wave, for which libraries have smaller tiles, and where
-    the number of units is not known (0).
+    The better of TILES counts. 1 for results of at most one wave, for which libraries have smaller tiles, and if the
+    number of units is unknown (0).
     """
     *batch, rows, columns = sizes if len(sizes) > 1 else (1, 1)
     count, best = math.prod(batch), 0.0
@@ -73,7 +73,7 @@ class ComputeCurve:
         return flops / (self.best * peak) + self.exposed * nbytes / bandwidth + self.ramp
 
     def achieved(self, flops: float, intensity: float, peak: float, bandwidth: float) -> float:
-        """Fraction of `peak` that a product of so many FLOPs and FLOPs per byte reaches."""
+        """Fraction of `peak` that a product of `flops` FLOPs and `intensity` FLOPs per byte reaches."""
         return flops / (peak * self.seconds(flops, flops / intensity, peak, bandwidth))
 
     @classmethod
@@ -98,7 +98,7 @@ class MemoryCurve:
         return nbytes / (self.best * bandwidth) * (1 + self.far * nbytes / (nbytes + self.cache)) + self.ramp
 
     def achieved(self, nbytes: float, bandwidth: float) -> float:
-        """Fraction of `bandwidth` that a kernel of so many bytes reaches."""
+        """Fraction of `bandwidth` that a kernel of `nbytes` bytes reaches."""
         return nbytes / (bandwidth * self.seconds(nbytes, bandwidth))
 
     @classmethod
@@ -106,17 +106,17 @@ class MemoryCurve:
         """The curve that is nearest to measured (bytes, seconds), in relative errors."""
         nbytes, seconds = np.array(samples, dtype=float).T
         near, fixed = nbytes / bandwidth, np.ones_like(nbytes)
-        found = []
-        # A cache beyond what was measured would be told by the noise.
+        fits = []
+        # Sizes of the cache beyond the measured ones would be fitted to noise.
         for cache in np.geomspace(nbytes.min(), nbytes.max(), _CACHES):
             (slowness, ramp, far), error = _least_squares([near, fixed, near * nbytes / (nbytes + cache)], seconds)
-            found.append((error, cls(1 / slowness, ramp, far / slowness, float(cache))))
-        return min(found, key=lambda pair: pair[0])[1]
+            fits.append((error, cls(1 / slowness, ramp, far / slowness, float(cache))))
+        return min(fits, key=lambda pair: pair[0])[1]
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Curves by sort of kernel."""
+    """The efficiency curve of every kind of kernel."""
 
     compute: Mapping[ComputeKind, ComputeCurve]
     memory: Mapping[MemoryKind, MemoryCurve]
@@ -128,7 +128,7 @@ class Efficiency:
         best_copy: float = BEST_COPY,
         best_attention: float = 0.73,
     ) -> Self:
-        """What may be expected of a data-centre GPU before one is measured.
+        """The curves of a data-centre GPU that was not measured.
 
         best: of products and convolutions (implicit products) `best_matmul`; of attention `best_attention` forward and
         63/73 of it backward (Dao, FlashAttention-2, 2023, section 4.1: 0.73 and 0.63 on an A100); of copies
@@ -178,7 +178,7 @@ def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     At the optimum some entries are at their bound and the others as if there were no bounds: the best of all subsets
     of the columns, 2^(n - 1) small problems for n columns. The first column alone always gives a positive entry.
     """
-    found: list[tuple[float, tuple[float, ...]]] = []
+    candidates: list[tuple[float, tuple[float, ...]]] = []
     n = matrix.shape[1]
     for others in itertools.chain.from_iterable(itertools.combinations(range(1, n), k) for k in range(n)):
         chosen = [0, *others]
@@ -186,5 +186,5 @@ def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
         if part[0] > 0 and (part >= 0).all():
             whole = np.zeros(n)
             whole[chosen] = part
-            found.append((float(((matrix @ whole - target) ** 2).sum()), tuple(whole)))
-    return np.array(min(found)[1])
+            candidates.append((float(((matrix @ whole - target) ** 2).sum()), tuple(whole)))
+    return np.array(min(candidates)[1])

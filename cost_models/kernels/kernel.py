@@ -1,4 +1,4 @@
-"""One kernel: its sort, FLOPs and bytes, told from its arguments.
+"""One kernel: its kind, FLOPs and bytes, derived from its arguments.
 
 A kernel reads every argument and writes every result once; the tables name those that touch less. FLOPs come from the
 formulas of torch.utils.flop_counter: two per multiplication and addition, of products alone.
@@ -23,7 +23,7 @@ Kind = ComputeKind | MemoryKind
 COMPUTE_KINDS: tuple[ComputeKind, ...] = get_args(ComputeKind)
 MEMORY_KINDS: tuple[MemoryKind, ...] = tuple(kind for part in get_args(MemoryKind) for kind in get_args(part))
 
-# Kernels that touch no memory beside those that torch marks as views.
+# Kernels that touch no memory, besides those that torch marks as views.
 FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
     *("lift_fresh", "sym_size", "sym_numel", "sym_stride"),
@@ -33,13 +33,13 @@ _UNREAD = {
     *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full"),
     *("fill_", "zero_", "copy_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"),
 }
-# Of the first argument as much is read as comes out.
+# They read as many bytes of the first argument as they write.
 _GATHERING = {"embedding", "index_select", "gather", "index", "masked_select", "take", "nll_loss_forward"}
-# Of the first argument as much is read and written as goes in.
+# They read and write as many bytes of the first argument as the other arguments have.
 _SCATTERING = {
     *("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "masked_scatter_"),
 }
-# By name or a part of it, the first that fits; else torch's tag for pointwise operators tells, and FLOPs.
+# The first entry whose text is part of the name decides; else the FLOPs and torch's tag for pointwise operators do.
 _KINDS: tuple[tuple[str, Kind], ...] = (
     ("convolution", "convolution"),
     ("embedding", "pointwise"),
@@ -103,7 +103,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def kind_of(function: Any, name: str, flops: int) -> Kind:
-    """The sort of an overload whose operator has `name`."""
+    """The kind of an overload whose operator has `name`."""
     if flops and "convolution" not in name:
         return "matmul"
     kind = next((kind for part, kind in _KINDS if part in name), None)

@@ -7,7 +7,7 @@ the kernels that the two call, with their arguments:
                              |                                   |   |   |
                              one kernel with FLOPs and bytes     one each; views cost nothing
 
-So a gradient that nobody wants costs nothing, here as in a real pass, and any operator that torch knows is handled.
+So a gradient that is not required costs nothing, as in a real pass, and every operator of torch is covered.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def count(
 ) -> dict[str, OperatorWork]:
     """The work of every node of a flat graph that computes, at `rows` samples.
 
-    Shapes of the inputs are those that `meta["val"]` of the placeholders tells (torch.export writes it), every
-    symbol in them taken for the number of samples; or those of `inputs`, if given. Sizes that depend on data are
-    taken from `meta["val"]` of their node in the same way. Not `training`: no backward.
+    The shapes of the inputs are those of `inputs`; if that is None, those in `meta["val"]` of the placeholders, which
+    torch.export writes, with the number of samples for every symbol. Sizes that depend on data come from `meta["val"]`
+    of their node in the same way. Without `training` there is no backward.
 
-    An operator on inputs of the same shapes, strides and dtypes is looked at once: O(nodes) dictionary look-ups and
-    about a millisecond for each operator that differs.
+    Operators on inputs of the same shapes, strides and dtypes are counted once: O(nodes) dictionary look-ups, and
+    about a millisecond for each distinct operator.
 
     Raises:
-        ValueError: the graph does not tell the shape of an input, or of a result that depends on data.
+        ValueError: the graph does not record the shape of an input, or of a result that depends on data.
     """
     if inputs is None:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -60,8 +60,8 @@ def count(
 
 
 def count_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, OperatorWork]:
-    """The result of `function(*args)`, tensors being on the meta device, and its work; backward's, too, where one of
-    them wants a gradient."""
+    """The result of `function(*args)` for tensors on the meta device, and its work, with that of the backward if one of
+    the tensors requires a gradient."""
     return _Call(function, args, {}).run(None)
 
 
@@ -99,7 +99,7 @@ class _Walk(fx.Interpreter):
     def _look(self, node: fx.Node, call: _Call, wanted: set[int] | None) -> tuple[Any, OperatorWork]:
         try:
             return call.run(wanted)
-        except (RuntimeError, NotImplementedError):  # the result depends on data, and there are none
+        except (RuntimeError, NotImplementedError):  # the result depends on data, which meta tensors lack
             result = _described(node, self.rows)
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
             for tensor in tensors_in(result):
@@ -199,10 +199,10 @@ def _fused_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, OperatorWork] | None:
-    """softmax(q k' / sqrt(d)) v in one kernel that keeps the scores on chip; its backward makes them again, which is
-    a fifth product beside the four of the gradients (Dao et al., FlashAttention, 2022, algorithms 1 and 4).
+    """softmax(q k' / sqrt(d)) v in one kernel that keeps the scores on chip; its backward computes them again,
+    a fifth product besides the four of the gradients (Dao et al., FlashAttention, 2022, algorithms 1 and 4).
 
-    None where no such kernel exists: for a mask that wants a gradient, and for other than four dimensions.
+    None where no such kernel exists: if the mask requires a gradient, or the tensors do not have four dimensions.
     """
     if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
         return None
@@ -237,9 +237,9 @@ def _indices_read(node: fx.Node) -> set[int] | None:
 
 def _leaves(value: Any, kind: type[T]) -> list[T]:
     """The values of type `kind` in nested tuples, lists and dictionaries."""
-    found: list[T] = []
-    map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None)
-    return found
+    leaves: list[T] = []
+    map_aggregate(value, lambda leaf: leaves.append(leaf) if isinstance(leaf, kind) else None)
+    return leaves
 
 
 def _detached(value: Any) -> Any:
@@ -247,9 +247,9 @@ def _detached(value: Any) -> Any:
 
 
 def _described(node: fx.Node, rows: int) -> Any:
-    """What `meta["val"]` of a node tells, on the meta device and with numbers for symbols."""
+    """The value that `meta["val"]` of a node describes, on the meta device, with numbers for symbols."""
     if "val" not in node.meta:
-        raise ValueError(f"the graph does not tell the shape of '{node.name}'; give example `inputs`")
+        raise ValueError(f"the graph does not record the shape of '{node.name}'; pass example `inputs`")
 
     def evaluate(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -261,7 +261,7 @@ def _described(node: fx.Node, rows: int) -> Any:
 
 
 def _number(value: Any, rows: int) -> Any:
-    """A symbolic size with the number of samples for its symbols. torch has no public way to the expression."""
+    """A symbolic size with the number of samples for its symbols. torch has no public access to the expression."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
     expression = value.node.expr

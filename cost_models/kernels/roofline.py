@@ -1,4 +1,4 @@
-"""Seconds of the operators of a graph on a device that need not be there.
+"""Seconds of the operators of a graph on a device that need not be present.
 
 A kernel takes as long as the slower of its two roofs, and its launch (Williams, Waterman, Patterson: Roofline, 2009):
 
@@ -24,7 +24,7 @@ from cost_models.kernels.operator_work import OperatorWork, count
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device can do at best."""
+    """The highest rates of a device."""
 
     peak_flops: Mapping[torch.dtype, float]  # FLOP/s of dense products by the dtype of the factors
     bandwidth: float  # bytes/s of its memory

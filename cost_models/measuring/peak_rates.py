@@ -10,7 +10,7 @@ import torch
 from cost_models.hardware.device_specs import DeviceSpec
 from cost_models.hardware.devices import Device, operator_threads, synchronize
 
-ROUNDS = 5  # the best of them counts: what the device can do, not how busy it is just now
+ROUNDS = 5  # the fastest counts: other programs only add time
 LAUNCHES = 200
 
 _PRODUCT = {"cpu": 768, "cuda": 8192}  # rows of square factors: large enough to be limited by arithmetic

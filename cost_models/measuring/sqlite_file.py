@@ -70,7 +70,7 @@ def _is_damaged(path: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path, exclusive: bool) -> Iterator[None]:
-    """Hold the lock file beside `path`; closing it releases the lock, also if the process is killed."""
+    """Hold the lock file of `path`; closing it releases the lock, also if the process is killed."""
     with open(path.with_name(path.name + ".lock"), "ab") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)

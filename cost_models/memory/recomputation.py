@@ -1,4 +1,4 @@
-"""A flat torch.fx graph of which parts run again for their backward."""
+"""Recomputation: a flat torch.fx graph in which groups of operators run again for their backward."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def nodes_inside(graph: fx.Graph, module: str) -> list[str]:
-    """The names of the operators that came from the module of that path ("encoder.layer.0"), as torch.export tells.
+    """The names of the operators that came from the module at a path ("encoder.layer.0"), as torch.export records.
 
     Raises:
-        ValueError: none did.
+        ValueError: no operator came from it.
     """
-    found = []
+    names = []
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         paths = {re.sub(r"@\d+$", "", str(path)) for path, _ in stack.values()}  # export numbers the second call
         if module in paths and node.op not in ("placeholder", "get_attr", "output"):
-            found.append(node.name)
-    if not found:
+            names.append(node.name)
+    if not names:
         raise ValueError(f"no operator of the graph came from a module {module!r}")
-    return found
+    return names
 
 
 def recomputing(
     module: fx.GraphModule, groups: Iterable[Collection[str]], contexts: Contexts = noop_context_fn
 ) -> fx.GraphModule:
     """The same graph over the same parameters, in which each group of operators (names of nodes) is one call that
-    keeps its inputs alone and runs again for its backward, random numbers aside.
+    keeps only its inputs and runs again for its backward, with other random numbers.
 
     ```
         a  b1  c  b2  d      ->      a  c  [b1 b2]  d

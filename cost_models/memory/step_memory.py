@@ -237,8 +237,8 @@ class _Rehearsal:
             with self.allocations:
                 steps = _OPTIMIZERS[optimizer](self.trained, lr=1e-3, foreach=foreach)
                 steps.step()
-            found = tensors_in([list(state.values()) for state in steps.state.values()])
-            self.states = [state for state in found if state.is_meta]  # counters of steps are on the CPU
+            states = tensors_in([list(state.values()) for state in steps.state.values()])
+            self.states = [state for state in states if state.is_meta]  # counters of steps are on the CPU
         self.ends.append(len(self.allocations.events))
 
     def course(self, precision: Precision | None) -> _Course:
@@ -272,13 +272,13 @@ class _Rehearsal:
     def _read(self) -> list[list[int]]:
         """For every operator, the storages (indices) of the parameters that it reads."""
         own = dict(self.own.named_parameters(remove_duplicate=False))
-        found = []
+        read = []
         for node in self.own.graph.nodes:
             names = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr"]
             if node.op == "call_module":
                 names += [name for name in own if name.startswith(f"{node.target}.")]
-            found.append(sorted(set(self.allocations.record(own[name] for name in names if name in own))))
-        return found
+            read.append(sorted(set(self.allocations.record(own[name] for name in names if name in own))))
+        return read
 
 
 def _roots(outputs: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Bytes that a device needs to train: what lies there always, and what comes and goes within a step.
+"""Bytes that a device needs to train: those it always holds, and those that come and go within a step.
 
 ```
     bytes |        /\\  ____        activations grow in the forward and go in the backward, while gradients
@@ -49,14 +49,14 @@ HALF = Precision(parameter=2, gradient=2, state=2)
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device when the most are in use."""
+    """Bytes on one device at its peak."""
 
     parameters: int
     gradients: int
     optimizer: int  # states and master copies
     buffers: int
     activations: int  # kept for the backward, beyond the room that gradients take over from them
-    transient: int  # results of operators and gradients of activations on their way
+    transient: int  # results and gradients that only the next operators read
     reserve: int  # for fragmentation
 
     @property
@@ -88,8 +88,8 @@ def training_memory(
         3           p P / r     g P / r     k P / r    (what is gathered to be used is `transient`)
 
     `activations`: see `activation_bytes`, `recomputed_bytes` and, with gradients that appear in the backward,
-    `backward_peak`. `transient`: the most that operators need beside what they keep; at least `step_bytes`, if a step
-    finds no activations left.
+    `backward_peak`. `transient`: the peak of what operators need besides what they keep; at least `step_bytes`, if no
+    activations are left at the step.
 
     Raises:
         ValueError: an unknown optimizer, stage or device type, or no replicas.
@@ -146,11 +146,11 @@ def backward_peak(saved: Sequence[int], gradients: Sequence[int]) -> int:
     """
     before = itertools.accumulate(saved)
     after = list(itertools.accumulate(reversed(gradients)))[::-1]
-    return max((kept + made for kept, made in zip(before, after, strict=True)), default=0)
+    return max((kept + produced for kept, produced in zip(before, after, strict=True)), default=0)
 
 
 def step_bytes(parameters: Sequence[int], foreach: bool) -> int:
-    """Bytes that an optimizer's step needs for a while, given those of every parameter.
+    """Bytes that an optimizer's step needs temporarily, from the bytes of every parameter.
 
     torch.optim goes through the parameters one by one on a CPU; with `foreach`, the default on CUDA, it treats all at
     once, which "uses ~ sizeof(params) more peak memory" (documentation of torch.optim.Adam).

@@ -1,7 +1,7 @@
 """Program x devices -> CostGraph: a networkx graph with what every operator costs, in seconds and bytes.
 
-The graph says what depends on what and holds facts (module path, source line, bytes); times depend on the device's
-kind, on how many of its siblings are busy and on the micro-batch size, and lie in tables beside it.
+The graph holds dependencies and facts (module path, source line, bytes). Seconds depend on the device kind, on the
+number of busy devices and on the micro-batch size; they lie in cost tables.
 """
 
 from __future__ import annotations

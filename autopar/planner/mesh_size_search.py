@@ -48,46 +48,71 @@ def plan_with_meshes(
     and recomputation; only the number of devices per mesh is the same in all stages. Raises InputError and
     InfeasibleError like `make_plan`.
     """
-    meshes = Meshes(costs, subject, options.memory_limit)
-    sizes = [size for size in (1, *meshes.sizes()) if max_shards is None or size <= max_shards]
-    fixed = [1] if options.one_microbatch_because else options.n_microbatches and [options.n_microbatches]
-    step = itertools.count()
-    found: list[Plan] = []
-    impossible: list[InfeasibleError] = []
+    search = _SizeSearch(costs, options, Meshes(costs, subject, options.memory_limit), max_shards, progress)
+    search.all_sizes()
+    search.best_sizes_again()
+    if not search.found:
+        raise search.impossible[0]
+    return _best(search.found)
 
-    def search(size: int, counts: Sequence[int], shapes: Collection[tuple[int, ...]] = ()) -> bool:
+
+class _SizeSearch:
+    """The searches of one joint search, and the plans that they found."""
+
+    def __init__(
+        self,
+        costs: CostGraph,
+        options: SearchOptions,
+        meshes: Meshes,
+        max_shards: int | None,
+        progress: Callable[[str, float], None],
+    ) -> None:
+        self._costs, self._options, self._meshes, self._progress = costs, options, meshes, progress
+        self._sizes = [size for size in (1, *meshes.sizes()) if max_shards is None or size <= max_shards]
+        # Numbers of micro-batches that the user or the model fixed; empty if the search chooses.
+        self._fixed = [1] if options.one_microbatch_because else [m for m in (options.n_microbatches,) if m]
+        self._n_searches = itertools.count()
+        self.found: list[Plan] = []
+        self.impossible: list[InfeasibleError] = []  # of sizes without a plan
+
+    def all_sizes(self) -> None:
+        """Search a likely good size, then smaller ones, then larger ones, then single devices."""
+        sizes = self._sizes
+        first = min(sizes, key=lambda size: abs(math.log2(size / _FIRST)))
+        larger, smaller = [s for s in sizes if s > first], [s for s in reversed(sizes) if 1 < s < first]
+        for side in ([first], smaller, larger):
+            for size in side:
+                better = self._search(size, self._fixed or self._meshes.counts(size, _ROUNDS))
+                # With many sizes, stop in this direction at the first one without a faster plan.
+                if not better and self.found and len(sizes) > _FEW:
+                    break
+        if first > 1:
+            self._search(1, self._fixed)
+
+    def best_sizes_again(self) -> None:
+        """Search the best sizes with other numbers of micro-batches, unless the number is fixed."""
+        best = {_shards(plan): plan for plan in sorted(self.found, key=_seconds, reverse=True)}
+        for size in sorted(best, key=lambda size: _seconds(best[size]))[:_CLOSER]:
+            more = sorted({*self._meshes.counts(size, _OTHER_ROUNDS)} - {*self._meshes.counts(size, _ROUNDS)})
+            if size > 1 and more and not self._fixed:
+                own = {stage.sharding.mesh for stage in best[size].stages if stage.sharding is not None}
+                self._search(size, more, self._meshes.shapes(size) if len(self._sizes) <= _FEW else own)
+
+    def _search(self, size: int, counts: Sequence[int], shapes: Collection[tuple[int, ...]] = ()) -> bool:
         """Search one mesh size; returns whether it has a faster plan than all before."""
-        progress(f"plans with {size} devices a micro-batch", min(0.99, next(step) / (len(sizes) + _CLOSER)))
-        own = costs if size == 1 else meshes.of(size, counts, shapes)
-        rival = min(map(_seconds, found), default=math.inf)
+        done = next(self._n_searches) / (len(self._sizes) + _CLOSER)
+        self._progress(f"plans with {size} devices a micro-batch", min(0.99, done))
+        costs = self._costs if size == 1 else self._meshes.of(size, counts, shapes)
+        rival = min(map(_seconds, self.found), default=math.inf)
+        options = replace(self._options, rival=rival, one_of_several=True)
         try:
-            plans = find_plans(own, replace(options, rival=rival, one_of_several=True), 1) if own is not None else []
+            plans = find_plans(costs, options, 1) if costs is not None else []
         except InfeasibleError as error:
-            impossible.append(error)
+            self.impossible.append(error)
             return False
         log.info("%d devices a micro-batch, %s: %s s", size, counts, [plan.predicted_step_time for plan in plans])
-        found.extend(plans)
+        self.found.extend(plans)
         return bool(plans) and _seconds(plans[0]) < rival
-
-    first = min(sizes, key=lambda size: abs(math.log2(size / _FIRST)))
-    larger, smaller = [s for s in sizes if s > first], [s for s in reversed(sizes) if 1 < s < first]
-    for side in ([first], smaller, larger):
-        for size in side:
-            better = search(size, fixed or meshes.counts(size, _ROUNDS))
-            # With many sizes, stop in this direction at the first one without a faster plan.
-            if not better and found and len(sizes) > _FEW:
-                break
-    if first > 1:
-        search(1, fixed or [])
-    best = {_shards(plan): plan for plan in sorted(found, key=_seconds, reverse=True)}
-    for size in sorted(best, key=lambda size: _seconds(best[size]))[:_CLOSER]:
-        more = sorted({*meshes.counts(size, _OTHER_ROUNDS)} - {*meshes.counts(size, _ROUNDS)})
-        if size > 1 and more and not fixed:
-            found_best = {stage.sharding.mesh for stage in best[size].stages if stage.sharding is not None}
-            search(size, more, meshes.shapes(size) if len(sizes) <= _FEW else found_best)
-    if not found:
-        raise impossible[0]
-    return _best(found)
 
 
 def _best(found: Sequence[Plan]) -> Plan:

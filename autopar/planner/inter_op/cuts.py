@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.planner.inter_op.stage_bytes import Value
 
-_CUTS_PER_ORDER = 200  # every so many cuts of the limit pay for one more order
+_CUTS_PER_ORDER = 200  # one more order for each of these in the limit
 
 Mask = int  # a set of atoms, bit a for atom a
 

@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from cost_models.hardware.device_specs import describes
 
-_SLOT = re.compile(r"#\d+")
+_ORDINAL = re.compile(r"#\d+")
 _CLUSTER_DEVICE = re.compile(r"\d+\.\d+:.+")
 
 
-def slot(index: int) -> str:
+def ordinal(index: int) -> str:
     """The placeholder of the device offered at this place."""
     return f"#{index}"
 
 
-def is_slot(name: str) -> bool:
-    return _SLOT.fullmatch(name) is not None
+def is_ordinal(name: str) -> bool:
+    return _ORDINAL.fullmatch(name) is not None
 
 
 def devices_of_type(
@@ -56,10 +56,10 @@ def devices_in_order(groups: Sequence[Sequence[str]], offered: Sequence[str], in
     With `in_turn` (interleaved stages), a plan that uses `#0` to `#3` goes round two devices: 0 1 0 1.
     """
     n = len(groups) if goes_round(groups, offered, in_turn) else len(offered)
-    return {slot(i): offered[i % len(offered)] for i in range(n) if offered}
+    return {ordinal(i): offered[i % len(offered)] for i in range(n) if offered}
 
 
 def goes_round(groups: Sequence[Sequence[str]], offered: Sequence[str], in_turn: bool) -> bool:
     """Whether stages that name no devices share the devices offered, several stages each."""
-    free = all(tuple(group) == (slot(s),) for s, group in enumerate(groups))
+    free = all(tuple(group) == (ordinal(s),) for s, group in enumerate(groups))
     return in_turn and free and len(offered) < len(groups)

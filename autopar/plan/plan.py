@@ -21,7 +21,7 @@ from autopar.plan.assignment import by_modules, by_operators
 from autopar.plan.display import compared, explained, inside_explained, printable, shown
 from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
-from autopar.plan.placeholders import devices_in_order, devices_of_type, goes_round, is_slot, slot
+from autopar.plan.placeholders import devices_in_order, devices_of_type, goes_round, is_ordinal, ordinal
 from autopar.plan.validation import INTERLEAVED, places, rounds, violations
 from autopar.sharding.stage_sharding import StageSharding
 
@@ -162,7 +162,7 @@ class Plan:
             raise PlanError(f"stages are numbered from 0, got {wrong}")
         n_stages = max(split.values()) + 1
         if devices is None:
-            devices = [slot(s) for s in range(n_stages)]
+            devices = [ordinal(s) for s in range(n_stages)]
         if len(devices) != n_stages:
             raise PlanError(f"the split has {n_stages} stages, but devices names {len(devices)}")
         unknown = [stage for stage in recompute if stage not in range(n_stages)]
@@ -188,12 +188,12 @@ class Plan:
         problems = [*self._too_few(offered), *self._unknown(offered, names), *_other_types(self, made_for, here)]
         if problems:
             raise PlanError("; ".join(problems))
-        names |= self._slots(offered)
+        names |= self._ordinals(offered)
         stages = tuple(_renamed(stage, names) for stage in self.stages)
         device_kinds = tuple(here[n] for n in offered) if all(n in here for n in offered) else ()
         return replace(self, stages=stages, devices=tuple(offered), device_kinds=device_kinds)
 
-    def _slots(self, offered: Sequence[str]) -> dict[str, str]:
+    def _ordinals(self, offered: Sequence[str]) -> dict[str, str]:
         return devices_in_order([stage.devices for stage in self.stages], offered, self.schedule == INTERLEAVED)
 
     def _too_few(self, offered: Sequence[str]) -> Iterator[str]:
@@ -205,9 +205,9 @@ class Plan:
             yield f"the plan uses {n_used} devices, but {len(offered)} are given: {', '.join(offered)}"
 
     def _unknown(self, offered: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:
-        known = {*offered, *names, *self._slots(offered)}
-        short = len(self.used_devices) > len(offered)  # already reported, so leave out the slots without a device
-        unknown = [name for name in self.used_devices if name not in known and not (short and is_slot(name))]
+        known = {*offered, *names, *self._ordinals(offered)}
+        short = len(self.used_devices) > len(offered)  # already reported, so leave out placeholders without a device
+        unknown = [name for name in self.used_devices if name not in known and not (short and is_ordinal(name))]
         if unknown:
             yield f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}"
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from autopar.plan.placeholders import is_slot
+from autopar.plan.placeholders import is_ordinal
 from autopar.schedule.builders import SCHEDULES
 from autopar.sharding.stage_sharding import problems
 
@@ -97,7 +97,7 @@ def _devices(plan: Any) -> Iterator[str]:
             sharding.redistributions,
         ):
             yield from (f"stage {s}: {problem}" for problem in problems(sharding, len(names)))
-        absent = [name for name in names if offered and name not in offered and not is_slot(name)]
+        absent = [name for name in names if offered and name not in offered and not is_ordinal(name)]
         if absent:
             yield f"stage {s} is on {', '.join(absent)}, but the devices are {', '.join(offered)}"
     groups = [names for _, names in known]

@@ -65,13 +65,13 @@ def test_moves_tell_the_new_stage_of_every_operator_in_the_largest_modules_that_
 ) -> None:
     moves = by_operator(before).diff(by_operator(after)).moves
     moved = {key: (before[key], after[key]) for key in KEYS if before[key] != after[key]}
-    told: Counter[str] = Counter()
+    listed: Counter[str] = Counter()
     for move in moves:
         mine = [key for key in KEYS if inside(key, move.module)]
         assert {(before[key], after[key]) for key in mine} == {(move.before, move.after)}
         assert len(mine) == move.n_operators
-        told.update(mine)
-    assert told == Counter(moved.keys())
+        listed.update(mine)
+    assert listed == Counter(moved.keys())
     # None could be larger: the module above holds an operator that stays or goes elsewhere.
     for move in moves:
         path, slash, _ = move.module.rpartition("/")
@@ -82,14 +82,14 @@ def test_moves_tell_the_new_stage_of_every_operator_in_the_largest_modules_that_
 
 
 @given(assignments(), st.frozensets(st.integers(0, 2)), st.frozensets(st.integers(0, 2)))
-def test_modules_are_told_that_only_one_of_the_plans_recomputes(
+def test_modules_that_only_one_plan_recomputes_are_listed(
     stage_of: dict[str, int], before: frozenset[int], after: frozenset[int]
 ) -> None:
     found = by_operator(stage_of, before).diff(by_operator(stage_of, after))
-    told: Counter[tuple[str, bool]] = Counter()
+    listed: Counter[tuple[str, bool]] = Counter()
     for item in found.recomputed:
-        told.update((key, item.now) for key in KEYS if inside(key, item.module))
-    assert told == Counter((k, s in after) for k, s in stage_of.items() if (s in before) != (s in after))
+        listed.update((key, item.now) for key in KEYS if inside(key, item.module))
+    assert listed == Counter((k, s in after) for k, s in stage_of.items() if (s in before) != (s in after))
 
 
 def test_what_is_shown_reads_well() -> None:
@@ -109,7 +109,7 @@ def test_what_is_shown_reads_well() -> None:
     assert all(len(line) <= 120 and line.isascii() for line in lines)
 
 
-def test_the_same_stages_with_other_predictions_are_told_as_that() -> None:
+def test_equal_decisions_with_other_predictions_say_so() -> None:
     before = by_operator(dict.fromkeys(KEYS, 0))
     found = before.diff(replace(before, predicted_step_time=0.1))
     assert found.same_decisions

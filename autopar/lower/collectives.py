@@ -1,4 +1,4 @@
-"""What the graph of a sharded stage calls beside operators: transfers between the devices of a mesh.
+"""The transfers between the devices of a mesh that the graph of a sharded stage calls.
 
 Every function takes the local tensors of all devices, in a list whose order is that of the mesh (the last axis runs
 fastest), and returns such a list. Devices along one axis exchange what they have, in all lines along it at once:
@@ -47,7 +47,7 @@ def share(size: int, count: int, dim: int) -> int:
 
 
 def scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
-    """A mean over a part as this part's addend of the whole mean."""
+    """The mean over a part, scaled to be its addend of the whole mean."""
     return value * factor
 
 
@@ -107,16 +107,16 @@ def gradient(parts: Parts, result: Parts, *, moves: Sequence[Move] = (), mesh: S
 
 
 def added_up(layout: Placements) -> Placements:
-    """Of the gradients of what was handed out in a layout: along an axis where all have the same, they add up."""
+    """The placements of the gradients of a tensor that was spread: along an axis with equal parts, gradients add up."""
     return tuple(DUAL.get(code, code) for code in layout)
 
 
 def spread(
     x: torch.Tensor, *, layout: Placements, mesh: Sequence[int], devices: Sequence[torch.device]
 ) -> list[torch.Tensor]:
-    """What each device has of a whole tensor on the first one; with no `devices` everything stays there.
+    """Each device's part of a whole tensor on the first device. Without `devices`, all parts stay there.
 
-    In the backward, gradients come in `added_up(layout)`.
+    In the backward, gradients arrive in `added_up(layout)`.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return list(_Spread.apply(x, layout, mesh, devices))
@@ -177,7 +177,7 @@ def _described(parts: Parts) -> list[tuple[torch.Size, torch.dtype, torch.device
 
 
 def _complete(gradients: Sequence[torch.Tensor | None], like: Any) -> list[torch.Tensor]:
-    """A device that had nothing to differentiate adds nothing. Empty if no device had."""
+    """Zeros for a device without a gradient. Empty if no device has one."""
     if all(g is None for g in gradients):
         return []
     pairs = zip(gradients, like, strict=True)
@@ -196,7 +196,7 @@ def _each_line(
 
 
 def _shared(line: list[torch.Tensor], make: Callable[[list[torch.Tensor]], torch.Tensor]) -> list[torch.Tensor]:
-    """One result for all of a line, made on its first device."""
+    """One result for all devices of a line, computed on the first."""
     whole = make([x.to(line[0].device) for x in line])
     return [whole.to(x.device) for x in line]
 
@@ -214,7 +214,7 @@ def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _slice(x: torch.Tensor, dim: int, number: int, count: int) -> torch.Tensor:
-    """A copy: autograd keeps and adds to gradients that it takes to be nobody else's."""
+    """A copy: autograd keeps gradients, and adds to them in place."""
     size = share(x.shape[dim], count, dim)
     return x.narrow(dim, number * size, size).clone()
 
@@ -222,7 +222,7 @@ def _slice(x: torch.Tensor, dim: int, number: int, count: int) -> torch.Tensor:
 def _scattered(
     x: torch.Tensor, layout: Placements, mesh: Sequence[int], devices: Sequence[torch.device]
 ) -> list[torch.Tensor]:
-    """What each device has in a layout."""
+    """Each device's part of a whole tensor."""
 
     def cut(part: torch.Tensor, n: int, code: int) -> list[torch.Tensor]:
         if code == PARTIAL:

@@ -38,7 +38,7 @@ class DeviceValue:
     layouts: tuple[Placements, ...] = ()  # of every tensor in it; (): one alone
     wanted: tuple[Placements, ...] = ()  # of their gradients
     floating: bool = False  # may have a gradient
-    moved: dict[Any, Any] = field(default_factory=dict)  # what was made of it in other layouts
+    moved: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # in other layouts; the first of a key says how
 
     @property
     def alone(self) -> bool:
@@ -111,11 +111,12 @@ class DeviceValues:
         """The parts of a tensor in a reader's placements, whose gradients it gives in others; by the default steps."""
         if made.alone:
             made = self._spread(node, made, layout)
-        if (layout, gradient) not in made.moved:
+        key = ("read", layout, gradient)
+        if key not in made.moved:
             forward = self._default(node, made.layouts[0], layout)
             backward = self._default(node, gradient, made.wanted[0]) if made.floating else ()
-            made.moved[layout, gradient] = self._passed(node, made, forward, backward).nodes
-        found: tuple[fx.Node, ...] = made.moved[layout, gradient]
+            made.moved[key] = self._passed(node, made, forward, backward).nodes
+        found: tuple[fx.Node, ...] = made.moved[key]
         return found
 
     def read_as_planned(
@@ -135,10 +136,10 @@ class DeviceValues:
                 shared = Passage(own.forward[:1])
             made = self._spread(node, made, shared.forward[0])
         if shared.moves and own.backward:
-            if shared not in made.moved:
-                made.moved[shared] = self._passed(node, made, shared.forward, shared.backward)
-            made, shared = made.moved[shared], Passage(own.forward[:1])
-        key = (plan, gradient)
+            if ("shared", shared) not in made.moved:
+                made.moved["shared", shared] = self._passed(node, made, shared.forward, shared.backward)
+            made, shared = made.moved["shared", shared], Passage(own.forward[:1])
+        key = ("planned", plan, gradient)
         if key not in made.moved:
             backward = own.backward or (self._default(node, gradient, made.wanted[0]) if made.floating else ())
             made.moved[key] = self._passed(node, made, (*shared.forward, *own.forward[1:]), backward).nodes
@@ -185,7 +186,8 @@ class DeviceValues:
 
     def _moved(self, node: fx.Node, made: DeviceValue, passed: tuple[Placements, ...]) -> fx.Node | None:
         """The list of parts after steps without gradients; None where there are none."""
-        if passed not in made.moved:
+        key = ("steps", *passed)
+        if key not in made.moved:
             result: Any = None
             for name, axis, dim in self._moves(node, passed):
                 result = self.node(
@@ -196,8 +198,8 @@ class DeviceValues:
                     name=f"{node.name}__{name}",
                     meta=place_of(node),
                 )
-            made.moved[passed] = result
-        found: fx.Node | None = made.moved[passed]
+            made.moved[key] = result
+        found: fx.Node | None = made.moved[key]
         return found
 
     def _moves(self, node: fx.Node, passed: Sequence[Placements]) -> list[collectives.Move]:

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.analysis.operators import operator_name, written_arguments
 
-_STATISTICS = ("batch_norm", "instance_norm")  # write their running statistics, of which nothing else is made
+_STATISTICS = ("batch_norm", "instance_norm")  # they write their running statistics, which nothing else reads
 
 
 def without_writes(graph: fx.Graph, storages: Mapping[str, frozenset[int]]) -> set[fx.Node]:

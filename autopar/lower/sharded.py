@@ -4,8 +4,8 @@
     x (whole, on the first device) -> spread -> linear__0 --.              .-> gelu__0 -> ...  joined -> output (whole,
                                             `-> linear__1 --+- all_reduce -+-> gelu__1 -> ...            on the first)
 ```
-What an operator reads in another layout than it was made in passes one node a move. Behind the moves of a value that
-may have a gradient stands one node `gradient`, which says how its gradients come back (`lower.collectives`).
+A tensor that an operator reads in other placements than it was made in passes the steps of the plan, one node each
+(`lower.device_values`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from cost_models.graphs import get_attribute
 
 @dataclass(frozen=True)
 class Piece:
-    """What one device has of a parameter or buffer."""
+    """One device's part of a parameter or buffer."""
 
     attribute: str  # name in the stage's graph
     name: str  # of the whole one
@@ -53,14 +53,14 @@ class Piece:
     layout: Placements = ()  # over the mesh; (): all of it
     mesh: tuple[int, ...] = ()
     place: tuple[int, ...] = ()  # of the device on it
-    first: bool = True  # of those who have the same
+    first: bool = True  # of the devices that have the same part
 
     def taken(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view, without history, of what the device has."""
+        """A view, without history, of the device's part."""
         return tensor.detach() if (entries := self.entries(tensor)) is None else tensor.detach()[entries]
 
     def entries(self, tensor: torch.Tensor) -> tuple[slice, ...] | None:
-        """What the device has; None for all of it."""
+        """The entries of the device's part; None for all of them."""
         if all(code < 0 for code in self.layout):
             return None
         return slices(self.layout, tensor.shape, self.mesh, self.place)
@@ -72,8 +72,8 @@ class Sharded:
 
     graph: fx.Graph  # of all devices
     pieces: tuple[Piece, ...]  # what they hold of the parameters that the stage's graph reads
-    multiple: int = 1  # of which the number of samples must be one, so that everything comes apart evenly
-    undivided: tuple[str, ...] = ()  # operators that every device does, for sizes that do not come apart as they should
+    multiple: int = 1  # the number of samples in a micro-batch must be a multiple of this to be cut evenly
+    undivided: tuple[str, ...] = ()  # operators that every device does whole: their sizes cannot be cut as planned
 
 
 def shard(
@@ -110,7 +110,7 @@ class _Builder:
         seen = without_writes(graph, storages)
         self.choices = StrategyChoices(sharding, keys, seen)
         self.keys = keys
-        # A stage starts from clones of what it overwrites (`lower.stages`): nobody does any more.
+        # A stage starts from clones of what it overwrites (`lower.stages`). Without writes, the clones are not needed.
         self.spare = {n for n in graph.nodes if n.target is aten.clone.default and n.name not in keys and n not in seen}
         self.buffers = self._written_buffers()
         self.stored = self._stored()
@@ -125,7 +125,7 @@ class _Builder:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def _written_buffers(self) -> dict[str, Placements]:
-        """Layouts of buffers that operators write: their readers', so that what is written is what is stored."""
+        """Layouts of buffers that operators write: they are stored as they are read."""
         readers: dict[str, list[tuple[fx.Node, Placements]]] = {}
         written = set()
         for node in self.old.nodes:
@@ -147,7 +147,7 @@ class _Builder:
         return layouts
 
     def _stored(self) -> dict[int, Placements]:
-        """By the id of the tensor: one that has two names is stored in one way."""
+        """By id of the tensor: a tensor with two names is stored once."""
         found = {}
         for name, stored in self.sharding.stored.items():
             try:
@@ -209,7 +209,7 @@ class _Builder:
             self._add_operator(node)
 
     def _is_done_once(self, node: fx.Node) -> bool:
-        """Numbers, and what is more than an operator: a hooked module's call, a module, a block of its own."""
+        """Whether the first device runs a node for all: numbers, hooked modules, whole modules, nested graphs."""
         if node.op == "call_module" or is_hook_point(node) or not tensors_of(node):
             return True
         return any(self.made[n].alone and n.op == "get_attr" for n in node.all_input_nodes)
@@ -383,13 +383,13 @@ class _Builder:
 
 
 def run_special(name: str, calls: list[Any], *, strategy: Any, mesh: tuple[int, ...]) -> list[Any]:
-    """An operator that the devices do together (`sharding.special`)."""
+    """An operator that the devices do together (`sharding.parallel_operators`)."""
     found: list[Any] = special.run(name, calls, strategy=Strategy(*strategy), mesh=mesh)
     return found
 
 
 def _has_sparse_gradient(node: fx.Node) -> bool:
-    """Whether it is a table of words whose gradient has the rows alone that were read."""
+    """Whether the node is an embedding whose gradient has only the rows that were read."""
     return operator_name_of(node) == "embedding" and node.args[4:5] == (True,)
 
 

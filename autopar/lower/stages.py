@@ -1,4 +1,4 @@
-r"""Program x stage of every operator -> one fx.GraphModule a stage.
+r"""Program x stage of every operator -> one fx.GraphModule per stage.
 
 ```
    program:  x -> a -> b -> c -> out           stage 0:  (x)    -> a, b       -> (b, a)
@@ -103,9 +103,10 @@ def lower(
 ) -> Lowered:
     """Split `program` by `stage_of` (for every node that computes; replicable ones may be left out).
 
-    `storages` (of `batching.study`) tells which values share memory: a stage that overwrites a value it received
-    starts from a clone, so that the sender's copy stays whole. `defer_norms`: running statistics of batch norms are
-    left to be updated after the batch. `shardings`: of every stage (default: none is sharded).
+    `storages` (of `batching.study`): the memory of every value. A stage that overwrites the memory of a value that it
+    received starts from a clone, so that the copy of the sender stays whole. `defer_norms`: running statistics of batch
+    norms are
+    updated after the batch. `shardings`: one per stage (default: none is sharded).
     Raises PlanError where a value would have to flow backwards.
     """
     flat = list(program.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from autopar.sharding.local import takes_sizes
 from autopar.sharding.stage_sharding import StageSharding, strategy_text
 from autopar.sharding.strategies import OperatorPlacements, Strategy, repeated, strategies, strategy_with
 
-# Means over what counts among the targets, which parts have different numbers of.
+# Means over the targets that count; parts of a batch have different numbers of them.
 _COUNTED = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
 _MOST_NAMED = 12
 
@@ -33,7 +33,7 @@ class StrategyChoice:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """What export recorded of the tensors that a node makes."""
+    """The tensors that a node makes, as export recorded them."""
     value = node.meta.get("val")
     return [t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, torch.Tensor)]
 
@@ -43,30 +43,30 @@ def is_tensor(node: Any) -> bool:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node reads, in the order of its arguments; one that is read twice is there twice."""
+    """The tensors that a node reads, in the order of its arguments; a tensor that it reads twice appears twice."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, ordered_kwargs(node)), lambda n: found.append(n) if is_tensor(n) else None)
     return found
 
 
 def ordered_kwargs(node: fx.Node) -> dict[str, Any]:
-    """In the order of the schema, which is that of the rule's operands."""
+    """Keyword arguments in the order of the schema, which is the order of the rule's operands."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else list(node.kwargs)
     return {name: node.kwargs[name] for name in names if name in node.kwargs}
 
 
 class StrategyChoices:
-    """Of the operators of one stage."""
+    """The strategies of the operators of one stage."""
 
     def __init__(self, sharding: StageSharding, keys: Mapping[str, str], whole: set[fx.Node]) -> None:
         """`keys`: of operators, by name of the node. `whole`: nodes that every device does all of in any case."""
         self._sharding, self._keys, self._whole = sharding, keys, whole
-        self.undivided: list[str] = []  # keys of operators whose sizes do not come apart as the plan has it
+        self.undivided: list[str] = []  # keys of operators whose sizes cannot be cut as planned
         self._found: dict[fx.Node, StrategyChoice | None] = {}
 
     def of(self, node: fx.Node) -> StrategyChoice:
-        """Raises PlanError for layouts that no strategy of the operator has."""
+        """Raises PlanError for placements that no strategy of the operator has."""
         if node not in self._found:
             self._found[node] = self._named(node)
         found = self._found[node]
@@ -77,7 +77,7 @@ class StrategyChoices:
         return found
 
     def leave(self, nodes: set[fx.Node]) -> None:
-        """Every device does all of these."""
+        """Let every device do all of these operators."""
         self._whole |= nodes
 
     def _named(self, node: fx.Node) -> StrategyChoice | None:
@@ -95,10 +95,10 @@ class StrategyChoices:
         if match is None:
             example = bind(node, _as_in_example)
             if example is not None and self._completed(example, wanted) is not None:
-                return None  # one that only batches of some sizes have
+                return None  # only batches of some sizes can be cut like this
             tensors = [o.meta["val"] if is_tensor(o) else None for o in rule.operands]
             if not self._comes_apart(wanted, (tensors, results)):
-                self.undivided.append(str(key))  # one that other lengths or images have
+                self.undivided.append(str(key))  # other lengths or image sizes can be cut like this
                 return None
             every = strategies(self._even(rule), self._sharding.mesh)
             few = "; ".join(map(strategy_text, every[:_MOST_NAMED])) + (" ..." if len(every) > _MOST_NAMED else "")
@@ -109,7 +109,7 @@ class StrategyChoices:
         return StrategyChoice(match, places, tuple(axis in rule.kinds for axis in match.axes))
 
     def _comes_apart(self, layouts: Sequence[Sequence[Placements]], tensors: Sequence[Sequence[Any]]) -> bool:
-        """Whether all operands and results can be cut so, by their sizes."""
+        """Whether the sizes of all operands and results can be cut like this."""
         return all(
             tensor is None or self._fits(layout, tensor)
             for side, known in zip(layouts, tensors, strict=True)
@@ -143,7 +143,7 @@ def _as_in_example(node: fx.Node) -> Any:
 
 
 def _legal(node: fx.Node, rule: Rule, one: Strategy, results: Sequence[torch.Tensor]) -> bool:
-    """Whether local calls give what the strategy says."""
+    """Whether calls on local parts compute what the strategy promises."""
     sides = [
         *zip(one.inputs, [o.meta["val"] if is_tensor(o) else None for o in rule.operands], strict=True),
         *zip(one.outputs, results, strict=True),

@@ -1,6 +1,6 @@
-"""How a tensor lies on a mesh: one placement an axis, as of torch.distributed.tensor.
+"""How a tensor lies on a mesh: one placement per axis, as in torch.distributed.tensor.
 
-A layout is a tuple of numbers, one an axis: d >= 0 for Shard(d), REPLICATE, or PARTIAL (the tensor is the sum of what
+A layout is a tuple of numbers, one per axis: d >= 0 for Shard(d), REPLICATE, or PARTIAL (the tensor is the sum of what
 the devices along the axis have). Where several axes shard one dimension, the first of them is the outermost:
 
     mesh 2 x 2, layout (0, 0): device (i, j) has quarter 2 i + j of dimension 0
@@ -26,13 +26,13 @@ DUAL = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
 
 
 def placements(layout: Placements) -> tuple[Placement, ...]:
-    """The layout in torch's words."""
+    """The layout as torch's placement objects."""
     other: dict[int, Placement] = {REPLICATE: Replicate(), PARTIAL: Partial()}
     return tuple(other[code] if code < 0 else Shard(code) for code in layout)
 
 
 def from_placements(given: Sequence[Placement]) -> Placements:
-    """Torch's words as a layout. Raises InputError for placements that none has (a maximum, say)."""
+    """A layout from torch's placement objects. Raises InputError for others, such as Partial("max")."""
 
     def code(one: Placement) -> int:
         if isinstance(one, Shard):
@@ -47,34 +47,35 @@ def from_placements(given: Sequence[Placement]) -> Placements:
 
 
 def layouts(shape: Sequence[int], mesh: Sequence[int], *, partial: bool = True) -> list[Placements]:
-    """All layouts of a tensor on a mesh of this shape in which every device has an equal part; the replicated one is
-    first. On an axis of one device there is nothing but REPLICATE."""
+    """All layouts of a tensor on a mesh of this shape that give every device an equal part, the replicated one first.
+
+    An axis of one device has only REPLICATE. `partial`: with layouts that have PARTIAL."""
     codes = [REPLICATE, *range(len(shape)), *([PARTIAL] if partial else [])]
     every = itertools.product(*(codes if n > 1 else [REPLICATE] for n in mesh))
     return [layout for layout in every if fits(layout, shape, mesh)]
 
 
 def fits(layout: Placements, shape: Sequence[int], mesh: Sequence[int]) -> bool:
-    """Whether every dimension comes apart evenly."""
+    """Whether the layout cuts every dimension into equal parts."""
     return all(
         size % math.prod(n for n, c in zip(mesh, layout, strict=True) if c == d) == 0 for d, size in enumerate(shape)
     )
 
 
 def parts(layout: Placements, mesh: Sequence[int]) -> int:
-    """Into how many parts the tensor is cut."""
+    """The number of parts that the tensor is cut into."""
     return math.prod(n for n, code in zip(mesh, layout, strict=True) if code >= 0)
 
 
 def local_shape(layout: Placements, shape: Sequence[int], mesh: Sequence[int]) -> tuple[int, ...]:
-    """What each device has."""
+    """The shape of each device's part."""
     return tuple(
         size // math.prod(n for n, code in zip(mesh, layout, strict=True) if code == d) for d, size in enumerate(shape)
     )
 
 
 def slices(layout: Placements, shape: Sequence[int], mesh: Sequence[int], place: Sequence[int]) -> tuple[slice, ...]:
-    """Which entries the device at `place` has (of a PARTIAL one: to which its sum counts)."""
+    """The entries that the device at `place` has; for PARTIAL, the entries that its addend counts to."""
     found = []
     for d, size in enumerate(shape):
         number, count = 0, 1

@@ -1,4 +1,4 @@
-"""An operator's call on the part of its tensors that one device has: sizes among its arguments become local ones."""
+"""An operator's call on one device's parts of its tensors: sizes among its arguments become local sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZED = ("view", "reshape", "_unsafe_view", "expand", "broadcast_to", *NEW, *FA
 
 
 def sizes_place(target: Any) -> int | None:
-    """Where among the arguments of an ATen operator the sizes of its result stand; None where they do not."""
+    """The position of the result's sizes among the arguments of an ATen operator; None if it has no such argument."""
     if target.overloadpacket.__name__ not in (*_SIZED, "_reshape_alias"):
         return None
     names = [argument.name for argument in target._schema.arguments]
@@ -27,7 +27,7 @@ def sizes_place(target: Any) -> int | None:
 
 
 def takes_sizes(target: Any) -> bool:
-    """Whether a call on parts needs the local sizes of its result."""
+    """Whether a call on parts needs the local sizes of its result as arguments."""
     name = target.overloadpacket.__name__
     return name in (*_LIKE_OTHERS, "unflatten", "narrow") or sizes_place(target) is not None
 
@@ -35,8 +35,9 @@ def takes_sizes(target: Any) -> bool:
 def local_call(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The same for results of the local `shape` (numbers, or nodes of a graph): only what reshapes or makes new tensors
-    has sizes among its arguments, or in a tensor that it makes its own like."""
+    """(operator, args, kwargs) of the call for a result of the local `shape` (numbers, or nodes of a graph).
+
+    Only operators that reshape or create tensors take sizes, as arguments or from another tensor (`view_as`)."""
     name = target.overloadpacket.__name__
     new = list(args)
     if name in _LIKE_OTHERS:

@@ -1,4 +1,4 @@
-"""Devices in a grid, and what collectives along its axes take."""
+"""Devices in a grid, and the seconds of collectives along its axes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Mesh:
                                 4  5  6  7
 
     Raises:
-        InputError: an axis shorter than one, names that are not one an axis and different, or another number of
-            devices than the axes multiply to.
+        InputError: an axis has no device, the axes do not have one different name each, or the number of devices is
+            not the product of the axes.
     """
 
     shape: tuple[int, ...]
@@ -51,24 +51,24 @@ class Mesh:
 
     @cached_property
     def _lines(self) -> dict[tuple[int, int], tuple[Cluster, tuple[str, ...], int]]:
-        """By axis and cluster: the cluster, the first line along the axis, and how many lines share networks."""
+        """By axis and cluster: the cluster, the first line along the axis, the number of lines that share networks."""
         return {}
 
     def line(self, axis: int) -> tuple[str, ...]:
-        """The devices along an axis, from the first on: those that take part in one collective."""
+        """The first line of devices along an axis. One collective runs on every such line."""
         first = np.moveaxis(self.grid, axis, 0).reshape(self.shape[axis], -1)[:, 0]
         return tuple(first)
 
     def place(self, device: int) -> tuple[int, ...]:
-        """Where a device, by its number, is along every axis."""
+        """The coordinates of a device on the mesh; `device`: its number."""
         return tuple(int(i) for i in np.unravel_index(device, self.shape))
 
     def seconds(self, collective: Collective, nbytes: float, axis: int, cluster: Cluster) -> float:
-        """Seconds of a collective in all lines along `axis` at once; `nbytes` as for `collective_seconds`."""
+        """Seconds of a collective that runs on all lines along `axis` at once; `nbytes` as for `collective_seconds`."""
         key = (axis, id(cluster))
         if key not in self._lines:
             line = self.line(axis)
-            # Lines that run through the same nodes share what their devices share.
+            # Lines in the same nodes share the networks of these nodes.
             nodes = {cluster.node_of(name) for name in line}
             here = sum(cluster.node_of(name) in nodes for name in self.devices)
             self._lines[key] = (cluster, line, max(1, here // len(line)))

@@ -1,7 +1,7 @@
-"""The strategies of an operator: what each axis of a mesh may do with it, from its line of index notation.
+"""The strategies of an operator, from its line of index notation.
 
-Along every axis one of these, and so all combinations over the axes (an index that several axes take is cut by the
-first of them first):
+The devices along an axis do one of these with a linear layer. A strategy has one of them for every mesh axis; where
+several axes cut one index, the first axis is the outermost:
 
 ```
     linear  *b k, n k, n -> *b n ; 02 12
@@ -12,8 +12,8 @@ first of them first):
       12     x Replicate  w Partial    bias Partial    -> y Partial       linear in w
       -      all Replicate                                                every device does the same work
 ```
-An index that devices can cut if they work together (`{k}`) gives parts of results that have it, addends of others; how
-they do it is told by `special`.
+Devices that work together can also cut an index in braces (`{k}`): results with the index are cut, others are addends.
+`Strategy.special` names the operator of `parallel_operators` that does so.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Strategy:
     axes: tuple[str, ...]  # along each: the index, the operands in which it is linear, or REPEATED
     inputs: tuple[Placements, ...]  # of the rule's operands
     outputs: tuple[Placements, ...]  # of the tensors it returns
-    share: float  # of the work that each device does
-    scale: float = 1.0  # what the results are multiplied with: a mean over parts is that of their means
+    share: float  # part of the work that each device does
+    scale: float = 1.0  # factor of the results: a mean over parts is the mean of their means
     special: str = ""  # how the devices do it together, where the operator on local parts is not enough (`special`)
 
     @property
@@ -55,13 +55,15 @@ class Strategy:
         return OperatorPlacements(self.inputs, self.outputs)
 
     def gradient_in(self, operand: int) -> Placements:
-        """Of the gradient that is computed of an operand: along an axis that cuts something the devices' gradients of
-        what all of them read add up; where all do the same work they are the same."""
+        """The placements of the gradient that is computed for an operand.
+
+        Along an axis that cuts something, the gradients of an operand that all devices read add up. Along an axis
+        that repeats the work, they are the same."""
         pairs = zip(self.axes, self.inputs[operand], strict=True)
         return tuple(REPLICATE if axis == REPEATED else DUAL.get(code, code) for axis, code in pairs)
 
     def gradient_out(self, result: int) -> Placements:
-        """Of the gradient that is needed of a result: of addends, that of their sum."""
+        """The placements of the gradient that is needed for a result: addends all need the gradient of their sum."""
         return tuple(REPLICATE if code == PARTIAL else code for code in self.outputs[result])
 
 
@@ -122,7 +124,7 @@ def _combined(rule: Rule, chosen: Sequence[_AxisChoice], mesh: Sequence[int]) ->
 
 
 def repeated(n_inputs: int, n_outputs: int, axes: int) -> Strategy:
-    """For an operator without a rule: every device does all of it, which is always right."""
+    """For an operator without a rule: every device does all of it, which is always correct."""
     whole = (REPLICATE,) * axes
     return Strategy((REPEATED,) * axes, (whole,) * n_inputs, (whole,) * n_outputs, 1.0)
 
@@ -159,8 +161,9 @@ def _codes(found: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def _place(dims: Dims, index: str, rule: Rule) -> int | None:
-    """The dimension that cutting `index` cuts into blocks; REPLICATE without it, None where it would not be blocks: an
-    index inside of another one in a folded dimension."""
+    """The dimension that is cut into blocks if `index` is cut; REPLICATE if the operand does not have the index.
+
+    None where the parts would not be blocks: for an index inside of another one in a folded dimension."""
     for d, inside in enumerate(dims):
         if index in inside:
             outer = inside[: inside.index(index)]
@@ -169,5 +172,5 @@ def _place(dims: Dims, index: str, rule: Rule) -> int | None:
 
 
 def _is_tensor(rule: Rule, operand: int) -> bool:
-    """Rather than a number, which is the same everywhere."""
+    """Whether the operand is a tensor, rather than a number, which is the same on all devices."""
     return isinstance(rule.operands[operand], (torch.fx.Node, torch.Tensor))

@@ -1,5 +1,5 @@
-"""What every strategy of an operator costs: seconds of its kernels on a part and of what the devices exchange within,
-bytes that a device keeps for it."""
+"""The costs of every strategy of an operator: seconds of its kernels on a part and of the collectives inside of it, and
+bytes that a device keeps for the backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cost_models.kernels.kernel import Kernel
 from cost_models.kernels.operator_work import OperatorWork
 from cost_models.kernels.roofline import Rates, kernel_seconds
 
-Ends = tuple[Placements, Placements]  # of a tensor where it is made or read, and of its gradient there
+Ends = tuple[Placements, Placements]  # layouts of a tensor where it is made or read, and of its gradient there
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,24 +35,24 @@ class StrategyCosts:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray  # [strategies] forward and backward of one micro-batch, with the collectives within
     forward: np.ndarray  # [strategies] of `seconds`
-    kept: np.ndarray  # [strategies] of what is kept for the backward the fraction that each device has
-    ruled: bool  # a rule told them; else every device does all of it
+    kept: np.ndarray  # [strategies] fraction that each device has of what is kept for the backward
+    ruled: bool  # the operator has a rule; without one, every device does all of it
 
     @cached_property
     def inputs(self) -> list[tuple[Ends, ...]]:
-        """Of every operand the layouts that occur, with those of its gradient."""
+        """By operand: the layouts that occur, with those of its gradient."""
         count = len(self.strategies[0].inputs)
         return [tuple(dict.fromkeys((s.inputs[i], s.gradient_in(i)) for s in self.strategies)) for i in range(count)]
 
     @cached_property
     def outputs(self) -> list[tuple[Ends, ...]]:
-        """Of every result the same."""
+        """By result: the layouts that occur, with those of its gradient."""
         count = len(self.strategies[0].outputs)
         return [tuple(dict.fromkeys((s.outputs[i], s.gradient_out(i)) for s in self.strategies)) for i in range(count)]
 
     @cached_property
     def input_labels(self) -> list[np.ndarray]:
-        """Of every operand the place of each strategy's layouts in `inputs`."""
+        """By operand: [strategies] position of the strategy's layouts in `inputs`."""
         return [
             np.array([known.index((s.inputs[i], s.gradient_in(i))) for s in self.strategies])
             for i, known in enumerate(self.inputs)
@@ -73,7 +73,7 @@ class OperatorWithRule:
     rule: Rule | None
     operands: tuple[Any, ...]
     results: tuple[torch.Tensor, ...]  # on meta
-    signature: str  # equal for operators that are alike
+    signature: str  # the same for equal operators
 
 
 def with_rule(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> OperatorWithRule:
@@ -85,13 +85,13 @@ def with_rule(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) 
         operands = tuple(n for n in node.all_input_nodes if isinstance(values[n], torch.Tensor))
     else:
         operands = rule.operands
-    told = (str(node.target), None if rule is None else str(rule), rule and sorted(rule.sizes.items()), work)
+    described_rule = (str(node.target), None if rule is None else str(rule), rule and sorted(rule.sizes.items()), work)
     described = [_described(values.get(o) if isinstance(o, fx.Node) else o) for o in operands]
-    return OperatorWithRule(rule, operands, results, repr((told, described)))
+    return OperatorWithRule(rule, operands, results, repr((described_rule, described)))
 
 
 class StrategyCostTable:
-    """Options of the operators of one graph on one mesh; operators that are alike get the same object."""
+    """Strategies and costs of the operators of one graph on one mesh; equal operators get the same object."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, rates: Rates, efficiency: Efficiency, *, training: bool) -> None:
         self._devices, self._mesh, self._cluster = mesh, mesh.shape, cluster
@@ -99,7 +99,7 @@ class StrategyCostTable:
         self._known: dict[str, StrategyCosts] = {}
 
     def of(self, ruled: OperatorWithRule, values: Mapping[fx.Node, Any], work: OperatorWork) -> StrategyCosts:
-        """The options of an operator; `values`: tensors (on meta) of all nodes."""
+        """The strategies of an operator; `values`: tensors (on meta) of all nodes."""
         if ruled.signature not in self._known:
             self._known[ruled.signature] = self._options(ruled, values, work)
         return self._known[ruled.signature]
@@ -124,7 +124,7 @@ class StrategyCostTable:
         values: Mapping[fx.Node, Any],
         results: Sequence[torch.Tensor],
     ) -> list[Strategy]:
-        """Those without sums of what is not added up: whole numbers, truth values."""
+        """The strategies that leave only floating-point tensors PARTIAL: integers and booleans are not summed."""
         tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
 
         def adds(layouts: Sequence[Placements], of: Sequence[Any]) -> bool:
@@ -136,7 +136,7 @@ class StrategyCostTable:
         return [s for s in every if adds(s.inputs, tensors) and adds(s.outputs, results)]
 
     def _within(self, one: Strategy, rule: Rule, operands: Sequence[Any]) -> tuple[float, float]:
-        """Seconds, forward and backward, of the collectives inside of an operator that devices do together."""
+        """Seconds, forward and backward, of the collectives inside of a parallel operator."""
         seconds = [0.0, 0.0]
         for inner in collectives(one, rule, operands, self._mesh):
             seconds[inner.backward] += self._devices.seconds(inner.collective, inner.nbytes, inner.axis, self._cluster)
@@ -161,8 +161,7 @@ class StrategyCostTable:
 
 
 def _cut(kernel: Kernel, share: float, bytes_share: float) -> Kernel:
-    """A kernel on a part of the work. It cannot move less than its share of the larger operands: reads and writes
-    shrink like what the operator moves in all."""
+    """A kernel on a part of the work. Its reads and writes shrink like all bytes of the operator, `bytes_share`."""
     return replace(
         kernel,
         flops=int(kernel.flops * share),

@@ -22,9 +22,11 @@ from autopar.analysis.operators import captured_device, on_device, operator_keys
 from autopar.capture.program import Program, capture
 from autopar.lower import collectives
 from autopar.lower.collectives import LOCAL, MOVES, move_between
+from autopar.lower.device_values import DeviceValue, DeviceValues
 from autopar.planner.intra_op.solution import exchanges_within, whole_graph_sharding
 from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
+from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import Exchange, Passage, StageSharding, TensorRedistribution, parse_passage
 
@@ -253,3 +255,25 @@ def test_lowering_takes_the_steps_of_the_plan_even_if_others_are_shorter(
     plain(x)
     names = [n.target.__name__ for n in plain.stages[0].graph.nodes if n.target in MOVES.values()]
     assert [name for name in names if name not in LOCAL] == ["all_to_all"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_readers_of_sums_and_of_gradients_that_are_sums_get_their_own_parts(turned: bool) -> None:
+    """One reads Partial with whole gradients (by the steps Replicate, Partial), one whole with Partial gradients."""
+    values = DeviceValues((2,), 2)
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    given = values.graph.placeholder("x")
+    given.meta["val"] = x
+    whole, addend = (REPLICATE,), (PARTIAL,)
+    made = DeviceValue(values.read(DeviceValue((given,)), given, whole, addend), (whole,), (addend,), True)
+    pairs = [(addend, whole), (whole, addend)]
+    outputs = []
+    for layout, gradient in reversed(pairs) if turned else pairs:
+        nodes = values.read(made, given, layout, gradient)
+        outputs.append(values.joined(DeviceValue(nodes, (layout,), (gradient,), True), 0, given))
+    values.graph.output(tuple(outputs))
+    found = fx.GraphModule({}, values.graph)(x)
+    for output in found:
+        torch.testing.assert_close(output, x)
+    (found[0].sum() + 2 * found[1].sum()).backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))

@@ -1,4 +1,4 @@
-"""What `shard` asked for, as a mesh and constraints on the operators of one captured graph; everything checked."""
+"""`shard()` hints, checked, as a mesh and constraints on the operators of one captured graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ META = torch.device("meta")
 
 
 class ResolvedSharding(NamedTuple):
-    """A mesh, and what its operators may do."""
+    """The mesh that hints need, and the constraints on operators on it."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]  # of its axes
@@ -214,7 +214,7 @@ class _HintResolver:
         nodes: Sequence[str | None],
         cuts: Sequence[TensorSplit | None] | None,
     ) -> dict[int, AllowedPlacements]:
-        """What is wanted of inputs or outputs, by number."""
+        """The allowed layouts of inputs or outputs, by position."""
         if cuts is None:
             return {}
         if len(cuts) != len(nodes):
@@ -266,13 +266,13 @@ class _HintResolver:
         return frozenset(one for one in fitting if slices_in(one, self._mesh, len(shape)) == cut)
 
     def _bound(self, border: str | None, wanted: AllowedPlacements) -> None:
-        """A border hands on what it gets."""
+        """A border of a call: its operand and its result have the same layouts."""
         assert border is not None
         self._operands[border][0].append(wanted)
         self._results[border][0].append(wanted)
 
     def _add_operands(self, call: ShardCall, inputs: Mapping[int, AllowedPlacements]) -> None:
-        """What a single operator reads, in the place where it reads it."""
+        """The layouts of the operands of a call that is one operator."""
         node = self._nodes[str(call.operator)]
         operands = [o.name if isinstance(o, fx.Node) else None for o in self._rule(node)[1]]
         for i, wanted in inputs.items():
@@ -287,7 +287,7 @@ class _HintResolver:
                 self._operands[node.name][place].append(wanted)
 
     def _rule(self, node: fx.Node) -> tuple[Any, Sequence[Any]]:
-        """Its rule, None without, and its operands."""
+        """(rule or None, operands) of an operator."""
         rule = bind(node, lambda n: self._values[n.name])
         if rule is None or len(rule.outputs) != len(tensors_in(self._values[node.name])):
             return None, [n for n in node.all_input_nodes if isinstance(self._values.get(n.name), torch.Tensor)]
@@ -339,7 +339,7 @@ class _HintResolver:
             return
         wanted = self._wanted(f"parameter '{full}'", cut, tensor)
         if wanted is not None:
-            self._stored[same[0]].append(wanted)  # of tied ones, the first stands for all
+            self._stored[same[0]].append(wanted)  # the first of tied parameters represents all
 
 
 def _prime_factors(n: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Why an operator cannot be split as asked, in words of its inputs' dimensions."""
+"""Why an operator cannot be split as a hint says, in terms of its inputs' dimensions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def clashes(rule: Rule, cuts: Mapping[int, Slices]) -> Iterator[str]:
 
 
 def refused(offered: Sequence[Strategy], cuts: Mapping[int, Slices], mesh: Sequence[int], names: Sequence[str]) -> str:
-    """What it could do instead."""
+    """The splits of its inputs that are possible instead."""
     possible = dict.fromkeys(
         ", ".join(str(slices_in(one.inputs[place], mesh, len(cuts[place]))) for place in cuts)
         for one in offered

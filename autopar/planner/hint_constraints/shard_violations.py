@@ -1,4 +1,4 @@
-"""Whether a plan, perhaps made by hand or loaded, shards as the hints on the model ask."""
+"""Whether a plan, which may be loaded or written by hand, follows the `shard()` hints on the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.sharding.stage_sharding import StageSharding, layout_text
 
 
 def sharding_violations(plan: Plan, stage_of: Mapping[str, int], program: Program, model: nn.Module) -> list[str]:
-    """Where a plan does not do what `shard` asked; empty if it does.
+    """The places where a plan does not follow `shard()` hints.
 
     `stage_of`: node name -> stage. Operators that the plan does not know, of another capture of the model, are not
     looked at. Raises PlanError for hints that cannot be on the mesh of the plan.
@@ -35,7 +35,7 @@ def sharding_violations(plan: Plan, stage_of: Mapping[str, int], program: Progra
             asked = resolve_sharding(program, model, sharding.size, plan.n_microbatches, mesh, frozenset(mine))
         except PlanError:
             if plan.batch_size is not None and plan.batch_size != program.batch_size:
-                continue  # of another number of samples; what cannot be cut then is told where it is run
+                continue  # planned for another batch size; the run reports what it cannot cut
             raise
         found += _astray(asked, sharding, {name: keys[name] for name in mine})
     return list(dict.fromkeys(found))

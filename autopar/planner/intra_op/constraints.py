@@ -1,4 +1,4 @@
-"""What the user asked for of a sharding, as what operators and parameters may do."""
+"""The user's sharding hints as constraints on the strategies of operators and the layouts of parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.sharding.strategy_costs import StrategyCosts
 
 @dataclass(frozen=True)
 class AllowedPlacements:
-    """Layouts that one tensor may have, and who asked for it."""
+    """Layouts that one tensor may have under one hint."""
 
     layouts: frozenset[Placements]
     reason: str  # the hint, in words
@@ -24,8 +24,8 @@ class AllowedPlacements:
 
 @dataclass(frozen=True)
 class ShardingConstraints:
-    """By operator (node name) and place of the tensor; what is not named is free. A border of a sharded call is an
-    operator, too."""
+    """By operator (node name) and position of the tensor; all others are free. A border of a sharded call counts as an
+    operator."""
 
     operands: Mapping[str, Mapping[int, tuple[AllowedPlacements, ...]]] = field(default_factory=dict)
     results: Mapping[str, Mapping[int, tuple[AllowedPlacements, ...]]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class ShardingConstraints:
         )
 
     def refusal(self, operator: str, offered: Sequence[Strategy]) -> str:
-        """Why nothing is left of what an operator can do."""
+        """Why no strategy of an operator is left."""
         sides = [*self.operands.get(operator, {}).values(), *self.results.get(operator, {}).values()]
         asked = dict.fromkeys(wanted.reason for several in sides for wanted in several)
         can = dict.fromkeys(" ".join(map(layout_text, one.inputs)) for one in offered)
@@ -62,8 +62,8 @@ def narrowed(
 ) -> list[np.ndarray]:
     """The seconds of all variables' options, infinite where the constraints forbid one.
 
-    `options`, `stored`: (variable, what it may be) of operators and of parameters. Raises PlanError that lists the
-    operators and parameters that nothing is left for.
+    `options`, `stored`: (variable, its options) of operators and of parameters. Raises PlanError that lists the
+    operators and parameters without an option left.
     """
     result, problems = list(seconds), []
     for name in dict.fromkeys((*constraints.operands, *constraints.results)):

@@ -37,7 +37,7 @@ class Solved:
 
     problem: ShardingProblem
     found: Sharding
-    nodes: Mapping[str, str]  # operator key -> node of the problem's graph that stands for it
+    nodes: Mapping[str, str]  # operator key -> node of the problem's graph that represents it
     memory: float = math.inf  # bytes on each device that the choice had to fit
     constraints: ShardingConstraints = NO_CONSTRAINTS
 
@@ -161,7 +161,7 @@ def _explained(plan: Plan, stage: int, keys: Sequence[str], solved: Solved | Non
 
 
 class _Neighbourhood:
-    """A choice, and what lies around each of its operators."""
+    """A solution, and the costs around each of its operators."""
 
     def __init__(self, solved: Solved) -> None:
         self.solved, self.problem, self.found = solved, solved.problem, solved.found
@@ -169,7 +169,7 @@ class _Neighbourhood:
 
     @cached_property
     def _option(self) -> dict[int, int]:
-        """Of every variable what was chosen. Those in which readers share a tensor follow from the others."""
+        """Variable -> chosen option. Variables of shared tensors are left out: they follow from the others."""
         found = {i: 0 for i, seconds in enumerate(self.problem.seconds) if len(seconds) == 1}
         for name, (variable, options) in self.problem.options.items():
             found[variable] = options.strategies.index(self.found.strategies[name])
@@ -191,7 +191,7 @@ class _Neighbourhood:
         return found
 
     def longest(self, keys: Sequence[str], most: int) -> list[str]:
-        """Of operators that have a choice those that take longest."""
+        """The operators that take longest, among those with more than one strategy."""
         seconds = {}
         for key in keys:
             node = self.solved.nodes.get(key, "")
@@ -202,7 +202,7 @@ class _Neighbourhood:
         return sorted(seconds, key=lambda key: -seconds[key])[:most]
 
     def copies(self, key: str) -> int:
-        """Operators that the one that stands for this one in the problem stands for."""
+        """The number of equal operators that the operator's node in the problem represents."""
         return self.problem.task.copies.get(self.solved.nodes.get(key, ""), 1)
 
     def alternatives(self, key: str, anew: bool) -> tuple[Alternative | None, list[Alternative], int]:
@@ -257,13 +257,13 @@ class _Neighbourhood:
             seconds, other = _seen_from(edge, free)
             if other != reader:
                 rest += seconds[:, self._option[other]]
-        if free in self._option and math.isfinite(self.solved.memory):  # no more bytes than it was given
+        if free in self._option and math.isfinite(self.solved.memory):  # no more bytes than its chosen option
             nbytes = self.problem.nbytes[free]
             rest = np.where(nbytes <= nbytes[self._option[free]], rest, np.inf)
         return rest
 
     def _with(self, node: str, option: int) -> Whole | None:
-        """The whole with one operator's strategy given; None if it cannot be."""
+        """The cost of all operators if one has this strategy; None if none fits."""
         if (node, option) not in self._anew:
             problem = self.problem
             choices = SelectionProblem(self._seconds, problem.nbytes, problem.edges, {problem.options[node][0]: option})

@@ -265,7 +265,7 @@ def _extended(
 
 
 def _undominated(states: _States, group: np.ndarray) -> np.ndarray:
-    """States, in ascending order, of which no other in the group has no more seconds and no more bytes."""
+    """The states that no other of their group equals or beats in both seconds and bytes, in ascending order."""
     n = len(group)
     if n == 1:
         return np.zeros(1, dtype=np.int64)

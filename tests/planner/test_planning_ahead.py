@@ -20,6 +20,8 @@ from autopar.capture.program import Program, capture, module_path
 from cost_models import parse_devices
 from cost_models.hardware.device_specs import describes
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
 H100 = Cluster.preset("2xH100")
 
 

@@ -26,6 +26,8 @@ from autopar import AutoparWarning, Plan
 from autopar.analysis import example as runtime_example
 from autopar.capture.program import Program, capture
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
 BATCH = 5  # three micro-batches of 2, 2 and 1 samples
 
 

@@ -30,6 +30,8 @@ import autopar
 from autopar import InputError, PipelinedModule, Plan
 from autopar.capture.torch_private import tree_leaves
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
 AB = Plan.from_split({"a": 0, "b": 1}, n_microbatches=3)
 TWO_STAGES = Plan.from_split({"0": 0, "3": 1}, n_microbatches=3)
 

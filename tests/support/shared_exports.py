@@ -23,6 +23,7 @@ import transformers
 from torch import fx, nn
 
 from autopar.capture.export import Traced
+from autopar.capture.repeated_layers import trace_once
 from autopar.capture.torch_private import tree_flatten
 from autopar.hints.shard import hinted_modules
 
@@ -31,7 +32,6 @@ Export = Callable[..., Traced]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_OF_REPEATED_LAYERS = ("_looked_into.<locals>.traced", "_by_itself.<locals>.skipped")
 
 
 class UnknownError(Exception):
@@ -124,7 +124,7 @@ def _value_key(value: Any, known: dict[int, Hashable]) -> Hashable:
     if isinstance(value, _VALUES):
         return type(value), value
     if isinstance(value, FunctionType) and value.__closure__:
-        if value.__qualname__ not in _OF_REPEATED_LAYERS:
+        if value.__module__ != trace_once.__name__:  # which sets the forward of equal layers
             raise UnknownError
         return value.__qualname__
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):

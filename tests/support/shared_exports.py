@@ -135,7 +135,7 @@ def _value_key(value: Any, known: dict[int, Hashable]) -> Hashable:
 
 
 def _object_key(value: Any, known: dict[int, Hashable]) -> Hashable:
-    if isinstance(value, transformers.PretrainedConfig):
+    if isinstance(value, (transformers.PretrainedConfig, transformers.GenerationConfig)):
         return repr(value), repr(vars(value))
     if isinstance(value, dict):
         return type(value), tuple((_value_key(k, known), _value_key(v, known)) for k, v in value.items())

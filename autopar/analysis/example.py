@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.batching import Batching, study
+from autopar.analysis.loss import LossSplit, study_loss
 from autopar.capture import torch_private
 from autopar.capture.program import Program, capture
 from autopar.capture.thread_state import neutral_state
@@ -34,6 +35,12 @@ class Example:
     training: bool
     loss: LossFunction | None
     target: Any
+    loss_split: LossSplit | None = None  # how the losses of micro-batches make the loss of the batch
+
+    @property
+    def stage_loss(self) -> LossFunction | None:
+        """The loss, if it runs in the last stage for every micro-batch."""
+        return self.loss if self.loss_split is not None and self.loss_split.combine != "whole" else None
 
 
 def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | None) -> bool:
@@ -125,7 +132,11 @@ def capture_example(
     leaves, _ = program.bind(args, kwargs) or ([], 0)
     training = has_backward(model, program, loss_fn)
     loss = under_default_device(loss_fn)
-    return Example(model, program, batching, args, kwargs, leaves, training, loss, target)
+    split = None
+    if loss_fn is not None:
+        dims = (batch_dim, 0) if isinstance(batch_dim, int) else (0,)
+        split = study_loss(loss_fn, program, batching, target, default_dims=dims)
+    return Example(model, program, batching, args, kwargs, leaves, training, loss, target, split)
 
 
 def example_ahead(

@@ -37,6 +37,7 @@ from autopar.analysis.sample_states import Mean, Mixed, Split, State, Sum, Unbat
 from autopar.capture import torch_private
 from autopar.capture.cleanup import cross_entropy_arguments
 from autopar.capture.program import Program, capture, describe
+from autopar.capture.thread_state import neutral_state
 from autopar.errors import CaptureError, InputError
 
 log = logging.getLogger(__name__)
@@ -78,15 +79,17 @@ def study_loss(
     batching: Batching,
     target: Any,
     target_dim: int | Sequence[int | None] | None = None,
+    *,
+    default_dims: Sequence[int] = (0,),
 ) -> LossSplit:
     """How `loss_fn(output, target)` may be split for outputs of `program`, proven on the captured loss.
 
-    `target_dim`: the dimension of the targets that counts samples (default 0), or one entry per flat target leaf (None:
-    the tensor belongs to no sample). With an int, a tensor whose size there happens to equal the batch's but that
-    belongs to no sample (class weights) is recognised by the captured loss.
+    `target_dim`: the dimension of the targets that counts samples, or one entry per flat target leaf (None: the tensor
+    belongs to no sample). Without it, a tensor is split on the first of `default_dims` that has the size of the batch;
+    a tensor that has this size by chance, such as class weights, is recognised by the captured loss.
     """
     leaves, spec = torch_private.tree_flatten(target)
-    dims = _candidate_dims(leaves, target_dim, program.batch_size)
+    dims = _candidate_dims(leaves, target_dim, default_dims, program.batch_size)
     if program.batch_size < 2 or not batching.splittable:
         return LossSplit("mean", tuple(dims))  # one micro-batch: nothing is split
     try:
@@ -111,7 +114,7 @@ class _Unknown(Exception):
 
 
 def _candidate_dims(
-    leaves: Sequence[Any], target_dim: int | Sequence[int | None] | None, batch: int
+    leaves: Sequence[Any], target_dim: int | Sequence[int | None] | None, default_dims: Sequence[int], batch: int
 ) -> list[int | None]:
     if isinstance(target_dim, Sequence):
         if len(target_dim) != len(leaves):
@@ -123,11 +126,14 @@ def _candidate_dims(
                 shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
                 raise InputError(f"target_dim[{i}] is {dim}, but that target is {shape} and the batch is {batch}")
         return given
-    dim = 0 if target_dim is None else target_dim
-    return [
-        dim if isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == batch else None
-        for leaf in leaves
-    ]
+    dims = default_dims if target_dim is None else (target_dim,)
+
+    def first(leaf: Any) -> int | None:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        return next((dim for dim in dims if -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == batch), None)
+
+    return [first(leaf) for leaf in leaves]
 
 
 @dataclass(frozen=True)
@@ -208,7 +214,7 @@ class _LossStudy:
     def run(self) -> LossSplit:
         leaves, batch_dims = self._example()
         try:
-            with warnings.catch_warnings(), torch.enable_grad():
+            with warnings.catch_warnings(), neutral_state(self._device_types()):
                 warnings.simplefilter("ignore")
                 loss = capture(self._module, (), leaves, batch_dim=batch_dims)
         except (CaptureError, InputError) as error:
@@ -232,6 +238,9 @@ class _LossStudy:
         result = next(iter(loss.graph.output_node().args[0]))  # type: ignore[arg-type]
         state = walk.states[result] if isinstance(result, fx.Node) else Unbatched()
         return self._split(loss, state)
+
+    def _device_types(self) -> set[str]:
+        return {leaf.device.type for leaf in self._outputs if leaf.device is not None} - {"meta"}
 
     def _split(self, loss: Program, state: Any) -> LossSplit:
         match state:

@@ -82,6 +82,7 @@ class Calls:
     leaves: list[Any]  # flat inputs of the example
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     target: Any = None
+    target_dims: tuple[int | None, ...] = ()  # of every flat target leaf: the dimension that counts samples, or None
 
     def inputs(self, rows: int) -> list[Any]:
         """The flat inputs of the first `rows` samples."""
@@ -95,9 +96,10 @@ class Calls:
         program, loss_fn = self.program, self.loss_fn
         if loss_fn is None:
             return None
-        part = torch_private.tree_map(
-            lambda t: t[:rows] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == program.batch_size else t,
-            self.target,
+        leaves, spec = torch_private.tree_flatten(self.target)
+        pairs = zip(leaves, self.target_dims, strict=True)
+        part = torch_private.tree_unflatten(
+            [leaf if dim is None else leaf.narrow(dim, 0, rows) for leaf, dim in pairs], spec
         )
 
         def loss(outputs: tuple[Any, ...]) -> torch.Tensor:

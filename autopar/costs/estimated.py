@@ -46,6 +46,7 @@ class Estimated:
         training: bool,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         target: Any = None,
+        target_dims: tuple[int | None, ...] = (),
         n_microbatches: int | None = None,
     ) -> None:
         self.cluster = cluster
@@ -53,7 +54,9 @@ class Estimated:
         gaps = {spec.name: FRAGMENTATION[spec.device_type] for spec in cluster.node}
         self.devices = tuple(replace(d, memory=int(d.memory / (1 + gaps[d.kind]))) for d in cluster.devices)
         self._program, self._batching, self._training = program, batching, training
-        self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, torch_private.tree_map(on_meta, target))
+        self._calls = Calls(
+            program, [on_meta(x) for x in leaves], loss_fn, torch_private.tree_map(on_meta, target), target_dims
+        )
         self._module = on_device(program.graph_module, captured_device(program), META)
         self._n_microbatches = n_microbatches
         self._folded = fold(self._module)  # equal layers cost the same
@@ -130,8 +133,9 @@ def estimate_costs(
             example.leaves,
             cluster,
             training=example.training,
-            loss_fn=example.loss,
+            loss_fn=example.stage_loss,
             target=example.target,
+            target_dims=example.loss_split.target_dims if example.loss_split is not None else (),
             n_microbatches=n_microbatches,
         )
         return cost_graph.build(example.program, example.batching, source, training=example.training, progress=progress)

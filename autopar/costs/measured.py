@@ -57,12 +57,13 @@ class Measured:
         training: bool,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         target: Any = None,
+        target_dims: tuple[int | None, ...] = (),
         n_microbatches: int | None = None,
         cache: MeasurementCache | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self._program, self._batching, self._training = program, batching, training
-        self._calls = Calls(program, leaves, loss_fn, target)
+        self._calls = Calls(program, leaves, loss_fn, target, target_dims)
         self._n_microbatches, self._cache = n_microbatches, cache
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
@@ -304,8 +305,9 @@ def measure_costs(
             example.leaves,
             devices,
             training=example.training,
-            loss_fn=example.loss,
+            loss_fn=example.stage_loss,
             target=example.target,
+            target_dims=example.loss_split.target_dims if example.loss_split is not None else (),
             n_microbatches=n_microbatches,
             cache=store,
         )

@@ -61,7 +61,7 @@ def search_options(example: Example, options: PlanOptions, n_devices: int) -> tu
         one_microbatch_because=why,
         unproven=batching.unproven,
         least_rows=batching.least_rows,
-        loss_inside=example.loss is not None,
+        loss_inside=example.stage_loss is not None,
         constraints=Constraints(hints.stage_of, hints.recompute, hints.together),
     )
     return replace(example, batching=replace(batching, obstacle=why)), search

@@ -20,6 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.shard_violations import sharding_violations
 from autopar.planner.hint_constraints.stage_hints import resolve, violations
 from autopar.runtime.executable import Executable, StagePlacement
+from autopar.runtime.loss_splits import LossSplits
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device, find_device
 
@@ -50,6 +51,7 @@ class BoundSignature:
     n_microbatches: int = 1
     lowered: Lowered | None = None
     executable: Executable | None = None  # None: the plan runs the plain model on one device
+    loss_splits: LossSplits | None = None  # of the loss functions that it was trained with
     whole: BoundSignature | None = None  # the same without shards, for batches that the shards do not divide
 
 

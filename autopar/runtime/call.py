@@ -14,10 +14,12 @@ import torch
 
 from autopar.analysis.batch_proof import OutputCombination
 from autopar.analysis.example import LossFunction
+from autopar.analysis.loss import LossSplit
+from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.capture.thread_state import CallerState
 from autopar.lower.deferred_batch_norm import Statistics
-from autopar.runtime.micro_batches import split_leaf, split_tree
+from autopar.runtime.micro_batches import split_leaf, split_target
 from autopar.runtime.outputs import OutputCollector
 from autopar.runtime.split_backward import WeightPart
 
@@ -34,6 +36,7 @@ class PipelineCall:
     seed: int | None  # of the random operators; None: there are none
     loss: LossFunction | None  # the last stage ends in loss(output, target); None: it returns the outputs
     targets: Sequence[Any]  # for each micro-batch, if there is a loss
+    loss_weights: tuple[float, ...] = ()  # of the loss of each micro-batch; 0: it has no targets
 
     @classmethod
     def of(
@@ -47,17 +50,29 @@ class PipelineCall:
         seed: int | None = None,
         loss: LossFunction | None = None,
         target: Any = None,
-        target_dims: Sequence[int] = (0,),
+        loss_split: LossSplit | None = None,
     ) -> PipelineCall:
         """Split the flat inputs `leaves` and, with a loss, `target` into micro-batches of `sizes` samples.
 
-        A tensor in `target` is split on the first of `target_dims` whose size is that of the batch.
+        `loss_split`: how the targets are split, and what the losses of micro-batches weigh. Raises InputError.
         """
         dims = tuple(i.batch_dim for i in program.inputs)
         # (1) One piece of every input for each micro-batch.
         inputs = tuple(split_leaf(leaf, dim, sizes) for leaf, dim in zip(leaves, dims, strict=True))
-        targets = split_tree(target, sizes, target_dims) if loss is not None else []
-        return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, targets)
+        if loss is None:
+            return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, None, ())
+        if len(sizes) == 1 or loss_split is None:
+            return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, [target], (1.0,))
+        flat, spec = torch_private.tree_flatten(target)
+        pieces = [
+            split_target(leaf, dim, sizes, i)
+            for i, (leaf, dim) in enumerate(zip(flat, loss_split.target_dims, strict=True))
+        ]
+        flat_targets = [[piece[i] for piece in pieces] for i in range(len(sizes))]
+        flat_inputs = [[piece[i] for piece in inputs] for i in range(len(sizes))]
+        weights = loss_split.weights(sizes, flat_inputs, flat_targets)
+        targets = [torch_private.tree_unflatten(leaves, spec) for leaves in flat_targets]
+        return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, targets, tuple(weights))
 
     @property
     def n_microbatches(self) -> int:
@@ -92,10 +107,10 @@ class CallTensors:
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
         self._call = call
 
-    def mean_loss(self) -> torch.Tensor:
-        """The loss of the batch: the mean over micro-batches, weighted by their samples."""
-        pairs = zip(self.losses, self._call.sizes, strict=True)
-        return torch.stack([loss * (size / self._call.batch_size) for loss, size in pairs if loss is not None]).sum()
+    def loss(self) -> torch.Tensor:
+        """The loss of the batch: the weighted losses of the micro-batches added up."""
+        pairs = zip(self.losses, self._call.loss_weights, strict=True)
+        return torch.stack([loss * weight for loss, weight in pairs if loss is not None and weight]).sum()
 
     def input_gradient(self, index: int) -> torch.Tensor | None:
         """The gradient of the whole flat input `index`, summed over the stages that read it."""

@@ -38,6 +38,7 @@ SlotAction = tuple[int, Action]  # (slot, action)
 
 # Threads only wait for each other where actions take less than this multiple of that time.
 _TINY = 2.0
+_MOST_LOSS_WEIGHTS = 256  # kept as tensors; losses that count targets have new ones in every step
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Executable:
         self._one_worker_suffices = False  # operators take less time than Python needs to call them
         self._tables: dict[tuple[int, bool], Schedule] = {}
         self._orders: dict[tuple[int, bool], list[SlotAction]] = {}
-        self._loss_weights: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._loss_weights: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     @property
     def replicas(self) -> list[StageReplica]:
@@ -213,11 +214,13 @@ class Executable:
             constant: torch.Tensor = self._constants[name]
             return constant
 
-    def loss_weight(self, samples: int, total: int, loss: torch.Tensor) -> torch.Tensor:
-        """The weight of a micro-batch's loss in the mean of the batch, like `loss` in device and dtype."""
-        key = (samples, total, loss.dtype, loss.device)
+    def loss_weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
+        """The weight of a micro-batch's loss in the loss of the batch, like `loss` in device and dtype."""
+        if len(self._loss_weights) > _MOST_LOSS_WEIGHTS:
+            self._loss_weights.clear()
+        key = (weight, loss.dtype, loss.device)
         if key not in self._loss_weights:
-            self._loss_weights[key] = torch.full_like(loss, samples / total)
+            self._loss_weights[key] = torch.full_like(loss, weight)
         return self._loss_weights[key]
 
     def refresh(self) -> None:

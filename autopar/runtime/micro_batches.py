@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture import torch_private
+from autopar.errors import InputError
 
 
 def split_leaf(leaf: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
@@ -19,17 +19,13 @@ def split_leaf(leaf: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
     return [p.detach().requires_grad_() for p in pieces] if leaf.requires_grad else pieces
 
 
-def split_tree(tree: Any, sizes: Sequence[int], dims: Sequence[int] = (0,)) -> list[Any]:
-    """`tree` for each micro-batch. A tensor is split on the first of the dimensions `dims` whose size is the batch's;
-    without one, all micro-batches share the tensor."""
-    leaves, spec = torch_private.tree_flatten(tree)
-
-    def split(leaf: Any) -> list[Any]:
-        if isinstance(leaf, torch.Tensor):
-            for dim in dims:
-                if -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == sum(sizes):
-                    return list(leaf.split(list(sizes), dim))
+def split_target(leaf: Any, dim: int | None, sizes: Sequence[int], index: int) -> list[Any]:
+    """One piece of flat target `index` for each micro-batch; the whole if `dim` is None. Raises InputError."""
+    if dim is None:
         return [leaf] * len(sizes)
-
-    pieces = [split(leaf) for leaf in leaves]
-    return [torch_private.tree_unflatten([p[i] for p in pieces], spec) for i in range(len(sizes))]
+    if leaf.shape[dim] != sum(sizes):
+        raise InputError(
+            f"target leaf {index} has {leaf.shape[dim]} samples in dimension {dim} (shape {tuple(leaf.shape)}), but "
+            f"the batch has {sum(sizes)}"
+        )
+    return list(leaf.split(list(sizes), dim))

@@ -20,6 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime import autograd
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.call import PipelineCall
+from autopar.runtime.loss_splits import TargetDim, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.plain_model import plain_call, plain_step
 from autopar.runtime.run import Run
@@ -166,15 +167,21 @@ class PipelinedModule(nn.Module):
         *args: Any,
         target: Any,
         loss_fn: LossFunction,
+        target_dim: TargetDim | Any = None,
         profile: bool | Any = False,  # Any: for type checkers, a caller's **inputs might hold every keyword
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Forward and backward by the schedule; returns the detached mean loss of the batch.
+        """Forward and backward by the schedule; returns the detached loss of the batch, as the plain model would.
 
-        The last stage calls `loss_fn(output, target)` for every micro-batch, so that activations are freed early; the
-        loss must be a mean over samples. Tensors in `target` with the batch's size in dimension 0 (or `batch_dim`) are
-        split with the batch. Gradients are accumulated in `.grad` as by `loss.backward()`. Hooks of the root module do
-        not run, because the output of the whole batch never exists.
+        The last stage calls `loss_fn(output, target)` for every micro-batch, so that activations are freed early. The
+        loss is captured once to prove how the losses of micro-batches make the loss of the batch: a mean over samples,
+        a sum, or a sum divided by what the targets count (ignored targets, class weights, masks). Any other loss runs
+        on the outputs of the whole batch, between all forwards and all backwards, and a warning says so once. Gradients
+        are accumulated in `.grad` as by `loss.backward()`. Hooks of the root module do not run.
+
+        `target_dim`: the dimension of the targets that counts samples, or one entry per flat leaf of `target` (None:
+        the tensor belongs to no sample). By default a tensor is split on dimension 0 (or `batch_dim`) if it has the
+        batch's size there and the captured loss agrees.
 
         `profile`: store in `last_profile` how long every stage computes and waits, and record the step's time next to
         its prediction. The step computes the same. Capture and planning at a first call do not count, but a first step
@@ -182,7 +189,7 @@ class PipelinedModule(nn.Module):
         """
         if target is None:
             raise InputError("train_step needs target=: what loss_fn(output, target) compares the output with")
-        call = CallArguments(args, kwargs, loss_fn, target)
+        call = CallArguments(args, kwargs, loss_fn, target, target_dim)
         with torch.enable_grad():
             bound = self._signatures.bind(call)
             if profile:
@@ -216,7 +223,28 @@ class PipelinedModule(nn.Module):
             return plain_step(
                 self.unwrap(), self._only_device, call.args, call.kwargs, call.loss, call.target, self._recorder
             )
+        assert bound.loss_split is not None
+        if bound.loss_split.combine == "whole" and len(self._sizes(bound)) > 1:
+            self._signatures.warnings.loss_sees_whole_batch(bound.loss_split.why)
+            return self._train_step_with_whole_loss(call)
         return autograd.train_step(self._run(bound, call), bound.leaves)
+
+    def _train_step_with_whole_loss(self, call: CallArguments) -> torch.Tensor:
+        """All forwards, the loss on the outputs of the whole batch, all backwards."""
+        assert call.loss is not None
+        output = self.forward(*call.args, **call.kwargs)
+        device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
+        target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
+        loss = checked_loss(call.loss(output, target))
+        loss.backward()
+        return loss.detach()
+
+    def _sizes(self, bound: BoundCall) -> list[int]:
+        """Samples in each micro-batch."""
+        signature = bound.signature
+        assert signature.lowered is not None
+        least, multiple = signature.batching.least_rows, signature.lowered.multiple
+        return split_sizes(bound.batch_size, signature.n_microbatches, least, multiple)
 
     def _profiled(self, step: Callable[[], torch.Tensor], batch_size: int) -> torch.Tensor:
         assert self.plan is not None
@@ -242,17 +270,16 @@ class PipelinedModule(nn.Module):
         assert executable is not None
         assert lowered is not None
         executable.refresh()
-        batching, batch_dim = signature.batching, self._signatures.settings.batch_dim
         devices = [d.torch_device for d in self._devices]
         call = PipelineCall.of(
             signature.program,
             bound.leaves,
-            split_sizes(bound.batch_size, signature.n_microbatches, batching.least_rows, lowered.multiple),
-            batching.outputs,
+            self._sizes(bound),
+            signature.batching.outputs,
             CallerState.of_this_thread(devices, training=step is not None),
             seed=int(torch.randint(1 << 62, (), device="cpu").item()) if lowered.random else None,
             loss=step.loss if step is not None else None,
             target=step.target if step is not None else None,
-            target_dims=(batch_dim, 0) if isinstance(batch_dim, int) else (0,),
+            loss_split=bound.loss_split,
         )
         return Run(executable, call, device_context=self._device_context, recorder=self._recorder)

@@ -21,6 +21,7 @@ from autopar.lower.stages import Constant
 from autopar.runtime.call import CallTensors, KeptForward, PipelineCall
 from autopar.runtime.error_context import check_not_nan
 from autopar.runtime.executable import Executable, StageReplica
+from autopar.runtime.loss_splits import checked_loss
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.split_backward import GradientRoot, input_part
 from autopar.runtime.transfers import arrived, as_leaf, moved, push
@@ -144,7 +145,7 @@ class Passes:
         target = self._call.targets[microbatch]
         if device.type != "cpu":  # the caller cannot know on which device the plan puts the last stage
             target = torch_private.tree_map(lambda x: moved(x, device), target)
-        loss = function(output, target)
+        loss = checked_loss(function(output, target))
         self._tensors.losses[microbatch] = loss.detach()
         return loss
 
@@ -194,7 +195,9 @@ class Passes:
         """(10) Where the stage's backward starts: the outputs that need a gradient, each with its gradient."""
         last = self._is_last(replica)
         if kept.loss is not None:
-            weight = self._executable.loss_weight(self._call.sizes[microbatch], self._call.batch_size, kept.loss)
+            if not self._call.loss_weights[microbatch]:
+                return []  # a mean over no targets: its gradient is NaN and counts nothing
+            weight = self._executable.loss_weight(self._call.loss_weights[microbatch], kept.loss)
             if kept.outputs is not None:
                 return [(kept.loss, weight)]
             kept.loss.backward(weight, retain_graph=self._keep_graph)

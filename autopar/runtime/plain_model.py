@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
+from autopar.runtime.loss_splits import checked_loss
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device
@@ -33,7 +34,9 @@ def plain_step(
     """A training step: accumulates gradients in `.grad` and returns the detached loss. `recorder`: times its passes."""
     with _recorded(recorder, Phase.FORWARD, device):
         output = plain_call(model, device, args, kwargs)
-        loss = (loss_fn if recorder is None else recorder.timed_loss(loss_fn))(output, _moved(target, device))
+        loss = checked_loss(
+            (loss_fn if recorder is None else recorder.timed_loss(loss_fn))(output, _moved(target, device))
+        )
     with _recorded(recorder, Phase.BACKWARD, device):
         loss.backward()
     return loss.detach()

@@ -83,10 +83,10 @@ class Run:
         self._execute(training=True, only_backward=True, keep_graph=keep_graph)  # (9)
 
     def step(self) -> torch.Tensor:
-        """Run forwards and backwards in the order of the schedule. Returns the mean loss of the batch."""
+        """Run forwards and backwards in the order of the schedule. Returns the loss of the batch."""
         self._execute(training=True)
         self._update_buffers()
-        return self.tensors.mean_loss()
+        return self.tensors.loss()
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
         """(3) Have the workers do the schedule's actions: forwards, with `training` also backwards."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from autopar.analysis.example import Example, LossFunction, examine, has_backward, under_default_device
+from autopar.analysis.loss import LossSplit
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.runtime.bound_signature import (
@@ -25,6 +26,7 @@ from autopar.runtime.bound_signature import (
     model_state,
     without_shards,
 )
+from autopar.runtime.loss_splits import LossSplits, TargetDim
 from autopar.runtime.user_warnings import OneTimeWarnings
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device
@@ -40,6 +42,7 @@ class CallArguments:
     kwargs: dict[str, Any]
     loss: LossFunction | None = None
     target: Any = None
+    target_dim: TargetDim = None
 
 
 class BoundCall(NamedTuple):
@@ -48,6 +51,7 @@ class BoundCall(NamedTuple):
     signature: BoundSignature
     leaves: list[Any]  # the call's flat inputs
     batch_size: int  # samples; 0 where no input has a batch dimension
+    loss_split: LossSplit | None = None  # in a training step
 
 
 class Signatures:
@@ -96,6 +100,7 @@ class Signatures:
         signature = bound.signature
         if bound.batch_size == 0 and signature.program.batch_size:
             raise InputError("the batch has no samples; give at least one")
+        bound = bound._replace(loss_split=self._loss_split(bound, call))
         plan = self._plan_for(bound, call)
         if signature.plan is not plan:
             self._place(signature, plan, check_hints=self.user_plan is not None)
@@ -118,6 +123,15 @@ class Signatures:
         assert bound is not None
         self._known.append(BoundSignature(state, program, batching))
         return BoundCall(self._known[-1], *bound)
+
+    def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
+        if call.loss is None:
+            return None
+        signature, batch_dim = bound.signature, self.settings.batch_dim
+        if signature.loss_splits is None:
+            signature.loss_splits = LossSplits(signature.program, signature.batching)
+        dims = (batch_dim, 0) if isinstance(batch_dim, int) else (0,)
+        return signature.loss_splits.of(call.loss, call.target, call.target_dim, dims)
 
     def _plan_for(self, bound: BoundCall, call: CallArguments) -> Plan:
         """The plan in force; a new one if there is none, or none that fits the call."""
@@ -151,7 +165,16 @@ class Signatures:
             return plan
         loss = under_default_device(call.loss)
         example = Example(
-            self._model, program, batching, call.args, call.kwargs, bound.leaves, training, loss, call.target
+            self._model,
+            program,
+            batching,
+            call.args,
+            call.kwargs,
+            bound.leaves,
+            training,
+            loss,
+            call.target,
+            bound.loss_split,
         )
         plan = self._decide(example)
         self._plan_knows_loss = call.loss is not None

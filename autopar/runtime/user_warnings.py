@@ -36,6 +36,12 @@ class OneTimeWarnings:
                 "devices does not divide their sizes in this call"
             )
 
+    def loss_sees_whole_batch(self, why: str) -> None:
+        self._once(
+            f"the loss is computed on the whole batch, between all forwards and all backwards, because it is not split "
+            f"into micro-batches exactly: {why}"
+        )
+
     def without_shards(self, batch: int, multiple: int) -> None:
         self._once(
             f"a batch of {batch} samples runs without shards, because the plan's shards need a multiple of {multiple} "

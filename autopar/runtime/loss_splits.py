@@ -1,0 +1,113 @@
+"""How each loss function that a model is trained with splits over micro-batches: studied once, then looked up.
+
+Programs often write `loss_fn=lambda output, target: ...` at the call, which is a new function in every step. So the
+look-up compares what such a function computes with: its code, its defaults, and what its closure and globals hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.analysis.batching import Batching
+from autopar.analysis.loss import LossSplit, study_loss
+from autopar.capture import torch_private
+from autopar.capture.program import Program
+from autopar.errors import InputError
+
+_MOST = 16  # loss functions of a signature; the one that was used longest ago goes
+_DEPTH = 3  # of functions and containers inside a closure that are looked into
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+TargetDim = int | Sequence[int | None] | None
+
+
+class LossSplits:
+    """The loss functions that one captured signature has been trained with."""
+
+    def __init__(self, program: Program, batching: Batching) -> None:
+        self._program, self._batching = program, batching
+        # The loss function lies beside its split, so that no other object takes over the id of what it refers to.
+        self._known: OrderedDict[Any, tuple[LossSplit, Any]] = OrderedDict()
+
+    def of(
+        self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
+    ) -> LossSplit:
+        """How `loss_fn(output, target)` splits. Raises InputError for a `target_dim` that does not fit `target`."""
+        leaves, spec = torch_private.tree_flatten(target)
+        dims = tuple(target_dim) if isinstance(target_dim, Sequence) else target_dim
+        key = (_identity(loss_fn), str(spec), tuple(map(_shape, leaves)), dims, tuple(default_dims))
+        if key not in self._known:
+            split = study_loss(loss_fn, self._program, self._batching, target, target_dim, default_dims=default_dims)
+            self._known[key] = (split, (loss_fn, _held(loss_fn)))
+            if len(self._known) > _MOST:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key][0]
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """`loss`, if it is what a backward can start from. Raises InputError."""
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(f"loss_fn must return one tensor with one element, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise InputError(f"loss_fn must return one tensor with one element, got shape {tuple(loss.shape)}; reduce it")
+    return loss
+
+
+def _shape(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return _identity(leaf)
+    return (leaf.dtype, leaf.dim(), tuple(leaf.shape[1:]), leaf.device.type)
+
+
+def _held(function: Any) -> list[Any]:
+    """What the closure of a function holds; an empty cell holds nothing."""
+    contents = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:
+            contents.append(None)
+    return contents
+
+
+def _identity(value: Any, depth: int = 0) -> Any:
+    """What two values must share to compute the same loss: equal for equal numbers, and for one and the same object."""
+    if isinstance(value, _NUMBERS):
+        return (type(value), value)
+    if depth > _DEPTH:
+        return id(value)
+    if isinstance(value, (tuple, list)):
+        return (type(value), *(_identity(item, depth + 1) for item in value))
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, tuple(sorted(value.keywords.items())))
+        return ("partial", *(_identity(part, depth + 1) for part in parts))
+    if isinstance(value, types.MethodType):
+        return (_identity(value.__func__, depth + 1), _identity(value.__self__, depth + 1))
+    if isinstance(value, types.FunctionType):
+        cells = tuple(_identity(item, depth + 1) for item in _held(value))
+        names = [name for name in _names(value.__code__) if name in value.__globals__]
+        read = tuple(_identity(value.__globals__[name], _DEPTH + 1) for name in names)
+        return (value.__code__, _identity(value.__defaults__, depth + 1), cells, read)
+    if isinstance(value, nn.Module):  # its settings may be changed after it was made
+        settings = tuple(
+            (name, item)
+            for module in value.modules()
+            for name, item in sorted(vars(module).items())
+            if isinstance(item, _NUMBERS)
+        )
+        return (id(value), settings)
+    return id(value)
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The globals that a function and the functions inside it may read."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*code.co_names, *(name for constant in inner for name in _names(constant))]

@@ -1,0 +1,170 @@
+"""Training steps with every kind of loss: loss and gradients are those of the plain model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from losses import CLASSES, SPLIT, WHOLE, Case, classes, classifier, inputs_of, penalised
+from models import assert_same_gradients, gpt2, gradients, tokens
+from torch import nn
+
+import autopar
+from autopar import AutoparWarning, InputError, PipelinedModule, Plan
+from autopar.analysis import loss as loss_module
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+
+
+def pipelined(model: nn.Module, schedule: str = "1f1b", n: int = 3, **split: int) -> PipelinedModule:
+    plan = Plan.from_split(split or {"0": 0, "2": 1}, n_microbatches=n, schedule=schedule)
+    return autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False)
+
+
+def plain_step(model: nn.Module, loss_fn: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    model.zero_grad()
+    loss = loss_fn(model(*args, **kwargs), target)
+    loss.backward()
+    return loss.detach()
+
+
+def loss_of(case: Case, model: nn.Module) -> Callable[..., Any]:
+    return penalised(model) if case.name == "penalised" else case.loss
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+@pytest.mark.parametrize("case", [*SPLIT, *WHOLE], ids=lambda case: case.name)
+def test_a_step_has_the_loss_and_the_gradients_of_the_plain_model(case: Case) -> None:
+    if case.name == "dropout":
+        pytest.skip("draws other random numbers than the plain model")
+    model = classifier()
+    original = copy.deepcopy(model)
+    pm = pipelined(model, SCHEDULES[len(case.name) % 3])
+    for _ in range(2):  # ignored targets fall otherwise in the second batch
+        x, target = inputs_of(case, 8), case.target(8)
+        expected = plain_step(original, loss_of(case, original), target, x)
+        if not expected.isfinite():
+            continue
+        model.zero_grad()
+        loss = pm.train_step(x, target=target if target is not None else x, loss_fn=loss_of(case, model))
+        torch.testing.assert_close(loss, expected)
+        assert_same_gradients(gradients(model), gradients(original))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b"])
+def test_a_micro_batch_whose_targets_are_all_ignored_counts_nothing(schedule: str) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    original = copy.deepcopy(model)
+    split = {str(i): i for i in range(4)} if schedule == "interleaved-1f1b" else {"0": 0, "2": 1}
+    pm = autopar.parallelize(
+        model, ["cpu", "cpu"], plan=Plan.from_split(split, n_microbatches=4, schedule=schedule), cache=False
+    )
+    x, target = torch.randn(8, 8), classes(8, ignored=0.0)
+    target[2:4] = -100
+    expected = plain_step(original, F.cross_entropy, target, x)
+    torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=F.cross_entropy), expected)
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+def test_replicas_weigh_their_micro_batches_by_targets() -> None:
+    model = classifier()
+    original = copy.deepcopy(model)
+    plan = Plan.from_split({"": 0}, n_microbatches=4, devices=[["cpu:0", "cpu:1"]])
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False)
+    x, target = torch.randn(8, 6), classes(8, ignored=0.5)
+    target[0] = 1
+    expected = plain_step(original, F.cross_entropy, target, x)
+    torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=F.cross_entropy), expected)
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_the_models_own_loss_is_weighted_by_its_labels() -> None:
+    model = gpt2().train()
+    original = copy.deepcopy(model)
+    ids = tokens(6)
+    labels = ids.clone()
+    labels[0, 2:] = -100
+    labels[2:4] = -100  # a micro-batch without any
+    pm = pipelined(model, "1f1b", 3, **{"transformer.h.0": 0, "transformer.h.1": 1})
+    own = lambda output, target: output.loss  # noqa: E731
+    expected = plain_step(original, own, None, input_ids=ids, labels=labels)
+    loss = pm.train_step(input_ids=ids, labels=labels, target=labels, loss_fn=own)
+    torch.testing.assert_close(loss, expected)
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+def test_a_loss_on_the_whole_batch_is_warned_of_once_with_its_line() -> None:
+    model = classifier()
+    pm = pipelined(model)
+    case = next(case for case in WHOLE if case.name == "root")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pm.train_step(inputs_of(case, 8), target=case.target(8), loss_fn=case.loss)
+    told = [str(w.message) for w in caught if issubclass(w.category, AutoparWarning) and "loss" in str(w.message)]
+    assert len(told) == 1
+    assert "losses.py" in told[0]
+    assert "sqrt" in told[0]
+
+
+def test_a_loss_written_at_the_call_is_studied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    studied: list[Any] = []
+    capture = loss_module.capture
+    monkeypatch.setattr(loss_module, "capture", lambda *a, **k: (studied.append(a), capture(*a, **k))[1])
+    model = classifier()
+    pm, x, target = pipelined(model), torch.randn(8, 6), torch.randn(8, CLASSES)
+    for scale in (2.0, 2.0, 2.0, 3.0):
+        pm.train_step(x, target=target, loss_fn=lambda o, t, s=scale: s * F.mse_loss(o, t))
+    assert len(studied) == 2, "once for each number that it computes with"
+
+
+def test_settings_of_a_loss_module_are_looked_at_again() -> None:
+    model = classifier()
+    original = copy.deepcopy(model)
+    pm, x, target, loss = pipelined(model), torch.randn(8, 6), classes(8, ignored=0.0), nn.CrossEntropyLoss()
+    for reduction in ("mean", "sum"):
+        loss.reduction = reduction
+        model.zero_grad()
+        torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=loss), plain_step(original, loss, target, x))
+        assert_same_gradients(gradients(model), gradients(original))
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda o, t: (F.mse_loss(o, t), 1), "one tensor with one element, got tuple"),
+        (lambda o, t: F.mse_loss(o, t, reduction="none"), r"got shape \(8, 8\); reduce it"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_what_is_no_loss_is_refused(loss: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        pipelined(classifier()).train_step(torch.randn(8, 6), target=torch.randn(8, CLASSES), loss_fn=loss)
+
+
+def test_a_target_for_another_batch_is_refused() -> None:
+    pm = pipelined(classifier())
+    pm.train_step(torch.randn(8, 6), target=torch.randn(8, CLASSES), loss_fn=F.mse_loss)
+    with pytest.raises(InputError, match=r"target leaf 0 has 8 samples in dimension 0 .*the batch has 6"):
+        pm.train_step(torch.randn(6, 6), target=torch.randn(8, CLASSES), loss_fn=F.mse_loss)
+
+
+def test_a_plan_made_for_a_loss_on_the_whole_batch_has_no_loss_in_its_last_stage() -> None:
+    model = classifier()
+    case = next(case for case in WHOLE if case.name == "dice")
+    plan = autopar.plan(
+        model,
+        autopar.Cluster.preset("2xH100"),
+        example_args=(torch.randn(8, 6),),
+        target=case.target(8),
+        loss_fn=case.loss,
+        max_replicas=1,
+        max_shards=1,
+    )
+    assert plan.schedule in ("gpipe", "interleaved-1f1b"), "the others need losses of micro-batches"

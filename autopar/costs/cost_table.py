@@ -82,7 +82,8 @@ class Calls:
     leaves: list[Any]  # flat inputs of the example
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     target: Any = None
-    target_dims: tuple[int | None, ...] = ()  # of every flat target leaf: the dimension that counts samples, or None
+    # Of every flat target leaf the dimension that counts samples, or None; (): no target is split.
+    target_dims: tuple[int | None, ...] = ()
 
     def inputs(self, rows: int) -> list[Any]:
         """The flat inputs of the first `rows` samples."""
@@ -97,7 +98,7 @@ class Calls:
         if loss_fn is None:
             return None
         leaves, spec = torch_private.tree_flatten(self.target)
-        pairs = zip(leaves, self.target_dims, strict=True)
+        pairs = zip(leaves, self.target_dims or (None,) * len(leaves), strict=True)
         part = torch_private.tree_unflatten(
             [leaf if dim is None else leaf.narrow(dim, 0, rows) for leaf, dim in pairs], spec
         )

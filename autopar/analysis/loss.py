@@ -16,8 +16,10 @@ a graph, like a model, and the proof of `batch_proof` is carried through it:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,10 @@ log = logging.getLogger(__name__)
 
 _MOST_EXCLUDED = 2  # target tensors that have the batch's size by chance and yet belong to no sample
 _TARGET, _OUTPUT = "target", "output"
+_STATELESS = (  # values that keep nothing of a call; export restores what a module assigns
+    *(bool, int, float, str, type(None), torch.dtype, torch.device, torch.Tensor, nn.Module),
+    *(types.BuiltinFunctionType, types.ModuleType, type, list, tuple, dict, set),
+)
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,16 @@ def _title(loss_fn: Any) -> str:
     return f"loss_fn '{name}'" + (f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else "")
 
 
+def _refers_to_objects(loss_fn: Any) -> bool:
+    """Whether a loss function reads objects that may keep what they are called with."""
+    if isinstance(loss_fn, functools.partial):
+        return any(map(_refers_to_objects, (loss_fn.func, *loss_fn.args, *loss_fn.keywords.values())))
+    if isinstance(loss_fn, types.FunctionType):
+        cells = [cell.cell_contents for cell in loss_fn.__closure__ or () if cell != types.CellType()]
+        return any(map(_refers_to_objects, (*cells, *(loss_fn.__defaults__ or ()))))
+    return not isinstance(loss_fn, _STATELESS)
+
+
 class _LossStudy:
     """One attempt: the loss with certain dimensions of the targets taken for the batch."""
 
@@ -213,6 +229,12 @@ class _LossStudy:
 
     def run(self) -> LossSplit:
         leaves, batch_dims = self._example()
+        if _refers_to_objects(self._module.loss_fn):
+            try:
+                self._call_once(leaves)
+            except Exception as error:
+                log.debug("loss_fn fails on an example: %s", error)
+                return self._whole("it fails on another number of samples")
         try:
             with warnings.catch_warnings(), neutral_state(self._device_types()):
                 warnings.simplefilter("ignore")
@@ -220,6 +242,14 @@ class _LossStudy:
         except (CaptureError, InputError) as error:
             log.debug("loss_fn cannot be captured: %s", error)
             return self._whole("it cannot be captured as a graph")
+        try:
+            return self._follow(loss, sorted(leaves))
+        finally:
+            for node in loss.graph.nodes:
+                node.meta.clear()  # the tracer's tensors: nodes may outlive the graph
+
+    def _follow(self, loss: Program, keys: Sequence[str]) -> LossSplit:
+        """Carry the proof through the captured loss."""
         if not loss.any_batch:
             return self._whole(
                 "it is made for one batch size, or reads tensors of the batch from outside its arguments"
@@ -231,13 +261,23 @@ class _LossStudy:
             return self._whole("it cannot be captured by torch.export")
         if any(is_random(n, loss.graph_module) for n in loss.graph.nodes):
             return self._whole("it draws random numbers")
-        states = {n: self._state(n, path) for n, path in zip(placeholders, sorted(leaves), strict=True)}
+        states = {n: self._state(n, path) for n, path in zip(placeholders, keys, strict=True)}
         walk = propagate(loss, states)
         if walk is None:
             return self._whole("it is made for some batch sizes only")
         result = next(iter(loss.graph.output_node().args[0]))  # type: ignore[arg-type]
         state = walk.states[result] if isinstance(result, fx.Node) else Unbatched()
         return self._split(loss, state)
+
+    def _call_once(self, leaves: Mapping[str, Any]) -> None:
+        """Call the loss on tensors with values: an object that sets itself up at its first call, such as a gradient
+        scaler, would else keep tensors of the tracer."""
+        state = torch.get_rng_state()
+        try:
+            with neutral_state(self._device_types()):
+                self._module(**leaves)
+        finally:
+            torch.set_rng_state(state)
 
     def _device_types(self) -> set[str]:
         return {leaf.device.type for leaf in self._outputs if leaf.device is not None} - {"meta"}

@@ -55,6 +55,7 @@ class _Slice:
                 if node.op == "placeholder":
                     self.leaves.append(self._names[node.name])
                 self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
+                self._copies[node].meta.clear()  # the tracer's tensors
         return self._copies[root]
 
     def _is_known(self, node: fx.Node) -> bool:

@@ -132,7 +132,10 @@ def step_memory(
         parts = _per_replica(in_use[start - 1 : end], moment, course, zero, replicas)
         peak = [math.ceil(nbytes) for nbytes in parts[parts.sum(axis=1).argmax()]]
         reserve = math.ceil(sum(peak) * FRAGMENTATION[device_type])
-        peaks.append(TrainingMemory(*peak, reserve))
+        parameters, gradients, optimizer_states, held_buffers, activations, transient = peak
+        peaks.append(
+            TrainingMemory(parameters, gradients, optimizer_states, held_buffers, activations, transient, reserve)
+        )
     return StepMemory(*peaks)
 
 

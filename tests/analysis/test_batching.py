@@ -361,7 +361,7 @@ def test_routing_by_value_is_compared_and_the_plan_says_so() -> None:
     assert pm.plan is not None
     assert pm.plan.n_microbatches == 3
     plan = autopar.plan(Routed(), ["cpu", "cpu"], example_args=(x,), n_microbatches=2, schedule="gpipe", cache=False)
-    assert any("not by proof" in note and "test_batching.py" in note for note in plan.notes)
+    assert any("without a proof" in note and "test_batching.py" in note for note in plan.notes)
 
 
 def test_random_operators_are_no_obstacle_to_what_is_proven() -> None:

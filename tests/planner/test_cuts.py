@@ -91,7 +91,7 @@ def test_the_narrow_place_of_a_line_is_among_the_first_cuts() -> None:
 
 
 def test_atoms_that_wait_for_each_other_are_told() -> None:
-    with pytest.raises(CyclicGraph, match=r"atoms \[1, 2\] wait for each other"):
+    with pytest.raises(CyclicGraph, match=r"atoms \[1, 2\] depend on each other in a cycle"):
         graph_of(4, {(0, 1), (1, 2), (2, 1), (2, 3)})
 
 

@@ -196,9 +196,9 @@ class Experts(nn.Module):
 
 
 def test_experts_of_large_weights_are_expert_parallel() -> None:
-    """Lepikhin et al., GShard, 2020: every device has experts of its own. A token has two on average."""
+    """Lepikhin et al., GShard, 2020: every device has experts of its own. A token has four on average."""
     cluster = Cluster.preset("4xH100")
-    task = task_of(on_meta(lambda: Experts(1024, 8, 64)), 4, torch.empty(4, 64, 1024, device=META), cluster=cluster)
+    task = task_of(on_meta(lambda: Experts(1024, 8, 128)), 4, torch.empty(4, 64, 1024, device=META), cluster=cluster)
     found = choose(task, over(cluster, 4))
     strategies = named(task, found)
     assert [strategies[name].outputs for name in ("einsum0", "bmm0", "gelu0", "bmm1")] == [((0,),)] * 4

@@ -30,6 +30,7 @@ from faults import (
     workers,
 )
 from models import assert_same_gradients, gradients
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar import PipelinedModule
 
@@ -123,7 +124,7 @@ class Trial:
         inside: list[bool] = []
 
         def loss_fn(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-            if wrong in rows:
+            if type(output) is torch.Tensor and wrong in rows:  # not while the loss is captured
                 inside.append(len(rows) == ROWS)  # or the call's own: the pipeline does not know that it failed
                 raise Refused("no loss")
             return mean_square(output, rows)
@@ -170,8 +171,10 @@ FAULTY: list[Callable[[Trial], None]] = [
 
 
 def tensors() -> int:
+    """Tensors that are alive. Without fake ones: torch.export keeps two, which have no memory, for each capture."""
     gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    kinds = (type(thing) for thing in gc.get_objects())
+    return sum(issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor) for kind in kinds)
 
 
 @pytest.mark.parametrize("recompute", [[], [0]], ids=["plain", "recompute"])

@@ -1,8 +1,8 @@
 """In-place operators of a stage that is to be sharded.
 
-A value that moves between devices is another tensor afterwards: what was written into the one is not in the other. So
-`relu_` becomes `relu` where nobody can tell, which is where no tensor that shares the memory and was there before the
-write is read after it. Where somebody can, all tensors of that memory are left in place, alike on every device.
+A value that moves between devices becomes another tensor, which does not see later writes to the first one. So `relu_`
+becomes `relu` if no reader can notice: no tensor that shares the memory and existed before the write is read after it.
+Otherwise all tensors of that memory stay unsplit, the same on every device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATISTICS = ("batch_norm", "instance_norm")  # they write their running statis
 
 
 def without_writes(graph: fx.Graph, storages: Mapping[str, frozenset[int]]) -> set[fx.Node]:
-    """Make operators functional where that changes nothing; the nodes of all memory in which it would.
+    """Make operators functional where that changes no result. Returns the nodes of the memory where it would.
 
     `storages`: keys of the memory of every value, by name.
     """
@@ -65,7 +65,7 @@ def functional(node: fx.Node) -> Any:
 
 
 def _seen_after(writer: fx.Node, family: set[fx.Node], order: Mapping[fx.Node, int]) -> bool:
-    """Whether a tensor that was there before the write is read after it."""
+    """Whether a tensor that existed before the write is read after it."""
     now = order[writer]
     if any(n.op == "get_attr" for n in family):
         return True

@@ -157,7 +157,7 @@ class _Builder:
             if PARTIAL in stored.layout or not fits(stored.layout, tensor.shape, self.mesh):
                 raise PlanError(
                     f"{name} of shape {tuple(tensor.shape)} cannot be stored as '{layout_text(stored.layout)}' on a "
-                    f"mesh of shape {self.mesh}: its dimensions must come apart evenly"
+                    f"mesh of shape {self.mesh}: the numbers of parts must divide its dimensions"
                 )
             found[id(tensor)] = stored.layout
         return found

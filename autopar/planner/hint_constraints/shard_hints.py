@@ -53,11 +53,11 @@ def resolve_sharding(
     mesh: tuple[tuple[int, ...], tuple[str, ...]] | None = None,
     inside: frozenset[str] | None = None,
 ) -> ResolvedSharding:
-    """The mesh and the constraints that the hints of `model`, and of the functions that it calls, ask for.
+    """The mesh and the constraints that follow from the hints on `model` and on the functions that it calls.
 
     Without a `Layout` the mesh is the one given, or has the prime factors of the number of devices, the largest first.
-    `inside`: the operators of a stage, by node; what is asked for outside of it is left out. Raises PlanError that
-    lists everything that is wrong.
+    `inside`: the operators of a stage, by node; hints outside the stage are left out. Raises PlanError that lists
+    everything that is wrong.
     """
     if inside is not None:
         here = tuple(call for call in program.shard_calls if not inside.isdisjoint(call.operators))
@@ -69,7 +69,7 @@ def resolve_sharding(
     work = _HintResolver(program, hinted, model, n_devices, n_microbatches, mesh)
     found = work.resolved()
     if work.problems:
-        raise PlanError("the sharding asked for cannot be:\n  " + "\n  ".join(dict.fromkeys(work.problems)))
+        raise PlanError("the shard() hints cannot be followed:\n  " + "\n  ".join(dict.fromkeys(work.problems)))
     return found
 
 
@@ -120,7 +120,7 @@ class _HintResolver:
                 )
         if self._m > 1 and self.program.batch_size % self._m:
             self.problems.append(
-                f"a batch of {self.program.batch_size} samples does not come apart into {self._m} equal micro-batches"
+                f"a batch of {self.program.batch_size} samples cannot be split into {self._m} equal micro-batches"
             )
         for call in calls:
             self._add_call(call)
@@ -140,7 +140,7 @@ class _HintResolver:
     # -- the mesh ---------------------------------------------------------------------------------------------------
 
     def _choose_mesh(self) -> tuple[int, ...]:
-        """The order of the devices in it."""
+        """Choose the mesh; returns the order of the devices in it."""
         found: dict[NamedMesh, list[str]] = defaultdict(list)
         chains: list[tuple[str, ...]] = []
         for title, cut in self._every_cut():
@@ -174,7 +174,7 @@ class _HintResolver:
             yield from ((f"module '{path}', {where}", cut) for where, cut in hint.splits())
 
     def _outermost_first(self, asked: NamedMesh, chains: Sequence[tuple[str, ...]]) -> list[int]:
-        """The axes in an order in which, of those that cut one dimension, the outer comes first."""
+        """The axes, ordered so that of several axes that split one dimension the outermost comes first."""
         before = nx.DiGraph()
         before.add_nodes_from(range(len(asked.names)))
         place = {name: i for i, name in enumerate(asked.names)}
@@ -266,7 +266,7 @@ class _HintResolver:
         return frozenset(one for one in fitting if slices_in(one, self._mesh, len(shape)) == cut)
 
     def _bound(self, border: str | None, wanted: AllowedPlacements) -> None:
-        """A border of a call: its operand and its result have the same layouts."""
+        """Constrain a border of a call, whose operand and result have the same placements."""
         assert border is not None
         self._operands[border][0].append(wanted)
         self._results[border][0].append(wanted)

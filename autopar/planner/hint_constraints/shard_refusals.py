@@ -15,8 +15,8 @@ _MOST = 6
 
 
 def clashes(rule: Rule, cuts: Mapping[int, Slices]) -> Iterator[str]:
-    """Dimensions that an operator needs whole, and those of several operands that it takes together but that are cut
-    differently; `cuts`: of operands, by place."""
+    """The conflicts of a split: dimensions that the operator needs whole, and dimensions of several operands that must
+    be split alike but are not. `cuts`: the parts of each operand's dimensions, by position."""
     together: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for place, slices in cuts.items():
         for d, n in enumerate(slices):
@@ -51,7 +51,7 @@ def refused(offered: Sequence[Strategy], cuts: Mapping[int, Slices], mesh: Seque
 
 
 def _index(rule: Rule, dims: Dims, d: int) -> str | None:
-    """The outermost index of a dimension, which is the one that is cut; None where it has one entry."""
+    """The outermost index of a dimension, along which it is split; None for a dimension of size 1."""
     return next((name for name in dims[d] if rule.sizes[name] != 1), None)
 
 
@@ -61,5 +61,5 @@ def _may_be_cut(rule: Rule, dims: Dims, d: int) -> bool:
 
 
 def slices_in(layout: Placements, mesh: Sequence[int], dims: int) -> Slices:
-    """Into how many parts a layout cuts every dimension."""
+    """The number of parts into which placements split every dimension."""
     return tuple(math.prod(n for n, code in zip(mesh, layout, strict=True) if code == d) for d in range(dims))

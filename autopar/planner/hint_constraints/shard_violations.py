@@ -20,7 +20,7 @@ def sharding_violations(plan: Plan, stage_of: Mapping[str, int], program: Progra
     """The places where a plan does not follow `shard()` hints.
 
     `stage_of`: node name -> stage. Operators that the plan does not know, of another capture of the model, are not
-    looked at. Raises PlanError for hints that cannot be on the mesh of the plan.
+    checked. Raises PlanError for hints that do not fit the mesh of the plan.
     """
     if not has_sharding_hints(program, model):
         return []

@@ -165,7 +165,7 @@ class _Touching:
         self.follows = (inside == sizes[:, None]) & (sizes[:, None] < sizes[None, :])
 
     def weigh(self, items: dict[Blocks, tuple[float, ...]]) -> np.ndarray:
-        """[n_weights, n_cuts, n_cuts]: the weights of the items of which a stage has any block, each once."""
+        """[n_weights, n_cuts, n_cuts]: the summed weights of the items that have any block in the stage, each once."""
         n = len(self._cuts)
         n_weights = len(next(iter(items.values()))) if items else 1
         result = np.zeros((n_weights, n, n))
@@ -194,7 +194,7 @@ class _Touching:
         return np.maximum(result, 0.0)
 
     def contain(self, items: dict[Blocks, tuple[float, ...]]) -> np.ndarray:
-        """[n_weights, n_cuts, n_cuts]: the weights of the items of which a stage has every block."""
+        """[n_weights, n_cuts, n_cuts]: the summed weights of the items whose blocks are all in the stage."""
         n_weights = len(next(iter(items.values())))
         result = np.zeros((n_weights, len(self._cuts), len(self._cuts)))
         sets, weight = list(items), np.array(list(items.values()))

@@ -79,7 +79,7 @@ def narrowed(
         if not allowed.any():
             problems.append(f"parameter {name} cannot be stored as {'; '.join(wanted.reason for wanted in several)}")
     if problems:
-        raise PlanError("the sharding asked for cannot be:\n  " + "\n  ".join(problems))
+        raise PlanError("the shard() hints cannot be followed:\n  " + "\n  ".join(problems))
     return result
 
 

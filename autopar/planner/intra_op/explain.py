@@ -1,5 +1,7 @@
-"""Why operators of a plan are split as they are: what each could do, what that costs beside its neighbours, and what
-the whole would take if one had to be otherwise and all others were chosen anew."""
+"""Why the operators of a plan have their strategies.
+
+For each operator: the other strategies, their cost next to the neighbours as they are, and the cost of the whole stage
+if the operator had to use another strategy and all others were chosen again."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _CLOSE = 4  # names that a message suggests
 
 @dataclass(frozen=True)
 class Solved:
-    """The problem that a stage's strategies were chosen in, and what was chosen."""
+    """The strategy search problem of a stage, and its solution."""
 
     problem: ShardingProblem
     found: Sharding
@@ -44,7 +46,7 @@ class Solved:
 
 @dataclass(frozen=True)
 class Whole:
-    """What all operators of the problem take together."""
+    """The cost of all operators of the problem together."""
 
     seconds: float  # of a micro-batch, with its part of what happens once a step
     exchanged: float  # s of them for collectives between operators
@@ -58,9 +60,9 @@ class Alternative:
 
     strategy: str  # layouts, as in a plan
     seconds: float  # of its kernels, forward and backward, and of what devices exchange within it
-    exchanged: float  # s of collectives beside it while other operators stay as they are
+    exchanged: float  # s of collectives to its neighbours, while all other operators keep their strategies
     kept: float  # bytes for the backward
-    whole: Whole | None  # with it, all others chosen anew
+    whole: Whole | None  # if the operator has this strategy and all others are chosen again
     fits: bool = True  # not, if nothing with it was found that fits the memory
 
 
@@ -112,7 +114,7 @@ def operator_explainer(problem_of: Callable[[int], Solved | None]) -> Callable[[
 
 @inside_explained.register(Plan)
 def explain_inside(plan: Plan, path: str) -> InsideExplained:
-    """Why the operators in a module are split as they are; for a loaded plan, from its own numbers alone."""
+    """Explain the strategies of the operators in a module; for a loaded plan, from its own numbers."""
     explain = explainer_of(plan).operators or operator_explainer(lambda stage: None)
     return explain(plan, path)
 
@@ -179,7 +181,7 @@ class _Neighbourhood:
 
     @cached_property
     def _free(self) -> set[int]:
-        """Variables that are no operators: they are what suits their neighbours."""
+        """Variables that are not operators; each takes the option that suits its neighbours best."""
         return set(range(len(self.problem.seconds))) - {variable for variable, _ in self.problem.options.values()}
 
     @cached_property
@@ -206,9 +208,9 @@ class _Neighbourhood:
         return self.problem.task.copies.get(self.solved.nodes.get(key, ""), 1)
 
     def alternatives(self, key: str, anew: bool) -> tuple[Alternative | None, list[Alternative], int]:
-        """(what was chosen, the best others beside the neighbours, how many more there are).
+        """(the chosen strategy, the best others next to the neighbours, the number of strategies not listed).
 
-        `anew`: with what the whole takes.
+        `anew`: also compute the cost of the whole stage for each.
         """
         node = self.solved.nodes.get(key)
         if node is None or node not in self.problem.options:
@@ -251,7 +253,7 @@ class _Neighbourhood:
         return total
 
     def _without(self, free: int, reader: int) -> np.ndarray:
-        """[options of a variable that is no operator] s towards all but one of those beside it."""
+        """[options of a variable that is not an operator] s towards all its neighbours except one."""
         rest = self.problem.seconds[free].copy()
         for edge in self._edges[free]:
             seconds, other = _seen_from(edge, free)
@@ -279,7 +281,7 @@ class _Neighbourhood:
 
     @cached_property
     def _seconds(self) -> list[np.ndarray]:
-        """Of every variable's options, as the constraints allow them."""
+        """Seconds of every variable's options; infinite where the constraints forbid one."""
         problem = self.problem
         return narrowed(self.solved.constraints, problem.seconds, problem.options, problem.stored)
 

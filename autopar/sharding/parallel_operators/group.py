@@ -1,4 +1,4 @@
-"""Devices that do one operator together: who works with whom, what they exchange, their calls' arguments by name."""
+"""Groups of devices that compute one operator together: their exchanges, and the arguments of their calls by name."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class OperatorGroup:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """In an array of the mesh's shape."""
+        """The device numbers in an array of the mesh's shape."""
         return np.arange(int(np.prod(self.mesh))).reshape(self.mesh)
 
     def cutting(self, *dims: int, operand: int = 0) -> tuple[int, ...]:
-        """The axes that cut one of these dimensions of an operand."""
+        """The mesh axes that split one of the dimensions `dims` of an operand."""
         return tuple(axis for axis, code in enumerate(self.strategy.inputs[operand]) if code in dims)
 
     def groups(self, axes: Sequence[int]) -> list[list[int]]:
-        """Devices that differ in their places along `axes` alone, in the order of the parts that these cut."""
+        """The groups of devices that differ only in their coordinates along `axes`, ordered like their parts."""
         rest = [a for a in range(len(self.mesh)) if a not in axes]
         size = int(np.prod([self.mesh[a] for a in axes]))
         return [[int(i) for i in line] for line in self.numbers.transpose(*rest, *axes).reshape(-1, size)]
 
     def first(self, axes: Sequence[int]) -> list[bool]:
-        """Of every device, whether it is the first of its group."""
+        """For each device, whether it is the first of its group."""
         firsts = {group[0] for group in self.groups(axes)}
         return [i in firsts for i in range(self.numbers.size)]
 
     def starts(self, sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
-        """Of every device, where its part of so many entries begins in what its group has cut."""
+        """For each device, where its part (of sizes[device] entries) begins in the dimension that its group splits."""
         found = [0] * len(sizes)
         for group in self.groups(axes):
             for before, after in itertools.pairwise(group):
@@ -59,8 +59,8 @@ class OperatorGroup:
         axes: Sequence[int],
         combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add,
     ) -> list[torch.Tensor]:
-        """On every device the sum over its group, or another combination, always in the same order. Without gradient,
-        and not to be written to: devices that are one may have one tensor."""
+        """For each device, the sum (or another combination) over its group, always in the same order. The results carry
+        no gradient, and callers must not write to them, because workers of one device may share a tensor."""
         found = [part.detach() for part in parts]
         for group in self.groups(axes) if axes else []:
             whole = found[group[0]]
@@ -73,27 +73,27 @@ class OperatorGroup:
 
 @dataclass(frozen=True)
 class GroupCall:
-    """One strategy of one operator, for what it costs."""
+    """An operator under one strategy, as far as its cost depends on it."""
 
     rule: Rule
     crew: OperatorGroup
     operands: Sequence[torch.Tensor | None]  # whole, on the meta device; of the rule
 
     def local(self, operand: int) -> tuple[int, ...]:
-        """The shape that a device has."""
+        """The shape of a device's part."""
         tensor = self.operands[operand]
         assert tensor is not None
         return local_shape(self.crew.strategy.inputs[operand], tensor.shape, self.crew.mesh)
 
     def itemsize(self, operand: int = 0) -> int:
-        """Bytes of an entry of what is added up."""
+        """Bytes per entry of the sums."""
         tensor = self.operands[operand]
         assert tensor is not None
         return accumulated(tensor.dtype).itemsize
 
     @property
     def together(self) -> tuple[int, ...]:
-        """The axes along which devices work together."""
+        """The mesh axes along which devices exchange values."""
         return tuple(axis for axis, index in enumerate(self.crew.strategy.axes) if index in self.rule.together)
 
 

@@ -1,4 +1,4 @@
-"""Layers of which the devices have parts: rows of a table, experts, samples of a batch that is normalised."""
+"""Layers split over devices: rows of an embedding table, experts, samples of a batch that is normalised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.sharding.parallel_operators.group import (
 
 
 def embedding(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
-    """Rows of the table that a device has, zeros for the others: the devices' results add up."""
+    """Each device looks up rows of its own part of the table and returns zeros for others; the results add up."""
     given, axes = [named(call) for call in calls], crew.cutting(0)
     sizes = [g["weight"].shape[0] for g in given]
     found = []
@@ -34,7 +34,7 @@ def embedding(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
 
 
 def grouped_product(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
-    """Rows sorted by expert, each times its expert's matrix: a device does those of its experts, zeros elsewhere."""
+    """Rows sorted by expert, each times its expert's matrix. A device computes the rows of its experts, else zeros."""
     given = [list(named(call).items())[:3] for call in calls]  # rows, matrices, ends: operators name them differently
     sizes = [matrices.shape[0] for _, (_, matrices), _ in given]
     found = []
@@ -109,12 +109,12 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A number a channel, against dimensions (rows, channels, ..)."""
+    """One number per channel, shaped to broadcast against (rows, channels, ..)."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 def batch_norm(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
-    """In training, with rows that are cut: by the statistics of all rows, which every device's running ones take in."""
+    """In training with split rows: normalise by the statistics of all rows; every device updates its running ones."""
     given, n = [named(call) for call in calls], len(calls)
     columns = [[g[name] for g in given] for name in ("input", "weight", "bias")]
     found = _BatchNorm.apply(crew, crew.cutting(0), float(given[0]["eps"]), *(t for column in columns for t in column))
@@ -128,7 +128,7 @@ def batch_norm(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
 
 
 def batch_norm_exchanged(plan: GroupCall) -> Exchanged:
-    """Sums and the count, squared deviations; backward two sums a channel."""
+    """Forward: the sum and the count, then the squared deviations. Backward: two sums per channel."""
     channels, itemsize = plan.local(0)[1], plan.itemsize()
     yield (channels + 1) * itemsize, plan.together, False
     yield channels * itemsize, plan.together, False
@@ -136,5 +136,5 @@ def batch_norm_exchanged(plan: GroupCall) -> Exchanged:
 
 
 def nothing_exchanged(plan: GroupCall) -> Exchanged:
-    """Parts that add up."""
+    """The parts are addends of the result; devices exchange nothing."""
     yield from ()

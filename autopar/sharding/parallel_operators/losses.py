@@ -1,4 +1,4 @@
-"""Softmax, cross entropy and its kin, of classes or rows that the devices have in parts.
+"""Softmax, cross-entropy and related losses with classes or rows split over devices.
 
 With the largest score M and the sum of exponentials Z over all classes, wherever they are:
 
@@ -32,14 +32,14 @@ _NONE, _MEAN = 0, 1  # reductions; 2: sum
 def _largest_and_sum(
     parts: Sequence[torch.Tensor], dim: int, crew: OperatorGroup, axes: tuple[int, ...]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """M and Z of every row, on every device; `dim` has one entry left."""
+    """M and Z of every row, on every device. Dimension `dim` has size 1 in the results."""
     largest = crew.all_reduce([x.detach().amax(dim, keepdim=True) for x in parts], axes, torch.maximum)
     sums = [(x.detach() - m).exp_().sum(dim, keepdim=True) for x, m in zip(parts, largest, strict=True)]
     return largest, crew.all_reduce(sums, axes)
 
 
 class _Softmax(torch.autograd.Function):
-    """All devices' parts at once: gradients are exchanged, too."""
+    """All devices' parts at once, because the backward exchanges gradients as well."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def softmax(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
-    """softmax and log_softmax along a dimension that is cut."""
+    """softmax and log_softmax along a dimension that is split."""
     given = [named(call) for call in calls]
     first, name = given[0], str(calls[0][0].overloadpacket.__name__)
     dim = int(first["dim"]) % first["self"].dim()
@@ -78,7 +78,7 @@ def softmax(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
 
 
 def softmax_exchanged(plan: GroupCall) -> Exchanged:
-    """A number a row: the largest, the sum; backward the sum of gradients."""
+    """Forward: the largest score and the sum, one number per row each. Backward: the sum of gradients."""
     # The dimension is cut by every axis along which devices work together, and none of them has another index.
     dims = {plan.crew.strategy.inputs[0][axis] for axis in plan.together}
     rows = plan.itemsize()
@@ -106,12 +106,12 @@ class _FromScores(torch.autograd.Function):
 
 
 def _class_dim(rank: int) -> int:
-    """Of scores: the second, or the only one."""
+    """The class dimension of scores: the second, or the only one."""
     return min(1, rank - 1)
 
 
 def _addends(given: list[dict[str, Any]], dim: int, crew: OperatorGroup, *, normalise: bool) -> list[torch.Tensor]:
-    """Of every row's loss what each device adds to it; `normalise`: from scores, rather than logarithms."""
+    """Each device's addend of every row's loss. `normalise`: the input is scores instead of log-probabilities."""
     axes = crew.cutting(dim)
     scores = [g["self"].to(accumulated(g["self"].dtype)) for g in given]
     smoothing = float(given[0].get("label_smoothing") or 0.0)
@@ -136,7 +136,7 @@ def _addends(given: list[dict[str, Any]], dim: int, crew: OperatorGroup, *, norm
 
 
 def _counted(one: dict[str, Any]) -> torch.Tensor:
-    """What the mean over a device's rows divides by: the targets that count, or the sum of their classes' weights."""
+    """The divisor of the mean over a device's rows: the number of counted targets, or the sum of their class weights."""
     counts = one["target"] != one["ignore_index"]
     if one["weight"] is None:
         return counts.sum()
@@ -144,7 +144,7 @@ def _counted(one: dict[str, Any]) -> torch.Tensor:
 
 
 def cross_entropy(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
-    """cross_entropy_loss and nll_loss with classes that are cut, or rows, or both."""
+    """cross_entropy_loss and nll_loss with classes split, or rows, or both."""
     given = [named(call) for call in calls]
     rank, reduction = given[0]["self"].dim(), int(given[0]["reduction"])
     dim = _class_dim(rank)
@@ -163,7 +163,7 @@ def cross_entropy(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
 
 
 def cross_entropy_exchanged(plan: GroupCall) -> Exchanged:
-    """A number a row twice where classes are cut and scores are no logarithms yet, and a count where rows are."""
+    """If classes are split and the input is scores: two numbers per row. If rows are split: one count."""
     dim = _class_dim(len(plan.local(0)))
     classes = plan.crew.cutting(dim)
     if classes and plan.rule.name == "cross_entropy_loss":

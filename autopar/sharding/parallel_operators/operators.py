@@ -1,4 +1,4 @@
-"""Operators that devices do together: parts of an index that the operator alone needs all of (`{k}` in its rule).
+"""Parallel operators: devices split an index that the operator alone needs whole (`{k}` in its rule).
 
 Cut along such an index, the operator on local parts is not the whole operator's part. The devices along the axis
 exchange a few numbers within, and then each has its part of the result, or an addend of it where the result lacks the
@@ -51,7 +51,7 @@ SPECIALS: dict[str, tuple[_Run, _Exchange]] = {
 
 @dataclass(frozen=True)
 class InnerCollective:
-    """A collective inside of an operator."""
+    """A collective inside an operator."""
 
     collective: Collective
     nbytes: float  # as `collective_seconds` counts them
@@ -60,7 +60,7 @@ class InnerCollective:
 
 
 def run(name: str, calls: Sequence[Call], *, strategy: Strategy, mesh: Sequence[int]) -> list[torch.Tensor]:
-    """Every device's result of one operator that all of them do together.
+    """The result of one parallel operator on every device.
 
     `name`: `Strategy.special`. `calls`: of every device, in the order of the mesh (of this shape; the last axis runs
     fastest), with its own parts of the operands, wherever they are. Running statistics among them are written to.
@@ -72,7 +72,7 @@ def run(name: str, calls: Sequence[Call], *, strategy: Strategy, mesh: Sequence[
 def collectives(
     strategy: Strategy, rule: Rule, operands: Sequence[torch.Tensor | None], mesh: Sequence[int]
 ) -> list[InnerCollective]:
-    """What the devices exchange within an operator; `operands`: of the rule, whole (on the meta device)."""
+    """The collectives inside an operator. `operands`: those of the rule, whole, on the meta device."""
     if not strategy.special:
         return []
     plan = GroupCall(rule, OperatorGroup(strategy, tuple(mesh)), operands)

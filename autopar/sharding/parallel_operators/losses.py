@@ -136,7 +136,7 @@ def _addends(given: list[dict[str, Any]], dim: int, crew: OperatorGroup, *, norm
 
 
 def _counted(one: dict[str, Any]) -> torch.Tensor:
-    """The divisor of the mean over a device's rows: the number of counted targets, or the sum of their class weights."""
+    """The divisor of the mean over a device's rows: the number of counted targets, or the sum of their weights."""
     counts = one["target"] != one["ignore_index"]
     if one["weight"] is None:
         return counts.sum()

@@ -31,7 +31,7 @@ def call(run: Run, leaves: Sequence[Any]) -> list[Any]:
 
 
 def train_step(run: Run, leaves: Sequence[Any]) -> torch.Tensor:
-    """Run forwards and backwards, accumulate gradients in `.grad`, and return the detached mean loss."""
+    """Run forwards and backwards, accumulate gradients in `.grad`, and return the detached loss of the batch."""
     parameters, inputs = _trained(run), _differentiable(leaves)
     loss: torch.Tensor = PipelinedTrainStep.apply(run, tuple(inputs), len(parameters), *parameters, *inputs.values())
     result = loss.detach()

@@ -58,10 +58,11 @@ class BoundSignature:
 def model_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """What a captured graph depends on besides the inputs.
 
-    That is: which modules are in training mode, the identity and dtype of parameters, which inner modules have hooks,
-    and the caller's default dtype and device, which new tensors get.
+    That is: the modules themselves, which of them are in training mode, the identity and dtype of parameters, which
+    inner modules have hooks, and the caller's default dtype and device, which new tensors get.
     """
     return (
+        tuple(modules),  # one may have been replaced; held, so that no new module gets the id of an old one
         tuple(m.training for m in modules),
         tuple((id(p), p.dtype) for m in modules for p in m._parameters.values() if p is not None),
         tuple(id(m) for m in modules[1:] if has_hooks(m)),

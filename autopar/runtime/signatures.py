@@ -72,7 +72,6 @@ class Signatures:
         self.settings = settings
         self.warnings = OneTimeWarnings()
         self._model = model
-        self._modules = list(model.modules())
         self._devices = tuple(devices)
         self._decide = decide
         self._plan_knows_loss = user_plan is not None
@@ -109,7 +108,7 @@ class Signatures:
         return bound._replace(signature=self._divisible(signature, bound.batch_size))
 
     def _captured(self, call: CallArguments) -> BoundCall:
-        state = model_state(self._modules)
+        state = model_state(_modules(self._model))
         for signature in self._known:
             bound = signature.program.bind(call.args, call.kwargs) if signature.state == state else None
             if bound is not None:
@@ -210,3 +209,15 @@ class Signatures:
             yield signature
             if signature.whole is not None:
                 yield signature.whole
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """All modules of `model`, each once and the root first, in a fraction of the time of `model.modules()`."""
+    seen: dict[nn.Module, None] = {}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if module not in seen:
+            seen[module] = None
+            stack.extend(child for child in module._modules.values() if child is not None)
+    return list(seen)

@@ -1,4 +1,4 @@
-"""Worker threads, one per device."""
+"""Worker threads, one per device. What they run, and what happens if it raises, is in execution.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Schedule x seconds x transfers -> Timeline: when every forward and backward runs, and what every slot holds then.
 
-The clock is that of an asynchronous pipeline (`autopar.schedule.execute`): a slot runs its actions in order, one at a
-time, each as soon as what it needs has arrived. After a stage's last backward its slots finish it together:
+The clock is that of an asynchronous pipeline (`autopar.schedule.clock.execute`): a slot runs its actions in order, one
+at a time, each as soon as what it needs has arrived. After a stage's last backward its slots finish it together:
 
     action ... action | reduction | optimizer
     ------------------+-----------+----------> s

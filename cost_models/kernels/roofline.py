@@ -4,7 +4,7 @@ A kernel takes as long as the slower of its two roofs, and its launch (Williams,
 
     FLOP/s |        ________ achievable peak      seconds = max(FLOPs / achievable, bytes / bandwidth) + launch
            |      /
-           |    /  bytes/s x intensity            The roofs are curves of the kernel's size: see `efficiency`.
+           |    /  bytes/s x intensity            The roofs are curves of the kernel's size: see `efficiency_curves`.
            |__/______________ FLOPs per byte
 """
 

@@ -377,3 +377,19 @@ def test_parametrized_weights_train_like_the_original(norm: Callable[[nn.Linear]
         for optimizer in optimizers:
             optimizer.step()
     assert_same_outputs(pm(x), original(x))
+
+
+@pytest.mark.parametrize("new", [nn.Tanh, lambda: nn.Linear(16, 16)], ids=["without parameters", "with parameters"])
+def test_a_module_that_is_replaced_is_captured_anew(new: Callable[[], nn.Module]) -> None:
+    model, x = mlp(), torch.randn(6, 16)
+    pm = autopar.parallelize(
+        model, ["cpu", "cpu"], plan=Plan.from_split({"0": 0, "3": 1}, n_microbatches=2), cache=False
+    )
+    assert_same_outputs(pm(x), model(x))
+    model[3] = new()
+    original = copy.deepcopy(model)
+    assert_same_outputs(pm(x), original(x))
+    pm.zero_grad()
+    pm.train_step(x, target=x, loss_fn=F.mse_loss)
+    F.mse_loss(original(x), x).backward()
+    assert_same_gradients(gradients(model), gradients(original))

@@ -17,7 +17,7 @@ equal stages. That balances the stages one by one, which bounds the load of ever
     resident_s + transient_s + in_flight_s (saved_s + received_s) <= memory
 
 (a stage that recomputes holds `received` in flight and `saved` once), and in_flight_s depends on how many devices serve
-the later stages (`autopar.schedule.in_flight_limit`).
+the later stages (`autopar.schedule.builders.in_flight_limit`).
 
 Method. Under a bound U on the max term the least sum g(U) is a dynamic program over chains of cuts (`sweep`). g never
 rises with U, so that of the plans whose max term lies between L and U none is better than L + g(U). `_best` keeps such

@@ -73,7 +73,7 @@ class Send(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Execution:
+class ExecutedSchedule:
     """When everything ran, or why it did not."""
 
     events: list[Event]  # each after those it needs
@@ -96,7 +96,7 @@ def execute(
     seconds: Callable[[Action], float],
     transfers: Sequence[Transfer],
     barrier: float | None = None,
-) -> Execution:
+) -> ExecutedSchedule:
     """Run the tables from time 0.
 
     `barrier`: every slot's first backward also waits until this many seconds after the last forward of all slots. Where
@@ -165,7 +165,7 @@ class _Clock:
         self.events: list[Event] = []
         self.sent: list[Send] = []
 
-    def run(self) -> Execution:
+    def run(self) -> ExecutedSchedule:
         for slot in range(len(self.tables)):
             self._next(slot)
         sending = [False] * len(self.tables)
@@ -180,7 +180,7 @@ class _Clock:
             else:
                 self.free[slot] = now
                 self._next(slot)
-        return Execution(self.events, self.sent, list(self._stuck()))
+        return ExecutedSchedule(self.events, self.sent, list(self._stuck()))
 
     def _next(self, slot: int) -> None:
         """The slot is free: start its next action, or wait for the results that it needs."""

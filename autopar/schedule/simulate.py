@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from autopar.schedule.clock import Action, Execution, Phase, Transfer, execute
+from autopar.schedule.clock import Action, ExecutedSchedule, Phase, Transfer, execute
 from autopar.schedule.table import Schedule, phased
 from autopar.schedule.timeline import Finish, StageMemory, Timeline
 
@@ -84,7 +84,7 @@ def _durations(schedule: Schedule, stages: Sequence[StageTimes]) -> Callable[[Ac
     return lambda action: seconds[action.phase][action.stage][action.microbatch]
 
 
-def _finishes(schedule: Schedule, stages: Sequence[StageTimes], ran: Execution) -> Iterator[Finish]:
+def _finishes(schedule: Schedule, stages: Sequence[StageTimes], ran: ExecutedSchedule) -> Iterator[Finish]:
     """What each slot does for its stages after its actions.
 
     The slots of a stage reduce its gradients together, once the last of them is free. A slot with several stages starts

@@ -1,0 +1,30 @@
+"""Planning and comparing leave nothing behind. (Without shared exports, which keep what they captured.)"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from models import gpt2, tokens
+from torch import nn
+
+import autopar
+
+
+def _copies(model: nn.Module) -> int:
+    """Parameters that live and are none of the model's."""
+    gc.collect()
+    own = {id(p) for p in model.parameters()}
+    return sum(type(o) is nn.Parameter and id(o) not in own for o in gc.get_objects())
+
+
+@pytest.mark.slow
+def test_planning_and_comparing_leave_no_copy_of_the_model_behind() -> None:
+    model, inputs = gpt2().train(), {"input_ids": tokens(8), "use_cache": False}
+    before = _copies(model)
+    plan = autopar.plan(model, ["cpu", "cpu"], example_kwargs=inputs, max_replicas=1, schedule="gpipe", cache=False)
+    assert _copies(model) == before
+    autopar.compare(model, ["cpu", "cpu"], {"hand": plan}, example_kwargs=inputs, repeats=1, cache=False)
+    assert _copies(model) == before
+    autopar.plan(model, autopar.Cluster.preset("2xH100"), example_kwargs=inputs)
+    assert _copies(model) == before

@@ -61,7 +61,6 @@ EVERY_THIRD_CASE = (
     "capture/test_module_hooks.py",
     "capture/test_rnn.py",
     "cost_models/test_graph_bytes.py",
-    "cost_models/test_step_memory.py",
     "lower/test_priced_transfers.py",
     "lower/test_sharded_models.py",
     "planner/test_meshes.py",

@@ -21,7 +21,7 @@ from autopar.errors import InputError
 from autopar.options import BatchDim, CompareKeywords, PlanKeywords, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
-from autopar.planner.plan_ahead import plan_ahead
+from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.planner.search_options import search_options
 from autopar.report.progress import progress_bar
 from autopar.runtime.bound_signature import RunSettings
@@ -29,7 +29,7 @@ from autopar.runtime.compare import run_comparison
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.contestants import ComparedCall
 from autopar.runtime.module import PipelinedModule
-from autopar.runtime.planning import plan_at_hand
+from autopar.runtime.planning import plan_at_hand, priced_at_hand
 from cost_models import Cluster, Device, DeviceError, parse_devices
 
 Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
@@ -126,9 +126,12 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     target: Any = None,
     loss_fn: LossFunction | None = None,
+    plan: Plan | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Return the plan that `parallelize` would follow for such a call. It takes the options of `parallelize`.
+
+    With `plan`, such as one made or edited by hand, return that plan with its predictions instead of searching.
 
     `devices` may be a cluster that is not at hand (`Cluster.preset`, `Cluster.from_toml`). Then costs are estimated
     from data sheets, and `model` may be on the meta device or built under FakeTensorMode, so that no weights are
@@ -149,10 +152,17 @@ def plan(
         batch_dim = chosen.batch_dim
         example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
         with progress_bar() as progress:
+            if plan is not None:
+                return priced_ahead(plan, example, devices, chosen, progress)
             return plan_ahead(example, devices, chosen, progress)
     if chosen.max_shards is not None:
         raise InputError("max_shards: devices at hand share operators only where autopar.shard() requests it")
-    module = _pipelined(model, _at_hand(model, devices), chosen)
+    parsed = _at_hand(model, devices)
+    if plan is not None:
+        example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim)
+        with progress_bar() as progress:
+            return priced_at_hand(plan, example, parsed, chosen, progress)
+    module = _pipelined(model, parsed, chosen)
     try:
         return module.prepare(args, kwargs, loss_fn=loss_fn, target=target)
     finally:
@@ -260,7 +270,9 @@ def _pipelined(
     """The model as a module that plans by `options` on its first call, or follows `plan`."""
     if plan is not None:
         n_microbatches, schedule = options.n_microbatches or plan.n_microbatches, options.schedule or plan.schedule
-        plan = dataclasses.replace(plan, n_microbatches=n_microbatches, schedule=schedule)
+        plan = plan.with_decision(
+            "the plan's n_microbatches or schedule was replaced", n_microbatches=n_microbatches, schedule=schedule
+        )
         plan = plan.on([d.name for d in devices], [d.kind for d in devices])
         plan.check_model(model)
 

@@ -171,12 +171,16 @@ def plan(
         str | None, typer.Option(metavar="MODULE", help="Explain the strategies of the operators in this module.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    given: Annotated[
+        Path | None, typer.Option("--plan", help="Predict this saved plan, perhaps edited, instead of searching.")
+    ] = None,
     json: AsJson = False,
     *,
     options: dict[str, Any],
 ) -> None:
     """Find the fastest plan for a model, on the devices here or on a cluster that is elsewhere."""
-    best = autopar.plan(devices=_devices(devices, cluster, nodes), **options, **_load(factory))
+    place, given_plan = _devices(devices, cluster, nodes), None if given is None else Plan.load(given)
+    best = autopar.plan(devices=place, plan=given_plan, **options, **_load(factory))
     if save is not None:
         best.save(save)
     typer.echo(best.to_json() if json else best)

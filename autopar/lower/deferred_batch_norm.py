@@ -13,7 +13,8 @@ and merged once all micro-batches are through (deferred batch norm, torchgpipe, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -119,22 +120,41 @@ def deferred_batch_norm(
     return result
 
 
-def defer_batch_norms(graph: fx.Graph, source: fx.GraphModule) -> tuple[DeferredNorm, ...]:
+def deferred_counters(graph: fx.Graph) -> frozenset[str]:
+    """The buffers `num_batches_tracked` of all batch norms of a program that keep running statistics.
+
+    A plan may put the operator that counts a batch into another stage than its batch norm, so this looks at the whole
+    program. A buffer that is not counted exactly once per call of its norm is left out.
+    """
+    norms = Counter(_counter_of(str(node.args[3].target)) for node in graph.nodes if _keeps_statistics(node))
+    counts = Counter(counter for node in graph.nodes if (counter := _counted(node)) is not None)
+    return frozenset(counter for counter, calls in norms.items() if counts[counter] == calls)
+
+
+def defer_batch_norms(
+    graph: fx.Graph, source: fx.GraphModule, counters: Collection[str]
+) -> tuple[DeferredNorm, ...]:
     """Make the batch norms of a stage's graph that keep running statistics leave them to `Statistics.update`.
 
-    `source`: has the modules that the graph calls (where symbolic_trace made it).
+    `source`: has the modules that the graph calls (where symbolic_trace made it). `counters`: of the whole program, see
+    `deferred_counters`.
     """
+    for node in list(graph.nodes):
+        if _counted(node) in counters:
+            node.replace_all_uses_with(node.args[0])  # the next count of a norm that is called again
+            graph.erase_node(node)
     found = []
     for node in list(graph.nodes):
         if node.op == "call_module":
             found += _defer_module(graph, node, source.get_submodule(str(node.target)))
             continue
-        if node.target is not aten.batch_norm.default or not node.args[5] or not isinstance(node.args[3], fx.Node):
+        if not _keeps_statistics(node):
             continue
         x, weight, bias, mean, var, _, momentum, eps, cudnn = node.args
         assert isinstance(mean, fx.Node)
         assert isinstance(var, fx.Node)
-        tracked = _uncount(graph, str(mean.target))
+        counter = _counter_of(str(mean.target))
+        tracked = counter if counter in counters else None
         found.append(DeferredNorm(node.name, str(mean.target), str(var.target), tracked, float(momentum)))
         node.target, node.args = deferred_batch_norm, (x, weight, bias, eps, cudnn, node.name)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
@@ -156,13 +176,22 @@ def _defer_module(graph: fx.Graph, node: fx.Node, norm: nn.Module) -> list[Defer
     return [DeferredNorm(node.name, mean, var, tracked, norm.momentum)]
 
 
-def _uncount(graph: fx.Graph, mean: str) -> str | None:
-    """Take out one operator that counts the batches of the norm with the buffer `mean`; the counter's name."""
-    counter = f"{mean.rpartition('.')[0]}.num_batches_tracked".lstrip(".")
-    for node in graph.nodes:
-        source: Any = node.args[0] if node.args else None
-        if node.target is aten.add_.Tensor and isinstance(source, fx.Node) and str(source.target) == counter:
-            node.replace_all_uses_with(source)  # the next count of a norm that is called again
-            graph.erase_node(node)
-            return counter
-    return None
+def _keeps_statistics(node: fx.Node) -> bool:
+    """Whether `node` is a batch norm that normalises by its input and updates running statistics."""
+    return node.target is aten.batch_norm.default and bool(node.args[5]) and isinstance(node.args[3], fx.Node)
+
+
+def _counter_of(mean: str) -> str:
+    """The buffer that counts the batches of the norm with the buffer `mean`."""
+    return f"{mean.rpartition('.')[0]}.num_batches_tracked".lstrip(".")
+
+
+def _counted(node: fx.Node) -> str | None:
+    """The buffer that `node` counts a batch in; None for other nodes."""
+    if node.target is not aten.add_.Tensor:
+        return None
+    source: Any = node.args[0]
+    while isinstance(source, fx.Node) and source.target is aten.add_.Tensor:
+        source = source.args[0]  # the count of an earlier call of the same norm
+    name = str(source.target) if isinstance(source, fx.Node) and source.op == "get_attr" else ""
+    return name if name.endswith("num_batches_tracked") else None

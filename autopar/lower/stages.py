@@ -31,7 +31,7 @@ from autopar.analysis.operators import (
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, describe
 from autopar.lower.collectives import spread
-from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms
+from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms, deferred_counters
 from autopar.lower.random_operators import lower_random
 from autopar.lower.sharded import Piece, Sharded, shard
 from autopar.lower.stage_values import StageValues, stage_values
@@ -129,6 +129,11 @@ class _Source:
     defer_norms: bool
 
     @cached_property
+    def deferred_counters(self) -> frozenset[str]:
+        """Buffers that count batches, once per batch instead of once per micro-batch."""
+        return deferred_counters(self.program.graph) if self.defer_norms else frozenset()
+
+    @cached_property
     def unrepeatable(self) -> list[fx.Node]:
         """Operators that cannot run a second time for the backward."""
         graph = self.program.graph
@@ -154,7 +159,8 @@ class _StageBuilder:
         self._copy_operators()
         sent = self.values.sent[self.stage]
         self.graph.output(tuple(self.copies[node] for node in sent))
-        deferred = defer_batch_norms(self.graph, self.module) if self.source.defer_norms else ()
+        counters = self.source.deferred_counters
+        deferred = defer_batch_norms(self.graph, self.module, counters) if self.source.defer_norms else ()
         deferred_buffers = {name for norm in deferred for name in (norm.mean, norm.var, norm.tracked)}
         sharded = self._sharded(sharding)
         random = lower_random(sharded.graph, self.module)

@@ -14,10 +14,13 @@ from autopar.hints.module_paths import few, nearest
 _MOST_PATHS = 8  # modules in a message
 
 
-def by_operators(stages: Sequence[Sequence[str]], program: Program) -> dict[fx.Node, int]:
+def by_operators(stages: Sequence[Sequence[str]], program: Program, *, strict: bool) -> dict[fx.Node, int]:
     """From the keys of each stage's operators. Operators that are not listed follow their inputs.
 
-    Raises PlanError where the program has none of these operators.
+    `strict`: an operator must not be listed before one of its inputs. Otherwise it follows them, too: in a capture of
+    the other mode (training or evaluation) the same key may belong to another operator.
+
+    Raises PlanError where the program has none of these operators, and with `strict` where the plan contradicts it.
     """
     listed = {key: index for index, operators in enumerate(stages) for key in operators}
     keys = operator_keys(program)
@@ -30,9 +33,26 @@ def by_operators(stages: Sequence[Sequence[str]], program: Program) -> dict[fx.N
     free = replicable_nodes(program)
     stage_of: dict[fx.Node, int] = {}
     for node in compute_nodes(program.graph):
-        after = max((stage_of[n] for n in node.all_input_nodes if n in stage_of and n not in free), default=0)
-        stage_of[node] = max(after, listed.get(keys[node], 0))
+        inputs = [n for n in node.all_input_nodes if n in stage_of and n not in free]
+        latest = max(inputs, key=lambda n: stage_of[n], default=None)
+        after = stage_of[latest] if latest is not None else 0
+        own = listed.get(keys[node], after)
+        if strict and latest is not None and own < after and node not in free:
+            raise PlanError(
+                f"the plan puts operator '{keys[node]}' on stage {own}, but it reads '{keys[latest]}', which is on "
+                f"stage {after}; values only flow to later stages, so put '{keys[node]}' on stage {after} or later"
+            )
+        stage_of[node] = max(after, own)
     return stage_of
+
+
+def operators_of_stages(stage_of: Mapping[fx.Node, int], program: Program, n_stages: int) -> list[tuple[str, ...]]:
+    """The keys of each stage's operators, in program order, without those that are computed where they are needed."""
+    keys, free = operator_keys(program), replicable_nodes(program)
+    return [
+        tuple(keys[node] for node, stage in stage_of.items() if stage == s and node not in free)
+        for s in range(n_stages)
+    ]
 
 
 def by_modules(split: Mapping[str, int], program: Program) -> dict[fx.Node, int]:

@@ -6,7 +6,7 @@ A plan prints, saves and loads. It knows neither the search that chose it nor th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan import serialization
-from autopar.plan.assignment import by_modules, by_operators
+from autopar.plan.assignment import by_modules, by_operators, operators_of_stages
 from autopar.plan.display import compared, explained, inside_explained, printable, shown
 from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
@@ -54,6 +54,16 @@ class Stage:
     def replicas(self) -> int:
         """Number of micro-batches that it works on at once."""
         return len(self.devices) // self.shards
+
+
+_STAGE_PREDICTIONS = (
+    *("forward_time", "backward_time", "weight_time", "sync_time"),
+    *("parameter_bytes", "activation_bytes", "peak_memory"),
+)
+_PREDICTIONS = (
+    *("predicted_step_time", "single_device_time", "bubble", "transfers"),
+    *("objective", "bound", "optimality", "runners_up", "measured_step_time"),
+)
 
 
 @dataclass(frozen=True)
@@ -241,28 +251,66 @@ class Plan:
         """
         if self.split:
             return by_modules(dict(self.split), program)
-        return by_operators([stage.operators for stage in self.stages], program)
+        strict = program.training == self.training
+        return by_operators([stage.operators for stage in self.stages], program, strict=strict)
+
+    def listing(self, program: Program) -> Plan:
+        """The plan with the operators that its stages have in `program`, where it lists others or not all of them."""
+        if self.split or program.training != self.training:
+            return self
+        operators = operators_of_stages(self.assign(program), program, len(self.stages))
+        if [set(stage.operators) for stage in self.stages] == [set(mine) for mine in operators]:
+            return self
+        stages = tuple(replace(stage, operators=mine) for stage, mine in zip(self.stages, operators, strict=True))
+        return replace(self, stages=stages)
+
+    def with_decision(self, why: str, **changes: Any) -> Plan:
+        """The plan with other decisions, such as `n_microbatches=4`, and without the predictions for the old ones.
+
+        `why`: says in a note where the predictions went. The plan itself, if nothing changes.
+        """
+        if all(getattr(self, name) == value for name, value in changes.items()):
+            return self
+        return replace(self, **changes).without_predictions(why)
+
+    def without_predictions(self, why: str) -> Plan:
+        """The decision alone: no times, bytes, bounds or reasons. `why`: says in a note where they went.
+
+        The plan itself, if it has no predictions.
+        """
+        if self.predicted_step_time is None and all(stage.forward_time is None for stage in self.stages):
+            return self
+        bare = {name: None for name in _STAGE_PREDICTIONS}
+        empty = {f.name: f.default for f in fields(self) if f.name in _PREDICTIONS}
+        stages = tuple(replace(stage, **bare) for stage in self.stages)
+        return replace(self, stages=stages, **empty, notes=(f"{why}, so its predictions were dropped",))
 
     # -- text and files ---------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Readable JSON that can be edited by hand; `plan/serialization.py` describes the format."""
+        """Readable JSON that can be edited by hand; `plan/serialization.py` describes the format.
+
+        The predictions in it belong to the plan as it is written: `from_json` drops them from an edited plan.
+        """
         return serialization.write(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote, perhaps edited since. Raises PlanError that lists everything wrong with it."""
         try:
-            fields, problems = serialization.read(text, cls)
+            values, checksum, problems = serialization.read(text, cls)
         except ValueError as error:
             raise PlanError(f"not a plan: {error}") from error
-        problems += violations(SimpleNamespace(**fields))  # no Plan yet: fields that cannot be read are None
-        stages = fields["stages"] or ()
-        if len(stages) > 1 and fields["split"] == () and all(stage.operators == () for stage in stages):
+        problems += violations(SimpleNamespace(**values))  # no Plan yet: fields that cannot be read are None
+        stages = values["stages"] or ()
+        if len(stages) > 1 and values["split"] == () and all(stage.operators == () for stage in stages):
             problems.append("no stage has operators; list them, or give a split of the modules")
         if problems:
             raise PlanError("not a valid plan:\n  " + "\n  ".join(map(printable, problems)))
-        return cls(**fields)
+        loaded = cls(**values)
+        if checksum == serialization.checksum(loaded):
+            return loaded
+        return loaded.without_predictions("this plan was edited after autopar wrote it")
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file. An interrupted save leaves an existing file as it was."""

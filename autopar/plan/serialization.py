@@ -2,6 +2,7 @@
 
     {
      "autopar_plan": 2,
+     "checksum": "5f0c...",
      "stages": [
       {"devices": ["cuda:0"], "operators": ["embed: embedding#0", "layers.0.fc: linear#0"], "recompute": false, ...},
       ...
@@ -9,11 +10,13 @@
 Keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding` and `RunnerUp`. Fields that are
 None or empty are left out. One line lists the operators `module.path/operator#k` of one module that follow each other:
 moving the line to another stage moves these operators.
+The checksum tells a plan that was edited, whose predictions no longer belong to it; editors need not update it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -36,6 +39,7 @@ from autopar.sharding.stage_sharding import (
 )
 
 VERSION = 2
+_CHECKSUM_DIGITS = 16
 _MOST_DIGITS = 30  # of a whole number: longer ones are no quantity, and too large for a float
 _LINE = re.compile(r"([^:]*): (\S+#\d+(?: \S+#\d+)*)")
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list"}
@@ -43,7 +47,13 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 def write(plan: Any) -> str:
     """The JSON of a Plan."""
-    return json.dumps({"autopar_plan": VERSION, **_plain(plan)}, indent=1, allow_nan=False)
+    head = {"autopar_plan": VERSION, "checksum": checksum(plan)}
+    return json.dumps({**head, **_plain(plan)}, indent=1, allow_nan=False)
+
+
+def checksum(plan: Any) -> str:
+    """A checksum of everything in a Plan."""
+    return hashlib.sha256(json.dumps(_plain(plan), allow_nan=False).encode()).hexdigest()[:_CHECKSUM_DIGITS]
 
 
 def _plain(value: Any) -> Any:
@@ -54,8 +64,8 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def read(text: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
-    """(fields by name, everything wrong with them) of the dataclass `kind` that `write` wrote.
+def read(text: str, kind: Any) -> tuple[dict[str, Any], Any, list[str]]:
+    """(fields by name, the recorded checksum, everything wrong) of the dataclass `kind` that `write` wrote.
 
     A field that cannot be read is None, also inside a nested dataclass. Raises ValueError for text that is not JSON, or
     of another version.
@@ -74,7 +84,8 @@ def read(text: str, kind: Any) -> tuple[dict[str, Any], list[str]]:
     version = data.pop("autopar_plan", None) if isinstance(data, dict) else None
     if type(version) is not int or version != VERSION:
         raise ValueError(f"'autopar_plan' must be the version of the format, {VERSION}, got {version!r}")
-    return _fields(kind, data, "", problems), problems
+    recorded = data.pop("checksum", None)
+    return _fields(kind, data, "", problems), recorded, problems
 
 
 def _parsed_int(digits: str) -> float:

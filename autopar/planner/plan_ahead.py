@@ -13,6 +13,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.inter_op.meshes import subject_of
 from autopar.planner.mesh_size_search import plan_with_meshes
+from autopar.planner.predict import predict_plan
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import search_options
 from cost_models import Cluster
@@ -31,3 +32,13 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
         best = plan_with_meshes(costs, search, subject, max_shards=options.max_shards, progress=progress)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
     return replace(best, notes=(note, *best.notes), model=fingerprint(example.model))
+
+
+def priced_ahead(
+    plan: Plan, example: Example, cluster: Cluster, options: PlanOptions, progress: Progress = SILENT
+) -> Plan:
+    """The user's `plan` with its predictions, from the data sheets of `cluster`. Raises PlanError."""
+    plan.check_model(example.model)
+    example, search = search_options(example, options, len(cluster.devices))
+    costs = estimate_costs(example, cluster, progress=progress)
+    return replace(predict_plan(plan, example, costs, search.conditions), model=fingerprint(example.model))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.gradient_reduction import reduction_seconds
 from autopar.plan.plan import Plan, Stage, StageTransfer
@@ -56,6 +57,19 @@ def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], condition
         return kept
     timeline = sharded_step.timeline()
     return replace(kept, predicted_step_time=timeline.step_time, bubble=timeline.bubble)
+
+
+def predict_plan(plan: Plan, example: Example, costs: CostGraph, conditions: Conditions) -> Plan:
+    """`plan` for the example's call, on the devices of `costs`, with its costs filled in.
+
+    Raises PlanError where the plan fits neither.
+    """
+    plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
+    if example.batching.obstacle:
+        plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
+    plan = plan.listing(example.program)
+    stage_of = {node.name: stage for node, stage in plan.assign(example.program).items()}
+    return predict(costs, plan, stage_of, conditions)
 
 
 def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, conditions: Conditions) -> PredictedStep:

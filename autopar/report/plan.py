@@ -43,6 +43,8 @@ def plan_text(plan: Plan) -> str:
         parts.append("\n".join(map(bullet, reasons)))
     if plan.predicted_step_time is not None:
         parts.append("Times, activations and transfers are predictions per micro-batch; peak MB is per device.")
+    elif any(stage.operators for stage in plan.stages):
+        parts.append(paragraph("This plan has no predictions; autopar.plan(model, devices, plan=...) makes them."))
     return "\n\n".join(parts)
 
 

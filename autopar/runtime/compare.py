@@ -12,7 +12,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.history import Record, remember
 from autopar.plan.plan import Plan, Stage
-from autopar.planner.predict import predict
+from autopar.planner.predict import predict_plan
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.runtime.comparison import Comparison, Row
@@ -38,7 +38,7 @@ def run_comparison(
     devices, example = costs.devices, call.example
     priced = _priced(plans, example, costs, options)
     alone = Plan((Stage((devices[0].name,)),), n_microbatches=1)
-    plain = _predicted(alone, example, costs, options)
+    plain = predict_plan(alone, example, costs, options.conditions)
     with contestants(call, priced, devices, progress, plain=plain) as ready:
         steps = steps_in_turn(ready, devices, repeats, progress)
         rows = [
@@ -90,17 +90,9 @@ def _priced(
 ) -> dict[str, Plan]:
     """The plans with their predictions, all from the same costs; None becomes the plan of the search."""
     return {
-        name: make_plan(costs, options) if plan is None else _predicted(plan, example, costs, options)
+        name: make_plan(costs, options) if plan is None else predict_plan(plan, example, costs, options.conditions)
         for name, plan in plans.items()
     }
-
-
-def _predicted(plan: Plan, example: Example, costs: CostGraph, options: SearchOptions) -> Plan:
-    plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
-    if example.batching.obstacle:
-        plan = replace(plan, n_microbatches=1)
-    stage_of = {node.name: stage for node, stage in plan.assign(example.program).items()}
-    return predict(costs, plan, stage_of, options.conditions)
 
 
 def _record(row: Row, example: Example, devices: Sequence[Device]) -> Record:

@@ -13,6 +13,7 @@ from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_alone, plan_as_sharded
+from autopar.planner.predict import predict_plan
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions, search_options
 from autopar.runtime.bound_signature import RunSettings
@@ -36,6 +37,16 @@ def plan_at_hand(
     costs = measure_costs(example, devices, n_microbatches=only, cache=options.cache, progress=progress)
     best = _tuned(example, costs, options, search, progress) if options.tune else make_plan(costs, search)
     return replace(best, model=fingerprint(example.model))
+
+
+def priced_at_hand(
+    plan: Plan, example: Example, devices: Sequence[Device], options: PlanOptions, progress: Progress = SILENT
+) -> Plan:
+    """The user's `plan` with its predictions, from measurements on `devices`. Raises PlanError."""
+    plan.check_model(example.model)
+    example, search = search_options(example, options, len(devices))
+    costs = measure_costs(example, devices, cache=options.cache, progress=progress)
+    return replace(predict_plan(plan, example, costs, search.conditions), model=fingerprint(example.model))
 
 
 def _tuned(example: Example, costs: CostGraph, options: PlanOptions, search: SearchOptions, progress: Progress) -> Plan:

@@ -148,8 +148,8 @@ class Signatures:
         plan = plan.on([device.name for device in self._devices])
         whole = keeps_batch_whole(signature.batching, self.settings)
         if signature.program.batch_size > 1 and whole and plan.n_microbatches > 1:
-            return replace(plan, n_microbatches=1)
-        return plan
+            plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
+        return plan.listing(signature.program)
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:
         program, batching = bound.signature.program, bound.signature.batching

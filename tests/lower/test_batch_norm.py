@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from typing import Any
 
@@ -177,3 +178,24 @@ def test_moments_of_parts_merge_to_those_of_all(sizes: list[int], seed: int) -> 
     torch.testing.assert_close(mean, values.mean(0))
     if n > 1:
         torch.testing.assert_close(var, values.var(0))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_batch_is_counted_once_whichever_stage_has_the_counting_operator(stage: int) -> None:
+    original = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    model, x = copy.deepcopy(original), torch.randn(8, 4)
+    whole = Plan.from_split({"0": 0, "1": 0, "2": 1, "3": 1}, n_microbatches=4)
+    priced = autopar.plan(model, ["cpu", "cpu"], example_args=(x,), plan=whole, batch_norm="deferred", cache=False)
+    counter = "1/add_#0"
+    assert any(counter in s.operators for s in priced.stages)
+    operators = [tuple(key for key in s.operators if key != counter) for s in priced.stages]
+    operators[stage] += (counter,)
+    norm_on_last = [tuple(k for k in operators[0] if not k.startswith("1/b")), ("1/batch_norm#0", *operators[1])]
+    stages = [dataclasses.replace(s, operators=o) for s, o in zip(priced.stages, norm_on_last, strict=True)]
+    plan = dataclasses.replace(priced, stages=tuple(stages), split=())
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, batch_norm="deferred")
+    for _ in range(3):
+        pm(x)
+        original(x)
+    assert int(model[1].num_batches_tracked) == 3  # type: ignore[arg-type]
+    assert int(original[1].num_batches_tracked) == 3  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -368,3 +369,89 @@ def test_an_interrupted_save_leaves_the_old_file_alone(tmp_path: Path, monkeypat
 @given(hand_plans())
 def test_the_split_is_an_object_from_paths_to_stages(plan: Plan) -> None:
     assert json.loads(plan.to_json())["split"] == dict(plan.split)
+
+
+def edited(plan: Plan, edit: Callable[[Data], object]) -> Plan:
+    """The plan after a user changed its file."""
+    data = json.loads(plan.to_json())
+    edit(data)
+    return Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda data: data.update(n_microbatches=2),
+        lambda data: data.update(schedule="gpipe"),
+        lambda data: data["stages"][0].update(recompute=True),
+        lambda data: data.update(predicted_step_time=1e-9),
+        lambda data: data.update(optimality="proven"),
+        lambda data: data.pop("checksum"),
+    ],
+)
+def test_an_edited_plan_loses_its_predictions(edit: Callable[[Data], object]) -> None:
+    plan = priced_mlp()
+    assert plan.predicted_step_time is not None
+    assert edited(plan, lambda data: None) == plan
+    found = edited(plan, edit)
+    assert found.predicted_step_time is found.bound is found.single_device_time is None
+    assert not found.optimality
+    assert not found.runners_up
+    assert not found.transfers
+    assert all(s.forward_time is s.peak_memory is None for s in found.stages)
+    assert "edited" in found.notes[0]
+    assert "no predictions" in str(found)
+
+
+def test_predictions_of_an_edited_plan_come_back_by_pricing_it() -> None:
+    model, x = mlp(), torch.randn(8, 16)
+    plan = priced_mlp()
+    other = edited(plan, lambda data: data.update(n_microbatches=2))
+    priced = autopar.plan(model, ["cpu", "cpu"], example_args=(x,), plan=other)
+    assert priced.predicted_step_time is not None
+    assert priced.n_microbatches == 2
+    assert [s.operators for s in priced.stages] == [s.operators for s in plan.stages]
+    assert "no predictions" not in str(priced)
+
+
+def test_options_of_a_call_that_replace_decisions_drop_the_predictions() -> None:
+    plan = priced_mlp()
+    pm = autopar.parallelize(mlp(), ["cpu", "cpu"], plan=plan, n_microbatches=2)
+    pm(torch.randn(8, 16))
+    assert pm.plan is not None
+    assert (pm.plan.n_microbatches, pm.plan.predicted_step_time) == (2, None)
+    same = autopar.parallelize(mlp(), ["cpu", "cpu"], plan=plan, n_microbatches=plan.n_microbatches)
+    same(torch.randn(8, 16))
+    assert same.plan is not None
+    assert same.plan.predicted_step_time == plan.predicted_step_time
+
+
+def test_an_operator_before_its_input_is_refused_with_both_names() -> None:
+    def swap(data: Data) -> None:
+        first, last = data["stages"]
+        first["operators"].append(last["operators"].pop())
+
+    plan = edited(priced_mlp(), swap)
+    late = plan.stages[0].operators[-1]
+    pm = autopar.parallelize(mlp(), ["cpu", "cpu"], plan=plan)
+    with pytest.raises(PlanError, match=re.escape(f"'{late}' on stage 0, but it reads '")) as caught:
+        pm(torch.randn(8, 16))
+    reads = re.findall(r"'([^']+)'", str(caught.value))[1]
+    assert reads in plan.stages[1].operators
+
+
+def test_a_plan_that_leaves_operators_out_shows_where_they_run() -> None:
+    whole = priced_mlp()
+    plan = edited(whole, lambda data: data["stages"][1]["operators"].pop())
+    pm = autopar.parallelize(mlp(), ["cpu", "cpu"], plan=plan)
+    pm(torch.randn(8, 16))
+    assert pm.plan is not None
+    assert [s.operators for s in pm.plan.stages] == [s.operators for s in whole.stages]
+
+
+def priced_mlp() -> Plan:
+    """Two stages by operators, with predictions."""
+    split = Plan.from_split({"0": 0, "4": 1}, n_microbatches=4)
+    x = torch.randn(8, 16)
+    priced = autopar.plan(mlp(), ["cpu", "cpu"], example_args=(x,), plan=split)
+    return dataclasses.replace(priced, split=(), optimality="within 1 %", bound=1e-6)

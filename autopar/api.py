@@ -159,7 +159,9 @@ def plan(
         raise InputError("max_shards: devices at hand share operators only where autopar.shard() requests it")
     parsed = _at_hand(model, devices)
     if plan is not None:
-        example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim)
+        example = capture_example(
+            model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim
+        )
         with progress_bar() as progress:
             return priced_at_hand(plan, example, parsed, chosen, progress)
     module = _pipelined(model, parsed, chosen)

@@ -11,9 +11,10 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch._export.passes import _node_metadata_hook
@@ -41,6 +42,50 @@ def tree_paths(tree: Any) -> list[str]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether `tensor` was created under a FakeTensorMode (public only for code that creates the mode itself)."""
     return isinstance(tensor, FakeTensor)
+
+
+def symbol_of(size: Any) -> sympy.Symbol | None:
+    """The symbol that a size of a traced tensor is; None for numbers and for sizes computed from symbols.
+
+    The public torch.SymInt does not show what it stands for.
+    """
+    expression = size.node.expr if isinstance(size, torch.types.py_sym_types) else None
+    return expression if isinstance(expression, sympy.Symbol) else None
+
+
+def symbols_in(value: Any) -> set[sympy.Symbol]:
+    """All symbols in the sizes and strides of a traced value (a tensor, a number, or a list of them)."""
+    if isinstance(value, torch.types.py_sym_types):
+        return set(value.node.expr.free_symbols)
+    if isinstance(value, torch.Tensor):
+        value = [*value.shape, *value.stride()] if value.layout is torch.strided else list(value.shape)
+    if isinstance(value, (tuple, list)):
+        return set().union(*map(symbols_in, value))
+    return set()
+
+
+def at_sizes(value: Any, known: Mapping[sympy.Symbol, int]) -> Any:
+    """A traced value with numbers in the place of the `known` symbols.
+
+    Tensors become new fake tensors. A size that still has a symbol becomes a new SymInt; only the tracer's own ShapeEnv
+    can make one.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)(at_sizes(item, known) for item in value)
+    if not symbols_in(value) & known.keys():
+        return value
+    if isinstance(value, torch.types.py_sym_types):
+        expression = value.node.expr.xreplace(known)
+        if not expression.free_symbols:
+            number = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+            return number(expression)
+        env = value.node.shape_env
+        hints = {symbol: env.backed_var_to_val[symbol] for symbol in expression.free_symbols}
+        return env.create_symintnode(expression, hint=int(expression.xreplace(hints)))
+    shape, stride = (at_sizes(list(part), known) for part in (value.shape, value.stride()))
+    with value.fake_mode:
+        new = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return new.requires_grad_(value.requires_grad) if value.requires_grad else new
 
 
 def backward_keeps_graph() -> bool:

@@ -131,9 +131,7 @@ def deferred_counters(graph: fx.Graph) -> frozenset[str]:
     return frozenset(counter for counter, calls in norms.items() if counts[counter] == calls)
 
 
-def defer_batch_norms(
-    graph: fx.Graph, source: fx.GraphModule, counters: Collection[str]
-) -> tuple[DeferredNorm, ...]:
+def defer_batch_norms(graph: fx.Graph, source: fx.GraphModule, counters: Collection[str]) -> tuple[DeferredNorm, ...]:
     """Make the batch norms of a stage's graph that keep running statistics leave them to `Statistics.update`.
 
     `source`: has the modules that the graph calls (where symbolic_trace made it). `counters`: of the whole program, see

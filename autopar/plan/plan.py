@@ -6,7 +6,7 @@ A plan prints, saves and loads. It knows neither the search that chose it nor th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -54,16 +54,6 @@ class Stage:
     def replicas(self) -> int:
         """Number of micro-batches that it works on at once."""
         return len(self.devices) // self.shards
-
-
-_STAGE_PREDICTIONS = (
-    *("forward_time", "backward_time", "weight_time", "sync_time"),
-    *("parameter_bytes", "activation_bytes", "peak_memory"),
-)
-_PREDICTIONS = (
-    *("predicted_step_time", "single_device_time", "bubble", "transfers"),
-    *("objective", "bound", "optimality", "runners_up", "measured_step_time"),
-)
 
 
 @dataclass(frozen=True)
@@ -259,6 +249,8 @@ class Plan:
         if self.split or program.training != self.training:
             return self
         operators = operators_of_stages(self.assign(program), program, len(self.stages))
+        if not all(operators):
+            return self  # a stage without operators is refused where the plan is lowered
         if [set(stage.operators) for stage in self.stages] == [set(mine) for mine in operators]:
             return self
         stages = tuple(replace(stage, operators=mine) for stage, mine in zip(self.stages, operators, strict=True))
@@ -280,10 +272,19 @@ class Plan:
         """
         if self.predicted_step_time is None and all(stage.forward_time is None for stage in self.stages):
             return self
-        bare = {name: None for name in _STAGE_PREDICTIONS}
-        empty = {f.name: f.default for f in fields(self) if f.name in _PREDICTIONS}
-        stages = tuple(replace(stage, **bare) for stage in self.stages)
-        return replace(self, stages=stages, **empty, notes=(f"{why}, so its predictions were dropped",))
+        stages = tuple(Stage(s.devices, s.operators, recompute=s.recompute, sharding=s.sharding) for s in self.stages)
+        return Plan(
+            stages,
+            self.n_microbatches,
+            self.schedule,
+            self.batch_size,
+            self.devices,
+            self.training,
+            split=self.split,
+            notes=(f"{why}, so its predictions were dropped",),
+            model=self.model,
+            device_kinds=self.device_kinds,
+        )
 
     # -- text and files ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ call ── captured for such inputs and such a state of the model? ── no: c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -66,7 +66,7 @@ class Signatures:
         settings: RunSettings,
     ) -> None:
         """`decide(example)` makes a plan for a call like the example, unless the user gave one."""
-        # A plan from `Plan.from_split` is completed at the first call (`_user_plan_here`).
+        # The user's plan is completed at the first call (`_user_plan_here`). One that names modules shows only then.
         self.plan = user_plan if user_plan is not None and not user_plan.split else None
         self.user_plan = user_plan
         self.settings = settings
@@ -75,12 +75,14 @@ class Signatures:
         self._devices = tuple(devices)
         self._decide = decide
         self._plan_knows_loss = user_plan is not None
+        self._user_plan_completed = False
         self._known: list[BoundSignature] = []
         self._workers = WorkerPool(devices)
 
     def follow(self, other: Signatures) -> None:
         """Start with the plan that `other` has in force, and do not repeat its warnings."""
         self.plan, self._plan_knows_loss = other.plan, other._plan_knows_loss
+        self._user_plan_completed = other._user_plan_completed
         self.warnings = OneTimeWarnings(other.warnings.given)
 
     def close(self) -> None:
@@ -135,7 +137,10 @@ class Signatures:
     def _plan_for(self, bound: BoundCall, call: CallArguments) -> Plan:
         """The plan in force; a new one if there is none, or none that fits the call."""
         if self.user_plan is not None:
-            self.plan = self.plan or self._user_plan_here(self.user_plan, bound.signature)
+            if not self._user_plan_completed:
+                self.plan = self._user_plan_here(self.user_plan, bound.signature)
+                self._user_plan_completed = True
+            assert self.plan is not None
         else:
             self.plan = self._decided(bound, call)
         self.warnings.batch_stays_whole(bound.signature.batching)

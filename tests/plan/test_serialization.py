@@ -447,6 +447,7 @@ def test_a_plan_that_leaves_operators_out_shows_where_they_run() -> None:
     pm(torch.randn(8, 16))
     assert pm.plan is not None
     assert [s.operators for s in pm.plan.stages] == [s.operators for s in whole.stages]
+    assert pm.plan.stages != plan.stages
 
 
 def priced_mlp() -> Plan:

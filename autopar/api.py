@@ -18,7 +18,7 @@ from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError
-from autopar.options import BatchDim, CompareKeywords, PlanKeywords, PlanOptions
+from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
@@ -57,6 +57,7 @@ def parallelize(
     verify: bool = True,
     compile: bool | str = False,
     watch_nan: bool = False,
+    dynamic: Dynamic = None,
     cache: bool = True,
 ) -> PipelinedModule:
     """Return `model` as a pipelined module over `devices`. Measurement and search choose what the caller leaves open.
@@ -87,6 +88,11 @@ def parallelize(
         verify: check on a few samples that splitting the batch keeps the results, whatever is proven from the graph.
         compile: run every stage through torch.compile with its default backend (True) or the backend named.
         watch_nan: check every value that leaves a stage, and name the operator that produced the first NaN.
+        dynamic: sizes of inputs that change between calls. None: a size becomes a symbol at the first call with another
+            one, which is captured anew; further sizes then take a fraction of a second. True: all sizes and Python ints
+            are symbols from the first call on. `{"input_ids": 1, "steps": True}`: these.
+            `{"input_ids": {1: (128, 512)}}`: with a plan for lengths up to 128, one for up to 512, and one for more.
+            False: every size is captured by itself.
         cache: keep measurements on disk, and record predicted and measured step times (see `accuracy`).
 
     The hints `pipeline_stage`, `recompute` and `keep_together` on modules constrain the search. With `shard` hints, all
@@ -109,6 +115,7 @@ def parallelize(
         verify=verify,
         compile=compile,
         watch_nan=watch_nan,
+        dynamic=dynamic,
         cache=cache,
     )
     call = _example_call(example_args, example_kwargs)

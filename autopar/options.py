@@ -8,7 +8,7 @@ autopar plan --n-microbatches 4 --------+               \\--> RunSettings (runti
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypedDict, get_type_hints
 
@@ -18,6 +18,8 @@ from autopar.schedule.builders import SCHEDULES
 from cost_models import OPTIMIZERS
 
 BatchDim = int | dict[str, int | None] | None
+# Sizes that change between calls: see runtime/dynamic.py.
+Dynamic = bool | Mapping[str, bool | int | Sequence[int] | Mapping[int, bool | Sequence[int]]] | None
 BATCH_NORM = ("per-microbatch", "deferred", "exact")
 
 
@@ -43,6 +45,7 @@ class PlanKeywords(CompareKeywords, total=False):
     verify: bool
     compile: bool | str
     watch_nan: bool
+    dynamic: Dynamic
 
 
 HELP = {  # the texts of `--help`, for the options of the command line
@@ -75,6 +78,7 @@ class PlanOptions:
     verify: bool = True
     compile: bool | str = False
     watch_nan: bool = False
+    dynamic: Dynamic = None
     cache: bool = True
 
     def __post_init__(self) -> None:
@@ -117,6 +121,7 @@ class PlanOptions:
             yield f"memory_limit must be a positive number of bytes, got {limit!r}"
         if not isinstance(self.compile, (bool, str)):
             yield f"compile must be True, False or the name of a backend, got {self.compile!r}"
+        yield from _dynamic_problems(self.dynamic)
         yield from self._tuning_problems()
 
     def _tuning_problems(self) -> Iterator[str]:
@@ -131,3 +136,24 @@ class PlanOptions:
 
 def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _dynamic_problems(dynamic: object) -> Iterator[str]:
+    if dynamic is None or isinstance(dynamic, bool):
+        return
+    if not isinstance(dynamic, Mapping):
+        yield f"dynamic must be True, False or a dict from input names to dimensions, got {dynamic!r}"
+        return
+    for name, wanted in dynamic.items():
+        if wanted is True:
+            continue
+        dims = wanted if isinstance(wanted, (Mapping, tuple, list)) else [wanted]
+        buckets = [ends for ends in wanted.values() if ends is not True] if isinstance(wanted, Mapping) else []
+        if any(type(dim) is not int for dim in dims):
+            yield f"dynamic[{name!r}] must be True, dimensions, or a dict from dimensions to buckets, got {wanted!r}"
+        elif not all(map(_are_sizes, buckets)):
+            yield f"the buckets in dynamic[{name!r}] must be sizes of at least 1, such as (128, 512), got {wanted!r}"
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and bool(value) and all(_whole(size, least=1) for size in value)

@@ -14,10 +14,10 @@ from statistics import median
 
 from autopar import PipelinedModule
 from autopar.capture.thread_state import CallerState
+from autopar.runtime.captures import CallArguments
 from autopar.runtime.executable import StageReplica
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.passes import Passes
-from autopar.runtime.signatures import CallArguments
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase, chain
 from autopar.schedule.simulate import StageTimes, simulate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,14 @@ from torch import nn
 from autopar.analysis.batching import Batching, study
 from autopar.analysis.loss import LossSplit, study_loss
 from autopar.capture import torch_private
-from autopar.capture.program import Program, capture
+from autopar.capture.open_sizes import SymbolicProgram
+from autopar.capture.program import OpenSize, Program, capture
 from autopar.capture.thread_state import neutral_state
+from autopar.errors import CaptureError
 from cost_models import Device
 from cost_models.graphs import on_meta
+
+log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> loss
 
@@ -66,10 +71,42 @@ def examine(
     with untouched(model), neutral_state(device_types):
         ahead = any(p.is_meta for p in model.parameters())  # nothing will run, so equal layers need one trace
         program = capture(model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead)
-        bound = program.bind(args, kwargs)
-        assert bound is not None, "a captured program takes the call that it was captured from"
-        with torch.device("cpu"):
-            return program, study(program, bound[0], verify=verify)
+    return program, study_call(model, program, args, kwargs, device_types, verify=verify)
+
+
+def study_call(
+    model: nn.Module,
+    program: Program,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device_types: set[str],
+    *,
+    verify: bool,
+) -> Batching:
+    """How the batch of a captured call may be split. The model is unchanged afterwards."""
+    bound = program.bind(args, kwargs)
+    assert bound is not None, "a captured program takes the call that it was captured from"
+    with untouched(model), neutral_state(device_types), torch.device("cpu"):
+        return study(program, bound[0], verify=verify)
+
+
+def capture_symbolic(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device_types: set[str],
+    *,
+    batch_dim: int | dict[str, int | None] | None,
+    open_sizes: frozenset[OpenSize],
+) -> SymbolicProgram | None:
+    """Capture a call of `model` with symbols for `open_sizes`; None where no tracer can. The model is unchanged."""
+    with untouched(model), neutral_state(device_types):
+        try:
+            program = capture(model, args, kwargs, batch_dim=batch_dim, open_sizes=open_sizes)
+        except CaptureError as error:
+            log.info("capture with symbolic sizes failed, so every size is captured by itself: %s", error)
+            return None
+    return SymbolicProgram.of(program, open_sizes)
 
 
 def without_values(

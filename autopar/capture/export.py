@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,17 +41,22 @@ def trace(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    dims: list[int | None],
+    symbols: Sequence[Collection[int | None]],
     in_spec: torch_private.TreeSpec,
+    *,
+    fallback: bool = True,
 ) -> Traced:
     """Trace `model` for a call like this into one graph.
 
-    `dims`: for every flat input its dimension with symbolic size, or None. Raises CaptureError.
+    `symbols`: for every flat input its dimensions with symbolic size; None for a Python int that is a symbol.
+    `fallback`: try torch.fx.symbolic_trace where torch.export refuses the model. Raises CaptureError.
     """
     caught: list[warnings.WarningMessage] = []
     try:
-        traced = _export(model, args, kwargs, dims, in_spec, caught)
+        traced = _export(model, args, kwargs, symbols, in_spec, caught)
     except Exception as error:  # export may raise anything; then the fallback decides
+        if not fallback:
+            raise _capture_error(model, error) from error
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:
             return _symbolic_trace(model, args, kwargs)
@@ -183,15 +188,15 @@ def _export(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    dims: list[int | None],
+    symbols: Sequence[Collection[int | None]],
     in_spec: torch_private.TreeSpec,
     caught: list[warnings.WarningMessage],
 ) -> Traced:
     """Trace with torch.export; put the warnings of the model's own code into `caught`."""
     leaves = torch_private.tree_leaves((args, kwargs))
-    dynamic = [
-        ({} if dim is None else {dim: Dim.AUTO}) if isinstance(leaf, torch.Tensor) else None
-        for leaf, dim in zip(leaves, dims, strict=True)
+    dynamic: list[Any] = [
+        dict.fromkeys(dims, Dim.AUTO) if isinstance(leaf, torch.Tensor) else Dim.AUTO if dims else None
+        for leaf, dims in zip(leaves, symbols, strict=True)
     ]
     shapes_args, shapes_kwargs = torch_private.tree_unflatten(dynamic, in_spec)
     for attempt in range(4):

@@ -14,9 +14,9 @@ import itertools
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -39,6 +39,14 @@ class Input:
     shape: tuple[int, ...] | None  # of a tensor leaf at capture
     dtype: torch.dtype | None
     batch_dim: int | None  # the dimension that counts samples; None for leaves that all micro-batches share
+    any_number: bool = False  # a Python int that the graph takes as an input: calls may differ in it
+
+
+class OpenSize(NamedTuple):
+    """A size of a flat input that may differ between calls, or (`dim` None) an input that is a Python int."""
+
+    leaf: int
+    dim: int | None
 
 
 @dataclass(frozen=True)
@@ -63,14 +71,23 @@ class Program:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], int] | None:
         """The flat inputs of a call and its batch size; None if the call has another signature."""
-        leaves, spec = torch_private.tree_flatten((args, dict(sorted(kwargs.items()))))
+        leaves, spec = flattened(args, kwargs)
+        return self.bind_flat(leaves, spec)
+
+    def bind_flat(self, leaves: list[Any], spec: torch_private.TreeSpec) -> tuple[list[Any], int] | None:
+        """`bind` for a call that `flattened` has taken apart."""
         if spec != self.in_spec:
             return None
         sizes = set()
+        other_numbers = False
         for leaf, expected in zip(leaves, self.inputs, strict=True):
             if expected.shape is None:
-                if type(leaf) is not type(expected.value) or leaf != expected.value:
+                if type(leaf) is not type(expected.value):
                     return None
+                if leaf != expected.value:
+                    if not expected.any_number or leaf < 0:  # the tracer takes a symbol to be at least 0
+                        return None
+                    other_numbers = True
                 continue
             if not isinstance(leaf, torch.Tensor) or leaf.dtype != expected.dtype or leaf.dim() != len(expected.shape):
                 return None
@@ -82,15 +99,20 @@ class Program:
         if len(sizes) > 1:
             return None
         batch = sizes.pop() if sizes else 0
-        if batch == self.batch_size:
+        if batch == self.batch_size and not other_numbers:
             return leaves, batch
-        if not self.any_batch or batch == 1:  # export specialises a size of 1
+        if batch != self.batch_size and (not self.any_batch or batch == 1):  # export specialises a size of 1
             return None
         try:
             self.guards(*leaves)
         except AssertionError:
             return None
         return leaves, batch
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch_private.TreeSpec]:
+    """The flat inputs of a call, and their structure."""
+    return torch_private.tree_flatten((args, dict(sorted(kwargs.items()))))
 
 
 def module_path(node: fx.Node) -> str:
@@ -132,6 +154,7 @@ def capture(
     *,
     batch_dim: int | dict[str, int | None] | None = None,
     trace_equal_layers_once: bool = False,
+    open_sizes: Collection[OpenSize] = (),
 ) -> Program:
     """Capture `model` in its current mode (training or evaluation) for inputs like `args`, `kwargs`.
 
@@ -142,6 +165,8 @@ def capture(
             from the names of inputs (a keyword, or a parameter of `forward`) to their batch dimension (None: shared by
             all samples).
         trace_equal_layers_once: trace only the first of equal layers, and copy its nodes for the others.
+        open_sizes: sizes and Python ints, beside the batch, that become symbols where the model allows it. Such a
+            program is specialised before use (`open_sizes.SymbolicProgram`).
 
     Raises:
         CaptureError: no tracer can capture the model.
@@ -162,7 +187,12 @@ def capture(
         shard_regions.marked(hinted_modules(model)) as calls,
     ):
         # Export makes a size of 1 a constant: a graph captured for one sample serves no other batch size.
-        traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
+        symbols = [
+            frozenset(size.dim for size in open_sizes if size.leaf == place)
+            | ({dim} if dim is not None and batch != 1 else set())
+            for place, dim in enumerate(dims)
+        ]
+        traced = trace(model, args, kwargs, symbols, in_spec, fallback=not open_sizes)
     if trace_equal_layers_once:
         copy_traced_layers(traced.module, model)
     regions = shard_regions.borders(traced.module.graph, calls)
@@ -213,7 +243,7 @@ def find_batch(
     The batch is the size at `batch_dim` of the first tensor that has such a dimension; other tensors are batched
     if they have the same size there.
     """
-    names = _leaf_names(model, args, kwargs)
+    names = leaf_names(model, args, kwargs)
     chosen: list[int | None]
     if isinstance(batch_dim, dict):
         unknown = set(batch_dim) - set(names)
@@ -246,7 +276,7 @@ def find_batch(
     return dims, size or 0
 
 
-def _leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """For every leaf, the parameter of `forward` that it was passed for."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     names = []

@@ -75,7 +75,8 @@ def at_sizes(value: Any, known: Mapping[sympy.Symbol, int]) -> Any:
     if not symbols_in(value) & known.keys():
         return value
     if isinstance(value, torch.types.py_sym_types):
-        expression = value.node.expr.xreplace(known)
+        numbers = {symbol: sympy.Integer(size) for symbol, size in known.items()}
+        expression = value.node.expr.xreplace(numbers)
         if not expression.free_symbols:
             number = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
             return number(expression)

@@ -15,7 +15,7 @@ from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.hints.module_hints import read_hints
 from autopar.lower.stages import Lowered, lower
-from autopar.options import BatchDim, PlanOptions
+from autopar.options import BatchDim, Dynamic, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.shard_violations import sharding_violations
 from autopar.planner.hint_constraints.stage_hints import resolve, violations
@@ -34,10 +34,18 @@ class RunSettings:
     compile: bool | str = False  # run stages through torch.compile; a string names its backend
     watch_nan: bool = False
     verify: bool = True
+    dynamic: Dynamic = None
 
     @classmethod
     def of(cls, options: PlanOptions) -> RunSettings:
-        return cls(options.batch_dim, options.batch_norm, options.compile, options.watch_nan, options.verify)
+        return cls(
+            options.batch_dim,
+            options.batch_norm,
+            options.compile,
+            options.watch_nan,
+            options.verify,
+            options.dynamic,
+        )
 
 
 @dataclass
@@ -52,6 +60,8 @@ class BoundSignature:
     lowered: Lowered | None = None
     executable: Executable | None = None  # None: the plan runs the plain model on one device
     loss_splits: LossSplits | None = None  # of the loss functions that it was trained with
+    specialised: bool = False  # from a capture with symbolic sizes
+    reused: bool = False  # `batching` comes from a call of other sizes, and lacks what measuring needs
     whole: BoundSignature | None = None  # the same without shards, for batches that the shards do not divide
 
 

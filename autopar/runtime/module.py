@@ -20,11 +20,12 @@ from autopar.plan.plan import Plan
 from autopar.runtime import autograd
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.call import PipelineCall
+from autopar.runtime.captures import BoundCall, CallArguments
 from autopar.runtime.loss_splits import TargetDim, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.plain_model import plain_call, plain_step
 from autopar.runtime.run import Run
-from autopar.runtime.signatures import BoundCall, CallArguments, Decide, Signatures
+from autopar.runtime.signatures import Decide, Signatures
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed
 from autopar.schedule.micro_batches import split_sizes
@@ -101,6 +102,11 @@ class PipelinedModule(nn.Module):
     @property
     def plan(self) -> Plan | None:
         return self._signatures.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans that calls of this module follow: several where `dynamic` has buckets of sizes."""
+        return self._signatures.plans or ((self.plan,) if self.plan is not None else ())
 
     @property
     def stages(self) -> list[fx.GraphModule]:

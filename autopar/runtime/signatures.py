@@ -1,6 +1,6 @@
-"""The signatures that a model has been called with: each is captured once, and bound to the plan in force.
+"""The signatures that a model has been called with, each bound to the plan in force.
 
-call ── captured for such inputs and such a state of the model? ── no: capture it
+call ── captured?                                               ── no: capture it (captures.py)
      ── does the plan in force fit the call?                    ── no: decide on a plan
      ── is the signature bound to that plan?                    ── no: lower the plan, place it on the devices
      ── do the meshes' shards divide the batch?                 ── no: use the same plan without shards
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from torch import nn
 
-from autopar.analysis.example import Example, LossFunction, examine, has_backward, under_default_device
+from autopar.analysis.example import Example, has_backward, under_default_device
 from autopar.analysis.loss import LossSplit
+from autopar.capture.program import Program
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.runtime.bound_signature import (
@@ -23,10 +23,11 @@ from autopar.runtime.bound_signature import (
     RunSettings,
     bind,
     keeps_batch_whole,
-    model_state,
     without_shards,
 )
-from autopar.runtime.loss_splits import LossSplits, TargetDim
+from autopar.runtime.captures import BoundCall, CallArguments, Captures
+from autopar.runtime.dynamic import Bucket, bucket
+from autopar.runtime.loss_splits import LossSplits
 from autopar.runtime.user_warnings import OneTimeWarnings
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device
@@ -35,23 +36,18 @@ Decide = Callable[[Example], Plan]
 
 
 @dataclass(frozen=True)
-class CallArguments:
-    """What a module is called with; `loss` and `target` in a training step."""
+class _Decision:
+    """A plan that was decided on for one bucket of sizes."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: LossFunction | None = None
-    target: Any = None
-    target_dim: TargetDim = None
+    plan: Plan
+    knows_loss: bool  # the last stage has room for the loss
 
-
-class BoundCall(NamedTuple):
-    """A call, ready to run."""
-
-    signature: BoundSignature
-    leaves: list[Any]  # the call's flat inputs
-    batch_size: int  # samples; 0 where no input has a batch dimension
-    loss_split: LossSplit | None = None  # in a training step
+    def holds_for(self, program: Program, *, training: bool, loss: bool) -> bool:
+        return (
+            (self.plan.training or not training)
+            and (self.knows_loss or not loss)
+            and (self.plan.batch_size != 1 or program.batch_size <= 1)  # one sample cannot show how to split a batch
+        )
 
 
 class Signatures:
@@ -74,30 +70,35 @@ class Signatures:
         self._model = model
         self._devices = tuple(devices)
         self._decide = decide
-        self._plan_knows_loss = user_plan is not None
         self._user_plan_completed = False
-        self._known: list[BoundSignature] = []
+        self._captures = Captures(model, devices, settings, self.warnings)
+        self._decisions: dict[Bucket, _Decision] = {}
         self._workers = WorkerPool(devices)
 
     def follow(self, other: Signatures) -> None:
         """Start with the plan that `other` has in force, and do not repeat its warnings."""
-        self.plan, self._plan_knows_loss = other.plan, other._plan_knows_loss
+        self.plan, self._decisions = other.plan, dict(other._decisions)
         self._user_plan_completed = other._user_plan_completed
-        self.warnings = OneTimeWarnings(other.warnings.given)
+        self.warnings.given = other.warnings.given
 
     def close(self) -> None:
         """End the workers and forget all captures."""
         self._workers.close()
-        self._known.clear()
+        self._captures.clear()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans that were decided on, by bucket of sizes."""
+        return tuple(decision.plan for _, decision in sorted(self._decisions.items()))
 
     def newest(self) -> BoundSignature | None:
         """The one captured last of those that follow the plan in force."""
-        return next((s for s in reversed(self._known) if s.plan is self.plan), None)
+        return next((s for s in reversed(self._captures.known) if s.plan is self.plan), None)
 
     def bind(self, call: CallArguments) -> BoundCall:
         """Capture, plan and place for `call`, as far as that is not done yet. Raises InputError for an empty batch."""
         self._drop_abandoned()
-        bound = self._captured(call)
+        bound = self._captures.find(call)
         signature = bound.signature
         if bound.batch_size == 0 and signature.program.batch_size:
             raise InputError("the batch has no samples; give at least one")
@@ -108,22 +109,6 @@ class Signatures:
             assert signature.lowered is not None
             self.warnings.undivided(signature.lowered)
         return bound._replace(signature=self._divisible(signature, bound.batch_size))
-
-    def _captured(self, call: CallArguments) -> BoundCall:
-        state = model_state(_modules(self._model))
-        for signature in self._known:
-            bound = signature.program.bind(call.args, call.kwargs) if signature.state == state else None
-            if bound is not None:
-                return BoundCall(signature, *bound)
-        types = {device.torch_device.type for device in self._devices}
-        settings = self.settings
-        program, batching = examine(
-            self._model, call.args, call.kwargs, types, batch_dim=settings.batch_dim, verify=settings.verify
-        )
-        bound = program.bind(call.args, call.kwargs)
-        assert bound is not None
-        self._known.append(BoundSignature(state, program, batching))
-        return BoundCall(self._known[-1], *bound)
 
     def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
         if call.loss is None:
@@ -157,21 +142,18 @@ class Signatures:
         return plan.listing(signature.program)
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:
-        program, batching = bound.signature.program, bound.signature.batching
+        signature, program = bound.signature, bound.signature.program
         training = has_backward(self._model, program, call.loss)
-        plan = self.plan
-        if (
-            plan is not None
-            and (plan.training or not training)
-            and (call.loss is None or self._plan_knows_loss)  # the last stage must have room for the loss
-            and (plan.batch_size != 1 or program.batch_size <= 1)  # one sample cannot show how to split a batch
-        ):
-            return plan
+        key = bucket(self.settings.dynamic, self._model, call.args, call.kwargs, bound.leaves)
+        decision = self._decisions.get(key)
+        if decision is not None and decision.holds_for(program, training=training, loss=call.loss is not None):
+            return decision.plan
+        self._captures.complete(call, signature)
         loss = under_default_device(call.loss)
         example = Example(
             self._model,
             program,
-            batching,
+            signature.batching,
             call.args,
             call.kwargs,
             bound.leaves,
@@ -181,7 +163,7 @@ class Signatures:
             bound.loss_split,
         )
         plan = self._decide(example)
-        self._plan_knows_loss = call.loss is not None
+        self._decisions[key] = _Decision(plan, knows_loss=call.loss is not None)
         return plan
 
     def _divisible(self, signature: BoundSignature, batch_size: int) -> BoundSignature:
@@ -206,23 +188,11 @@ class Signatures:
         new workers."""
         if any(s.executable is not None and s.executable.is_abandoned for s in self._all()):
             self._workers.close()
-            for signature in self._known:
+            for signature in self._captures.known:
                 signature.plan = signature.executable = signature.whole = None
 
     def _all(self) -> Iterator[BoundSignature]:
-        for signature in self._known:
+        for signature in self._captures.known:
             yield signature
             if signature.whole is not None:
                 yield signature.whole
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """All modules of `model`, each once and the root first, in a fraction of the time of `model.modules()`."""
-    seen: dict[nn.Module, None] = {}
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if module not in seen:
-            seen[module] = None
-            stack.extend(child for child in module._modules.values() if child is not None)
-    return list(seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.analysis.batching import Batching
 from autopar.errors import warn
 from autopar.lower.stages import Lowered
@@ -40,6 +42,13 @@ class OneTimeWarnings:
         self._once(
             f"the loss is computed on the whole batch, between all forwards and all backwards, because it is not split "
             f"into micro-batches exactly: {why}"
+        )
+
+    def fixed_size(self, size: str, values: Sequence[int]) -> None:
+        """`size`: as `dimension 2 of 'pixel_values'`. `values`: at which it was captured."""
+        self._once(
+            f"the model fixes {size} (captured at {', '.join(map(str, values))}), so every new value there is captured "
+            "anew, which takes seconds"
         )
 
     def without_shards(self, batch: int, multiple: int) -> None:

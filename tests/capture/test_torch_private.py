@@ -279,3 +279,28 @@ def test_hooks_of_all_modules_are_put_aside_and_back_in_their_order() -> None:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class Sizes(nn.Module):
+    def forward(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.reshape(x.shape[0] * x.shape[1], 2) * n, x.new_zeros(x.shape[1] + n)
+
+
+def test_traced_values_are_specialised_symbol_by_symbol() -> None:
+    auto = torch.export.Dim.AUTO
+    exported = torch.export.export(Sizes(), (torch.randn(3, 4, 2), 5), dynamic_shapes=({0: auto, 1: auto}, auto))
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if "val" in node.meta}
+    x, n = values["x"], values["n"]
+    rows, columns, number = map(torch_private.symbol_of, (x.shape[0], x.shape[1], n))
+    assert None not in (rows, columns, number)
+    assert torch_private.symbol_of(x.shape[2]) is None
+    assert torch_private.symbols_in(x) == {rows, columns}
+    assert torch_private.symbols_in([x, n]) == {rows, columns, number}
+    folded = next(v for v in values.values() if isinstance(v, torch.Tensor) and v.dim() == 2)
+    assert torch_private.symbol_of(folded.shape[0]) is None
+    at_seven = torch_private.at_sizes(folded, {columns: 7})
+    assert torch_private.symbols_in(at_seven) == {rows}
+    assert at_seven.shape[0].node.hint == 3 * 7
+    assert tuple(torch_private.at_sizes(at_seven, {rows: 2}).shape) == (14, 2)
+    assert torch_private.at_sizes([x, n], {rows: 2, columns: 7, number: 9})[1] == 9
+    assert torch_private.at_sizes(x, {number: 9}) is x

@@ -50,7 +50,7 @@ class SharedExports:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: list[int | None],
+        dims: list[frozenset[int | None]],
         in_spec: Any,
         told: list[warnings.WarningMessage],
     ) -> Traced:

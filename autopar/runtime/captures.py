@@ -1,0 +1,201 @@
+"""The captures of one model: each signature is captured once, and calls of other sizes reuse a capture.
+
+call ── captured for such inputs and such a state of the model?    ── use that
+     ── does a capture with symbolic sizes fit?                    ── specialise it: milliseconds
+     ── does the call differ from a captured one in sizes alone?   ── capture anew with symbols for these sizes
+     ── otherwise                                                  ── capture for these sizes
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from autopar.analysis.batching import Batching, study_again
+from autopar.analysis.example import LossFunction, capture_symbolic, examine, study_call
+from autopar.analysis.loss import LossSplit
+from autopar.capture import torch_private
+from autopar.capture.open_sizes import SymbolicProgram
+from autopar.capture.program import OpenSize, Program, flattened, leaf_names
+from autopar.runtime.bound_signature import BoundSignature, RunSettings, model_state
+from autopar.runtime.dynamic import describe_size, differing, open_sizes, value_of
+from autopar.runtime.loss_splits import TargetDim
+from autopar.runtime.user_warnings import OneTimeWarnings
+from cost_models.hardware.devices import Device
+
+_ATTEMPTS = 2  # a capture at one value may fix a size that a capture at another value leaves open: sizes of 2 often do
+_MOST_SIZES = 64  # specialised signatures that are kept; the one that was used longest ago goes
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """What a module is called with; `loss` and `target` in a training step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: LossFunction | None = None
+    target: Any = None
+    target_dim: TargetDim = None
+
+
+class BoundCall(NamedTuple):
+    """A call, ready to run."""
+
+    signature: BoundSignature
+    leaves: list[Any]  # the call's flat inputs
+    batch_size: int  # samples; 0 where no input has a batch dimension
+    loss_split: LossSplit | None = None  # in a training step
+
+
+@dataclass
+class _Symbolic:
+    """A capture with symbolic sizes, in one state of the model."""
+
+    state: tuple[Any, ...]
+    program: SymbolicProgram
+    batching: Batching | None = None  # of the first program made from it
+
+
+class Captures:
+    """All captures of one model."""
+
+    def __init__(
+        self, model: nn.Module, devices: Sequence[Device], settings: RunSettings, warnings: OneTimeWarnings
+    ) -> None:
+        self.known: list[BoundSignature] = []  # the one used last is the last
+        self._model = model
+        self._types = {device.torch_device.type for device in devices}
+        self._settings = settings
+        self._warnings = warnings
+        self._symbolic: list[_Symbolic] = []
+        # The values at which captures fixed a size, by (structure of the call, size).
+        self._fixed: defaultdict[tuple[str, OpenSize], set[int]] = defaultdict(set)
+
+    def clear(self) -> None:
+        self.known.clear()
+        self._symbolic.clear()
+
+    def find(self, call: CallArguments) -> BoundCall:
+        """The signature of a call, captured if it is new. Raises CaptureError, InputError."""
+        state = model_state(_modules(self._model))
+        leaves, spec = flattened(call.args, call.kwargs)
+        for signature in reversed(self.known):
+            bound = signature.program.bind_flat(leaves, spec) if signature.state == state else None
+            if bound is not None:
+                if signature is not self.known[-1]:
+                    self.known.remove(signature)
+                    self.known.append(signature)
+                return BoundCall(signature, *bound)
+        signature = self._specialised(call, state) or self._captured(call, state, leaves, spec)
+        self.known.append(signature)
+        self._forget_the_oldest()
+        bound = signature.program.bind_flat(leaves, spec)
+        assert bound is not None
+        return BoundCall(signature, *bound)
+
+    def complete(self, call: CallArguments, signature: BoundSignature) -> None:
+        """Study a signature whose study was reused, with the shapes that measuring needs."""
+        if signature.reused:
+            signature.batching = self._studied(call, signature.program)
+            signature.reused = False
+
+    def _specialised(self, call: CallArguments, state: tuple[Any, ...]) -> BoundSignature | None:
+        """The signature from a capture with symbolic sizes that fits the call."""
+        for symbolic in reversed(self._symbolic):
+            program = symbolic.program.at(call.args, call.kwargs) if symbolic.state == state else None
+            if program is None:
+                continue
+            batching = study_again(program, symbolic.batching) if symbolic.batching is not None else None
+            if batching is not None:
+                return BoundSignature(state, program, batching, specialised=True, reused=True)
+            batching = self._studied(call, program)
+            symbolic.batching = symbolic.batching or batching
+            return BoundSignature(state, program, batching, specialised=True)
+        return None
+
+    def _captured(
+        self, call: CallArguments, state: tuple[Any, ...], leaves: Sequence[Any], spec: torch_private.TreeSpec
+    ) -> BoundSignature:
+        """A new capture: with symbols for the sizes that change, where the model allows it."""
+        requested = self._changing(call, state, leaves, spec)
+        requested = frozenset(size for size in requested if len(self._fixed[str(spec), size]) < _ATTEMPTS)
+        program = None
+        if requested:
+            program = self._with_symbols(call, state, requested, str(spec))
+            signature = self._specialised(call, state) if program is None else None
+            if signature is not None:
+                return signature
+        if program is None:
+            batch_dim, verify = self._settings.batch_dim, self._settings.verify
+            model, args, kwargs = self._model, call.args, call.kwargs
+            return BoundSignature(state, *examine(model, args, kwargs, self._types, batch_dim=batch_dim, verify=verify))
+        return BoundSignature(state, program, self._studied(call, program))
+
+    def _with_symbols(
+        self, call: CallArguments, state: tuple[Any, ...], requested: frozenset[OpenSize], structure: str
+    ) -> Program | None:
+        """Capture with symbols for the sizes `requested`, for later calls.
+
+        Returns the program if the model fixes all of them.
+        """
+        batch_dim, leaves = self._settings.batch_dim, flattened(call.args, call.kwargs)[0]
+        symbolic = capture_symbolic(
+            self._model, call.args, call.kwargs, self._types, batch_dim=batch_dim, open_sizes=requested
+        )
+        fixed = requested if symbolic is None else symbolic.fixed
+        names = leaf_names(self._model, call.args, dict(sorted(call.kwargs.items())))
+        for size in sorted(fixed, key=str):
+            values = self._fixed[structure, size]
+            values.add(value_of(size, leaves))
+            if len(values) == _ATTEMPTS or isinstance(self._settings.dynamic, Mapping):
+                self._warnings.fixed_size(describe_size(size, names), sorted(values))
+        if symbolic is None:
+            return None
+        if not symbolic.sizes:
+            return symbolic.program
+        self._symbolic.append(_Symbolic(state, symbolic))
+        return None
+
+    def _changing(
+        self, call: CallArguments, state: tuple[Any, ...], leaves: Sequence[Any], spec: torch_private.TreeSpec
+    ) -> frozenset[OpenSize]:
+        """The sizes known to change between calls: by `dynamic`, or because earlier calls had others."""
+        dynamic = self._settings.dynamic
+        if dynamic is False:
+            return frozenset()
+        found = open_sizes(dynamic, self._model, call.args, call.kwargs, leaves)
+        for signature in reversed(self.known):
+            if signature.state == state and signature.program.in_spec == spec:
+                differences = differing(leaves, signature.program.inputs)
+                if differences is not None:
+                    found |= differences
+                    break
+        for symbolic in self._symbolic:
+            if symbolic.state == state and symbolic.program.program.in_spec == spec:
+                found |= symbolic.program.sizes
+        # The tracer takes sizes of 0 and 1 for constants, because they broadcast.
+        return frozenset(size for size in found if size.dim is None or leaves[size.leaf].shape[size.dim] > 1)
+
+    def _studied(self, call: CallArguments, program: Program) -> Batching:
+        return study_call(self._model, program, call.args, call.kwargs, self._types, verify=self._settings.verify)
+
+    def _forget_the_oldest(self) -> None:
+        specialised = [signature for signature in self.known if signature.specialised]
+        for signature in specialised[:-_MOST_SIZES]:
+            self.known.remove(signature)
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """All modules of `model`, each once and the root first, in a fraction of the time of `model.modules()`."""
+    seen: dict[nn.Module, None] = {}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if module not in seen:
+            seen[module] = None
+            stack.extend(child for child in module._modules.values() if child is not None)
+    return list(seen)

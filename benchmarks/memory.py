@@ -139,7 +139,21 @@ def steps(
 
 
 def allocated(action: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that PyTorch's CPU allocator gave out more than it got back: at the most, and in the end."""
+    """Bytes that PyTorch's CPU allocator gave out more than it got back: at the most, and in the end.
+
+    Tensors in circles of references from earlier work must not be freed meanwhile, so collect them first.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _allocated(action)
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _allocated(action: Callable[[], Any]) -> tuple[int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
     assert profiler.profiler is not None

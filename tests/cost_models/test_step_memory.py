@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -140,6 +141,20 @@ def test_the_step_of_other_optimizers_is_as_predicted(optimizer: str) -> None:
     for real, first in zip(measured(model, inputs, optimizer), (True, False), strict=True):
         counted = step_memory(program.graph_module, leaves, optimizer=optimizer, first=first)
         assert predicted(counted) == pytest.approx(real, rel=MOMENT_TOLERANCE)
+
+
+def test_garbage_of_earlier_work_does_not_count_as_freed_by_a_step() -> None:
+    circle: list[Any] = [torch.zeros(1000, 1000)]
+    circle.append(circle)
+    del circle
+
+    def action() -> torch.Tensor:
+        kept = torch.zeros(500, 1000)
+        gc.collect()  # as Python does by itself, at any time
+        return kept
+
+    most, _ = allocated(action)
+    assert most == 500 * 1000 * 4
 
 
 def test_gradients_of_an_earlier_micro_batch_are_counted_from_the_start() -> None:

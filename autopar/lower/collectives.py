@@ -1,13 +1,13 @@
 """The transfers between the devices of a mesh that the graph of a sharded stage calls.
 
-Every function takes the local tensors of all devices, in a list whose order is that of the mesh (the last axis runs
-fastest), and returns such a list. Devices along one axis exchange what they have, in all lines along it at once:
+Every function takes a list of the local tensors of all devices and returns such a list. Its order is that of the mesh;
+the last axis runs fastest. A function exchanges tensors along one axis, in all lines along that axis at once:
 
     mesh 2 x 3, axis 1     [0 1 2] [3 4 5]        axis 0     [0 3] [1 4] [2 5]
 
-These functions move values and say nothing about gradients. `gradient` stands behind them: it gives the moved values to
-their readers and, in the backward, moves the gradients of the readers to where the values came from. In between every
-device differentiates its own operators, as a process of its own would do.
+These functions only move values. `gradient` adds the backward: it passes the moved values to their readers, and in the
+backward it moves the gradients of the readers back to the devices that the values came from. Autograd differentiates
+the operators of every device by themselves, as in a process of its own.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from autopar.planner.inter_op.atoms import Atoms
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Some of the atoms in each stage, each stage on its device groups."""
+    """Which atoms and which device groups each stage has."""
 
     stages: tuple[tuple[int, ...], ...]  # atoms
     groups: tuple[tuple[DeviceGroup, ...], ...]  # replicas of each stage; of stages s and s + ranks the same

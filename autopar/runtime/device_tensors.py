@@ -1,7 +1,7 @@
 """What one device holds of the model's parameters and buffers, and what keeps it up to date.
 
-A stage on the device of the model's own tensor (CPU workers share one memory) computes on a view of it, or of the slice
-that the device has. On another device it computes on a copy, which is refreshed when the model's tensor has changed.
+A stage on the device of the model's own tensor computes on a view of that tensor, or of the device's slice of it (CPU
+workers share one memory). On another device it computes on a copy, which is refreshed after the model's tensor changes.
 The gradient of a whole parameter is the sum of its leaves' gradients, each added to its slice.
 """
 

@@ -36,7 +36,8 @@ from cost_models.graphs import get_attribute
 
 SlotAction = tuple[int, Action]  # (slot, action)
 
-# Threads only wait for each other where actions take less than this multiple of that time.
+# Where an action takes less than this multiple of Python's own overhead for it, worker threads gain nothing: only one
+# of them can run Python at a time.
 _TINY = 2.0
 _MOST_LOSS_WEIGHTS = 256  # kept as tensors; losses that count targets have new ones in every step
 

@@ -1,9 +1,10 @@
-"""How a tensor lies on a mesh: one placement per axis, as in torch.distributed.tensor.
+"""The placements of a tensor on a mesh: one per mesh axis, as in torch.distributed.tensor.
 
-A layout is a tuple of numbers, one per axis: d >= 0 for Shard(d), REPLICATE, or PARTIAL (the tensor is the sum of what
-the devices along the axis have). Where several axes shard one dimension, the first of them is the outermost:
+In the code a tensor's placements are a tuple of numbers (`layout`): d >= 0 for Shard(d), REPLICATE, or PARTIAL (the
+tensor is the sum of the devices' tensors along the axis). Where several axes shard one dimension, the first of them is
+the outermost:
 
-    mesh 2 x 2, layout (0, 0): device (i, j) has quarter 2 i + j of dimension 0
+    mesh 2 x 2, placements (0, 0): device (i, j) has quarter 2 i + j of dimension 0
 """
 
 from __future__ import annotations

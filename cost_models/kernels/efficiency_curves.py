@@ -9,7 +9,8 @@
                                 intensity by their bytes, and large tensors by what no cache holds.
 ```
 
-Both are linear in their parameters but for `cache`, hence a least-squares fit of measured seconds is exact and quick.
+Both formulas are linear in all parameters except `cache`, so a least-squares fit to measured seconds is exact and
+quick.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _solved(
         problem = ShardingProblem(task, mesh)
         found = problem.solve(memory, {}, resolved.constraints)
     except InfeasibleError as error:
-        raise InfeasibleError(f"sharded as asked, nothing fits the memory of the devices: {error}") from error
+        raise InfeasibleError(f"sharded by the hints, nothing fits the memory of the devices: {error}") from error
     nodes = {key: node.name for node, key in operator_keys(program).items()}
     return Solved(problem, found, nodes, memory, resolved.constraints)
 
@@ -110,7 +110,7 @@ def _notes(example: Example, found: Sharding, keys: dict[str, str], on_cpu: bool
     modules = [f"module '{path or '(root)'}'" for path in hinted_modules(example.model)]
     titles = dict.fromkeys([*modules, *(call.title for call in calls)])
     axes = " x ".join(f"{name} {n}" for name, n in zip(found.mesh.names, found.mesh.shape, strict=True))
-    yield f"sharded as asked by hints on {', '.join(titles)}; the mesh is {axes}"
+    yield f"sharded by hints on {', '.join(titles)}; the mesh is {axes}"
     n = found.mesh.size
     alone = dict.fromkeys(str(call.operator) for call in calls if call.operator in found.strategies)
     parts = {name: round(1 / found.strategies[name].share) for name in alone}

@@ -78,7 +78,7 @@ def plan_pinned(example: Example, devices: Sequence[Device], options: SearchOpti
         batch_size=program.batch_size,
         devices=tuple(device.name for device in devices),
         training=example.training,
-        notes=(f"{pinned.n_stages} stages as pinned, each sharded over {size} devices as asked by hints of shard()",),
+        notes=(f"{pinned.n_stages} stages as pinned, each sharded over {size} devices by hints of shard()",),
         model=fingerprint(example.model),
         device_kinds=tuple(device.kind for device in devices),
     )
@@ -139,11 +139,17 @@ def _pinned(example: Example) -> _Pinned:
 
 
 def _resolved(
-    example: Example, pinned: _Pinned, size: int, asked: int | None
+    example: Example, pinned: _Pinned, size: int, n_microbatches: int | None
 ) -> tuple[int, tuple[ResolvedSharding, ...]]:
     """The number of micro-batches, and the mesh and constraints of every stage."""
     twice = 2 * pinned.n_stages
-    counts = [asked] if asked is not None else [twice, 1] if example.program.batch_size % twice == 0 else [1]
+    counts = (
+        [n_microbatches]
+        if n_microbatches is not None
+        else [twice, 1]
+        if example.program.batch_size % twice == 0
+        else [1]
+    )
     for m in counts:
         try:
             return m, tuple(

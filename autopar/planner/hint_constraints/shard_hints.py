@@ -152,19 +152,19 @@ class _HintResolver:
             self._mesh, self._names = self._given or (factors, tuple(f"axis{i}" for i in range(len(factors))))
             return tuple(range(self.n_devices))
         if len(found) > 1:
-            told = " and ".join(f"{layout} ({titles[0]})" for layout, titles in found.items())
-            self.problems.append(f"all Layouts of a model must have one mesh, here are {told}")
-        asked = next(iter(found))
-        if asked.size != self.n_devices:
+            named = " and ".join(f"{layout} ({titles[0]})" for layout, titles in found.items())
+            self.problems.append(f"all Layouts of a model must have one mesh, here are {named}")
+        layout = next(iter(found))
+        if layout.size != self.n_devices:
             self.problems.append(
-                f"{asked} ({found[asked][0]}) is a mesh of {asked.size} devices, but there are {self.n_devices}; its "
-                f"axes must multiply to {self.n_devices}"
+                f"{layout} ({found[layout][0]}) is a mesh of {layout.size} devices, but there are {self.n_devices}; "
+                f"its axes must multiply to {self.n_devices}"
             )
-        axes = self._outermost_first(asked, chains)
-        self._mesh, self._names = tuple(asked.shape[a] for a in axes), tuple(asked.names[a] for a in axes)
+        axes = self._outermost_first(layout, chains)
+        self._mesh, self._names = tuple(layout.shape[a] for a in axes), tuple(layout.names[a] for a in axes)
         if self._given is not None and self._given != (self._mesh, self._names):
-            self.problems.append(f"{asked} ({found[asked][0]}) is another mesh than the plan's, {self._given}")
-        return tuple(np.arange(asked.size).reshape(asked.shape).transpose(axes).ravel().tolist())
+            self.problems.append(f"{layout} ({found[layout][0]}) is another mesh than the plan's, {self._given}")
+        return tuple(np.arange(layout.size).reshape(layout.shape).transpose(axes).ravel().tolist())
 
     def _every_cut(self) -> Iterator[tuple[str, TensorSplit]]:
         for call in self.program.shard_calls:
@@ -173,22 +173,22 @@ class _HintResolver:
         for path, (_, hint) in self.hinted.items():
             yield from ((f"module '{path}', {where}", cut) for where, cut in hint.splits())
 
-    def _outermost_first(self, asked: NamedMesh, chains: Sequence[tuple[str, ...]]) -> list[int]:
+    def _outermost_first(self, layout: NamedMesh, chains: Sequence[tuple[str, ...]]) -> list[int]:
         """The axes, ordered so that of several axes that split one dimension the outermost comes first."""
         before = nx.DiGraph()
-        before.add_nodes_from(range(len(asked.names)))
-        place = {name: i for i, name in enumerate(asked.names)}
+        before.add_nodes_from(range(len(layout.names)))
+        place = {name: i for i, name in enumerate(layout.names)}
         for names in chains:
             nx.add_path(before, [place[name] for name in names if name in place])
         try:
             return list(nx.lexicographical_topological_sort(before))
         except nx.NetworkXUnfeasible:
-            cycle = [asked.names[a] for a, _ in nx.find_cycle(before)]
+            cycle = [layout.names[a] for a, _ in nx.find_cycle(before)]
             self.problems.append(
                 f"the axes {', '.join(map(repr, cycle))} cut a dimension in one order here and in another there; "
                 "list them in the same order everywhere, the outermost first"
             )
-            return list(range(len(asked.names)))
+            return list(range(len(layout.names)))
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -306,8 +306,8 @@ class _HintResolver:
             offered = [repeated(len(operands), results, len(self._mesh))]
             if rule is not None:
                 offered = strategies(rule, self._mesh)
-            asked = {p: [w.layouts for w in several] for p, several in wanted.items()}
-            fits = [s for s in offered if all(s.inputs[p] in one for p, sets in asked.items() for one in sets)]
+            wanted_layouts = {p: [w.layouts for w in several] for p, several in wanted.items()}
+            fits = [s for s in offered if all(s.inputs[p] in one for p, sets in wanted_layouts.items() for one in sets)]
             if fits:
                 continue
             cuts = {
@@ -322,8 +322,8 @@ class _HintResolver:
     def _check_agreement(self, what: str, several: Sequence[AllowedPlacements]) -> bool:
         if frozenset.intersection(*(wanted.layouts for wanted in several)):
             return True
-        told = " and ".join(dict.fromkeys(wanted.reason for wanted in several))
-        self.problems.append(f"hints contradict each other about {what}: {told}")
+        reasons = " and ".join(dict.fromkeys(wanted.reason for wanted in several))
+        self.problems.append(f"hints contradict each other about {what}: {reasons}")
         return False
 
     # -- parameters -------------------------------------------------------------------------------------------------

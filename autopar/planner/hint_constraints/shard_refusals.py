@@ -26,16 +26,16 @@ def clashes(rule: Rule, cuts: Mapping[int, Slices]) -> Iterator[str]:
             together[index].append((place, d, n))
             if n > 1 and rule.kinds[index] is IndexKind.WHOLE:
                 free = [e for e in range(len(slices)) if _may_be_cut(rule, rule.inputs[place], e)]
-                told = f"dimension{'s' if len(free) > 1 else ''} {', '.join(map(str, free))}" if free else "none"
+                available = f"dimension{'s' if len(free) > 1 else ''} {', '.join(map(str, free))}" if free else "none"
                 yield (
                     f"dimension {d} of operand {place} is cut into {n}, but it is needed whole; of that operand "
-                    f"{told} can be cut"
+                    f"{available} can be cut"
                 )
     for index, ends in together.items():
         if len({n for _, _, n in ends}) > 1:
-            told = " and ".join(f"dimension {d} of operand {place} into {n}" for place, d, n in ends)
+            parts = " and ".join(f"dimension {d} of operand {place} into {n}" for place, d, n in ends)
             why = "summed over together" if rule.kinds[index] is IndexKind.SUMMED else "the same in the result"
-            yield f"it cuts {told} parts, but these are {why}; cut them alike"
+            yield f"it cuts {parts} parts, but these are {why}; cut them alike"
 
 
 def refused(offered: Sequence[Strategy], cuts: Mapping[int, Slices], mesh: Sequence[int], names: Sequence[str]) -> str:

@@ -32,26 +32,26 @@ def sharding_violations(plan: Plan, stage_of: Mapping[str, int], program: Progra
         mine = {n for n, s in stage_of.items() if s == number and (not known or keys[n] in known)}
         mesh = sharding.mesh, sharding.axes
         try:
-            asked = resolve_sharding(program, model, sharding.size, plan.n_microbatches, mesh, frozenset(mine))
+            resolved = resolve_sharding(program, model, sharding.size, plan.n_microbatches, mesh, frozenset(mine))
         except PlanError:
             if plan.batch_size is not None and plan.batch_size != program.batch_size:
                 continue  # planned for another batch size; the run reports what it cannot cut
             raise
-        found += _astray(asked, sharding, {name: keys[name] for name in mine})
+        found += _astray(resolved, sharding, {name: keys[name] for name in mine})
     return list(dict.fromkeys(found))
 
 
-def _astray(asked: ResolvedSharding, sharding: StageSharding, keys: Mapping[str, str]) -> Iterator[str]:
+def _astray(resolved: ResolvedSharding, sharding: StageSharding, keys: Mapping[str, str]) -> Iterator[str]:
     """`keys`: of the stage's operators."""
     whole = (REPLICATE,) * len(sharding.mesh)
-    for side, wanted_of in enumerate((asked.constraints.operands, asked.constraints.results)):
+    for side, wanted_of in enumerate((resolved.constraints.operands, resolved.constraints.results)):
         for name, places in wanted_of.items():
             if name not in keys:
                 continue
             layouts = sharding.strategy_of.get(keys[name], ((), ()))[side]
             for place, several in places.items():
                 yield from _other(several, layouts[place] if place < len(layouts) else whole, keys[name])
-    for name, several in asked.constraints.stored.items():
+    for name, several in resolved.constraints.stored.items():
         stored = sharding.stored.get(name)
         yield from _other(several, whole if stored is None else stored.layout, name)
 

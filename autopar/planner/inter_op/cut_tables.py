@@ -1,11 +1,16 @@
 """Every quantity of a stage as a table over the pairs of cuts around it, by matrix products.
 
-For a set A of atoms let count(I) be how many of them lie before cut I. A stage S between cuts I and J, where all before
-I is before J, has none of A exactly if count(I) = count(J). So of all items with weights w, those that S touches weigh
+An item is a set A of atoms with a weight w, such as the readers of a value with its bytes. Let count(I) be the number
+of atoms of A before cut I. The stage S between the cuts I and J
+
+    has none of A    if and only if  count(I) = count(J)
+    has all of A     if and only if  count(I) = 0 and count(J) = |A|
+
+So the items that S touches weigh, in total,
 
     sum of w - sum over items and numbers q of  w [count(I) = q] [count(J) = q]
 
-which is one matrix product for all pairs of cuts; S contains all of A if count(I) = 0 and count(J) = |A|.
+which is one matrix product for all pairs of cuts.
 """
 
 from __future__ import annotations

@@ -38,17 +38,17 @@ class ShardingConstraints:
         sides = ((self.operands, one.inputs), (self.results, one.outputs))
         return all(
             place < len(layouts) and layouts[place] in wanted.layouts
-            for asked, layouts in sides
-            for place, several in asked.get(operator, {}).items()
+            for requests, layouts in sides
+            for place, several in requests.get(operator, {}).items()
             for wanted in several
         )
 
     def refusal(self, operator: str, offered: Sequence[Strategy]) -> str:
         """Why no strategy of an operator is left."""
         sides = [*self.operands.get(operator, {}).values(), *self.results.get(operator, {}).values()]
-        asked = dict.fromkeys(wanted.reason for several in sides for wanted in several)
+        reasons = dict.fromkeys(wanted.reason for several in sides for wanted in several)
         can = dict.fromkeys(" ".join(map(layout_text, one.inputs)) for one in offered)
-        return f"{operator} cannot do what {'; '.join(asked)} asks for; of its operands it can have {_few(can)}"
+        return f"{operator} cannot do what {'; '.join(reasons)} requests; of its operands it can have {_few(can)}"
 
 
 NO_CONSTRAINTS = ShardingConstraints()

@@ -135,8 +135,8 @@ def operators_inside(plan: Plan, path: str) -> dict[str, int]:
     if not found:
         names = dict.fromkeys(name for key in stage_of for name in known_as(key) if name)
         close = difflib.get_close_matches(path, names, _CLOSE, cutoff=0.4)
-        told = f"; close to it are {', '.join(map(repr, close))}" if close else ""
-        raise PlanError(f"the plan has no module and no operator '{path}'{told}")
+        suggestion = f"; close to it are {', '.join(map(repr, close))}" if close else ""
+        raise PlanError(f"the plan has no module and no operator '{path}'{suggestion}")
     return found
 
 
@@ -145,7 +145,7 @@ def _explained(plan: Plan, stage: int, keys: Sequence[str], solved: Solved | Non
     texts = {} if sharding is None else dict(sharding.texts[0])
     exchanges: dict[str, list[Exchange]] = defaultdict(list)
     repeated: dict[str, float] = {}
-    told = sharding is None or bool(sharding.repeated) or sharding.repeated_time == 0
+    repeats_known = sharding is None or bool(sharding.repeated) or sharding.repeated_time == 0
     if sharding is not None:
         repeated = {one.operator: one.seconds for one in sharding.repeated}
         for exchange in sharding.exchanges:
@@ -155,7 +155,7 @@ def _explained(plan: Plan, stage: int, keys: Sequence[str], solved: Solved | Non
     found = []
     for key in keys:
         chosen, others, more = known.alternatives(key, key in anew) if known is not None else (None, (), 0)
-        again = repeated.get(key, 0.0) if told else None
+        again = repeated.get(key, 0.0) if repeats_known else None
         alike = known.copies(key) if known is not None else 1
         caused, text = tuple(exchanges[key]), texts.get(key)
         found.append(OperatorExplained(key, stage, text, caused, again, chosen, tuple(others), more, alike))

@@ -1,27 +1,29 @@
 """The order in which variables are eliminated, and the elimination itself, for any price of memory.
 
-Variables are eliminated one by one: what touches v, its bucket, becomes one table over its neighbours,
+The search wants the least `sum of seconds + price x sum of bytes`. It eliminates the variables one by one (min-plus
+algebra). The tables that contain a variable v are its bucket. Eliminating v replaces them by one table over the other
+variables in them, the neighbours of v:
 
     message(n1, n2, ...) = min over v of  seconds(v) + price x bytes(v) + sum over tables t of the bucket of t(v, n...)
 
-which joins their buckets; a table with no neighbours left is a number, and the sum of these is the least of
-
-    sum of seconds + price x sum of bytes                                                      (the min-plus algebra)
+The message joins the buckets of the neighbours. A table without neighbours is a number; the sum of these numbers is the
+least value.
 
     a --- v --- b        eliminate v         a ------- b       width of the step: 2 (a and b), entries of the
      \\         /           ------>            \\       /        joint table: classes of v x of a x of b
       `-- c --'                                 `- c -'
 
-A table does not tell all options of a variable apart, but only classes of them: an edge those with different labels, a
-message those that some table of its bucket tells apart. Options of v in one class of its whole bucket are one (the
-cheapest). So tables over labels stay tables over labels.
+Tables are small because they are indexed by classes of options, not by options. Two options of v are in one class of a
+table if the table has the same entries for both. In a step, options that are in one class of every table of the bucket
+count as one option, the cheapest of them.
 
-Equal steps, with equal tables over neighbours in the same places, are carried out once. Equal layers of a model are
-therefore eliminated once, as long as the order takes the inside of all of them before their boundaries: the greedy
-orders do, since equal variables get equal scores. What is left is a chain of equal tables between boundaries.
+Equal steps (equal tables over neighbours in the same places) are computed once. Equal layers of a model are therefore
+eliminated once, provided that the order takes the inside of all of them before their boundaries. The greedy orders do,
+because equal variables get equal scores. A chain of equal tables between the boundaries remains.
 
-A table of more than `entries` is not made: the bucket is split, and each part minimised on its own. The result is then
-a lower bound (R. Dechter, I. Rish, "Mini-buckets", 2003), and the search in beam.py closes the gap.
+A table may have at most `entries` entries. Where a message would have more, the bucket is split and each part is
+minimised by itself. The result is then a lower bound (R. Dechter, I. Rish, "Mini-buckets", 2003), and the search in
+beam.py closes the gap.
 """
 
 from __future__ import annotations

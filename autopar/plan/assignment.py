@@ -1,24 +1,38 @@
-"""The stage of every operator of a program, from the operators or the modules that a plan lists."""
+"""The stage of every operator of a program, from the operators or the modules that a plan lists.
+
+A plan must keep three orders, which data flow alone does not show in full:
+
+    input   an operator runs on the stage of its inputs or later
+    group   operators that share a tuple of tensors, or memory that is overwritten, run on one stage
+    write   an operator that overwrites memory runs on the stage of the earlier readers of that memory or later
+
+Operators that the plan leaves open are moved to later stages until all three hold.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
-from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
+from autopar.analysis.operators import compute_nodes, fused_groups, operator_keys, replicable_nodes, write_order
 from autopar.capture.program import Program, describe
 from autopar.errors import PlanError
 from autopar.hints.module_paths import few, nearest
 
+Storages = Mapping[str, frozenset[int]]
+
 _MOST_PATHS = 8  # modules in a message
 
 
-def by_operators(stages: Sequence[Sequence[str]], program: Program, *, strict: bool) -> dict[fx.Node, int]:
+def by_operators(
+    stages: Sequence[Sequence[str]], program: Program, storages: Storages, *, strict: bool
+) -> dict[fx.Node, int]:
     """From the keys of each stage's operators. Operators that are not listed follow their inputs.
 
-    `strict`: an operator must not be listed before one of its inputs. Otherwise it follows them, too: in a capture of
-    the other mode (training or evaluation) the same key may belong to another operator.
+    `storages` (of `batching.study`): the memory of every value. `strict`: refuse a plan that lists an operator too
+    early for the three orders. Otherwise such an operator is moved, too.
 
     Raises PlanError where the program has none of these operators, and with `strict` where the plan contradicts it.
     """
@@ -29,20 +43,10 @@ def by_operators(stages: Sequence[Sequence[str]], program: Program, *, strict: b
             f"the plan names no operator of this model: it was made for another one, with {few(list(listed))}; "
             f"this model has {few(list(keys.values()))}"
         )
-    # Replicable nodes (positions, masks) are computed where they are needed: they hold no reader back.
-    free = replicable_nodes(program)
-    stage_of: dict[fx.Node, int] = {}
-    for node in compute_nodes(program.graph):
-        inputs = [n for n in node.all_input_nodes if n in stage_of and n not in free]
-        latest = max(inputs, key=lambda n: stage_of[n], default=None)
-        after = stage_of[latest] if latest is not None else 0
-        own = listed.get(keys[node], after)
-        if strict and latest is not None and own < after and node not in free:
-            raise PlanError(
-                f"the plan puts operator '{keys[node]}' on stage {own}, but it reads '{keys[latest]}', which is on "
-                f"stage {after}; values only flow to later stages, so put '{keys[node]}' on stage {after} or later"
-            )
-        stage_of[node] = max(after, own)
+    stage_of = {node: listed.get(keys[node], 0) for node in compute_nodes(program.graph)}
+    moved = _settle(stage_of, program, storages)
+    if strict:
+        _refuse(moved, {node: listed[keys[node]] for node in moved if keys[node] in listed}, keys)
     return stage_of
 
 
@@ -55,31 +59,70 @@ def operators_of_stages(stage_of: Mapping[fx.Node, int], program: Program, n_sta
     ]
 
 
-def by_modules(split: Mapping[str, int], program: Program) -> dict[fx.Node, int]:
+def by_modules(split: Mapping[str, int], program: Program, storages: Storages) -> dict[fx.Node, int]:
     """From module paths; the most specific path counts, and other operators follow their inputs.
 
-    Raises PlanError for a path without operators, and where an operator would read a value of a later stage.
+    Raises PlanError for a path without operators, and where an operator would run too early for the three orders.
     """
-    free = replicable_nodes(program)
     keys = operator_keys(program)
-    used: set[str] = set()
-    stage_of: dict[fx.Node, int] = {}
-    for node in compute_nodes(program.graph):
-        path = nearest(keys[node].rpartition("/")[0], split)
-        inputs = [n for n in node.all_input_nodes if n in stage_of and n not in free]
-        if path is None:
-            stage_of[node] = max((stage_of[n] for n in inputs), default=0)
-            continue
-        used.add(path)
-        stage_of[node] = split[path]
-        late = [n for n in inputs if stage_of[n] > split[path]]
-        if late and node not in free:
-            raise PlanError(
-                f"'{path}' is on stage {split[path]}, but it reads {describe(late[0])} on stage "
-                f"{stage_of[late[0]]}; values only flow to later stages"
-            )
-    _check_used(split, used, sorted({key.rpartition("/")[0] for key in keys.values()}))
+    paths = {node: nearest(keys[node].rpartition("/")[0], split) for node in compute_nodes(program.graph)}
+    stage_of = {node: split[path] if path is not None else 0 for node, path in paths.items()}
+    moved = _settle(stage_of, program, storages)
+    named = {node: path for node, path in paths.items() if path is not None}
+    _refuse(moved, {node: split[named[node]] for node in moved if node in named}, named)
+    _check_used(split, set(named.values()), sorted({key.rpartition("/")[0] for key in keys.values()}))
     return stage_of
+
+
+class _Move(NamedTuple):
+    """Why an operator was moved to a later stage."""
+
+    stage: int
+    why: str  # the order that demands it
+    other: fx.Node  # the operator that it follows
+
+
+def _settle(stage_of: dict[fx.Node, int], program: Program, storages: Storages) -> dict[fx.Node, _Move]:
+    """Move operators to later stages until the three orders hold. Returns the first reason for every one moved."""
+    # Replicable nodes (positions, masks) are computed where they are needed: they hold no reader back.
+    free = replicable_nodes(program)
+    bound = [node for node in stage_of if node not in free]
+    groups = [[n for n in stage_of if n in group and n not in free] for group in fused_groups(program, dict(storages))]
+    writes = [pair for pair in write_order(program, dict(storages)) if not free.intersection(pair)]
+    moved: dict[fx.Node, _Move] = {}
+    settled = False
+
+    def follow(node: fx.Node, other: fx.Node, why: str) -> None:
+        nonlocal settled
+        if stage_of[node] < stage_of[other]:
+            stage_of[node], settled = stage_of[other], False
+            moved.setdefault(node, _Move(stage_of[other], why, other))
+
+    while not settled:
+        settled = True
+        for node in stage_of:
+            for source in node.all_input_nodes:
+                if source in stage_of and source not in free:
+                    follow(node, source, "it reads")
+        for group in groups:
+            last = max(group, key=lambda n: stage_of[n], default=None)
+            for node in group:
+                assert last is not None
+                follow(node, last, "it shares a tuple of tensors, or memory that is overwritten, with")
+        for reader, writer in writes:
+            follow(writer, reader, "it overwrites what is read before by")
+    return {node: moved[node] for node in bound if node in moved}
+
+
+def _refuse(moved: Mapping[fx.Node, _Move], wanted: Mapping[fx.Node, int], names: Mapping[fx.Node, str]) -> None:
+    """Raise PlanError if an operator was moved away from the stage that the plan wants it on."""
+    for node, stage in wanted.items():
+        move = moved[node]
+        other = f"'{names[move.other]}', " if move.other in names else ""
+        raise PlanError(
+            f"'{names[node]}' is on stage {stage}, but {move.why} {other}{describe(move.other)} on stage "
+            f"{move.stage}; values only flow to later stages, so put '{names[node]}' on stage {move.stage} or later"
+        )
 
 
 def _check_used(split: Mapping[str, int], used: set[str], paths: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan import serialization
-from autopar.plan.assignment import by_modules, by_operators, operators_of_stages
+from autopar.plan.assignment import Storages, by_modules, by_operators, operators_of_stages
 from autopar.plan.display import compared, explained, inside_explained, printable, shown
 from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
@@ -27,6 +27,9 @@ from autopar.sharding.stage_sharding import StageSharding
 
 if TYPE_CHECKING:
     from autopar.plan.diff import PlanDiff
+
+
+_UNKNOWN: Storages = {}
 
 
 @dataclass(frozen=True)
@@ -233,22 +236,27 @@ class Plan:
             problems.append(f"the plan says nothing about its modules {few(bare)}")
         raise PlanError(f"the plan was made for another model than this {type(model).__name__}: {'; '.join(problems)}")
 
-    def assign(self, program: Program) -> dict[fx.Node, int]:
+    def assign(self, program: Program, storages: Storages = _UNKNOWN) -> dict[fx.Node, int]:
         """The stage of every operator of `program`.
 
-        Operators that the plan does not list follow their inputs: another capture of the model may have others. Raises
-        PlanError for a path that no module has.
+        Operators that the plan does not list follow their inputs, and so do those that it lists before their inputs:
+        captures in another mode or for other sizes may number their operators differently. `storages` (of
+        `batching.study`): the memory of every value; without it, writes into shared memory hold no operator back.
+        Raises PlanError for a path that no module has.
         """
         if self.split:
-            return by_modules(dict(self.split), program)
-        strict = program.training == self.training
-        return by_operators([stage.operators for stage in self.stages], program, strict=strict)
+            return by_modules(dict(self.split), program, storages)
+        return by_operators([stage.operators for stage in self.stages], program, storages, strict=False)
 
-    def listing(self, program: Program) -> Plan:
-        """The plan with the operators that its stages have in `program`, where it lists others or not all of them."""
+    def listing(self, program: Program, storages: Storages = _UNKNOWN) -> Plan:
+        """The plan with the operators that its stages have in `program`, where it lists others or not all of them.
+
+        Raises PlanError for an operator that the plan lists before one of its inputs.
+        """
         if self.split or program.training != self.training:
             return self
-        operators = operators_of_stages(self.assign(program), program, len(self.stages))
+        stage_of = by_operators([stage.operators for stage in self.stages], program, storages, strict=True)
+        operators = operators_of_stages(stage_of, program, len(self.stages))
         if not all(operators):
             return self  # a stage without operators is refused where the plan is lowered
         if [set(stage.operators) for stage in self.stages] == [set(mine) for mine in operators]:

@@ -67,8 +67,8 @@ def predict_plan(plan: Plan, example: Example, costs: CostGraph, conditions: Con
     plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
     if example.batching.obstacle:
         plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
-    plan = plan.listing(example.program)
-    stage_of = {node.name: stage for node, stage in plan.assign(example.program).items()}
+    plan = plan.listing(example.program, example.batching.storages)
+    stage_of = {node.name: stage for node, stage in plan.assign(example.program, example.batching.storages).items()}
     return predict(costs, plan, stage_of, conditions)
 
 

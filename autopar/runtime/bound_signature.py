@@ -101,7 +101,7 @@ def bind(
     `check_hints`: the user gave the plan, so that it may contradict the hints on the model; a plan of the search does
     not. Raises PlanError where the plan does not fit the program.
     """
-    stage_of = plan.assign(signature.program)
+    stage_of = plan.assign(signature.program, signature.batching.storages)
     if check_hints:
         _check_hints(plan, signature, model, len(devices), stage_of)
     lowered = _lowered(plan, signature, stage_of, settings)

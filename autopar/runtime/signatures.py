@@ -122,10 +122,10 @@ class Signatures:
     def _plan_for(self, bound: BoundCall, call: CallArguments) -> Plan:
         """The plan in force; a new one if there is none, or none that fits the call."""
         if self.user_plan is not None:
-            if not self._user_plan_completed:
+            same_mode = bound.signature.program.training == self.user_plan.training
+            if self.plan is None or (same_mode and not self._user_plan_completed):
                 self.plan = self._user_plan_here(self.user_plan, bound.signature)
-                self._user_plan_completed = True
-            assert self.plan is not None
+                self._user_plan_completed = same_mode
         else:
             self.plan = self._decided(bound, call)
         self.warnings.batch_stays_whole(bound.signature.batching)
@@ -139,7 +139,7 @@ class Signatures:
         whole = keeps_batch_whole(signature.batching, self.settings)
         if signature.program.batch_size > 1 and whole and plan.n_microbatches > 1:
             plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
-        return plan.listing(signature.program)
+        return plan.listing(signature.program, signature.batching.storages)
 
     def _decided(self, bound: BoundCall, call: CallArguments) -> Plan:
         signature, program = bound.signature, bound.signature.program

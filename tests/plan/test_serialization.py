@@ -15,8 +15,9 @@ import pytest
 import torch
 from examples import examples
 from hypothesis import given, settings
-from models import gpt2, mlp, tokens
+from models import assert_same_gradients, gpt2, gradients, mlp, tokens
 from plans import hand_plans, plans, searched_plans
+from torch import nn
 
 import autopar
 from autopar import Plan, PlanError
@@ -434,10 +435,52 @@ def test_an_operator_before_its_input_is_refused_with_both_names() -> None:
     plan = edited(priced_mlp(), swap)
     late = plan.stages[0].operators[-1]
     pm = autopar.parallelize(mlp(), ["cpu", "cpu"], plan=plan)
-    with pytest.raises(PlanError, match=re.escape(f"'{late}' on stage 0, but it reads '")) as caught:
+    with pytest.raises(PlanError, match=re.escape(f"'{late}' is on stage 0, but it reads '")) as caught:
         pm(torch.randn(8, 16))
     reads = re.findall(r"'([^']+)'", str(caught.value))[1]
     assert reads in plan.stages[1].operators
+
+
+class SplitsAndWrites(nn.Module):
+    """A tuple of tensors, and a write through a view that others read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.a(x).split(4, dim=1)
+        h = self.b(torch.cat([right, left.relu()], 1))
+        h[:, :4] = h[:, 4:].sigmoid()
+        return self.c(h) + h.tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_every_cut_of_the_operators_is_exact_or_refused(schedule: str) -> None:
+    """Values that several operators share - a tuple, memory that is overwritten - cannot be sent in parts."""
+    torch.manual_seed(0)
+    model, x = SplitsAndWrites(), torch.randn(6, 8)
+    keys = autopar.plan(model, ["cpu"], example_args=(x,)).stages[0].operators
+    expected = model(x)
+    expected.square().mean().backward()
+    wanted = gradients(model)
+    refused = []
+    for cut in range(1, len(keys)):
+        stages = (Stage(("cpu:0",), keys[:cut]), Stage(("cpu:1",), keys[cut:]))
+        pm = autopar.parallelize(model, ["cpu", "cpu"], plan=Plan(stages, n_microbatches=3, schedule=schedule))
+        model.zero_grad()
+        try:
+            found = pm(x)
+        except PlanError as error:
+            refused.append((keys[cut - 1], keys[cut], str(error)))
+            continue
+        found.square().mean().backward()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert_same_gradients(gradients(model), wanted)
+        pm.close()
+    assert ("/split#0", "/getitem#0") in [(before, after) for before, after, _ in refused]
+    assert all("is on stage 0, but it" in message for *_, message in refused)
+    assert len(refused) < len(keys) - 2
 
 
 def test_a_plan_that_leaves_operators_out_shows_where_they_run() -> None:

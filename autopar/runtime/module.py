@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,10 @@ from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.call import PipelineCall
 from autopar.runtime.loss_splits import TargetDim, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
+from autopar.runtime.model_surface import ModelForward, device_map, visible_class
+from autopar.runtime.own_devices import on_own_devices
+from autopar.runtime.outputs import scalars_at_inputs
+from autopar.runtime.own_loss import own_loss
 from autopar.runtime.plain_model import plain_call, plain_step
 from autopar.runtime.run import Run
 from autopar.runtime.signatures import BoundCall, CallArguments, Decide, Signatures
@@ -60,6 +65,7 @@ class PipelinedModule(nn.Module):
         """
         super().__init__()
         self.__dict__["_model"] = model
+        self.__dict__["_forward_function"] = PipelinedModule.__dict__["forward"].like(model)
         for table in _SHARED:  # shared, not copied: later changes to the model show here
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
@@ -70,6 +76,23 @@ class PipelinedModule(nn.Module):
         self._recorder: StepRecorder | None = None
         self._record = record
         self.last_profile: StepProfile | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The model's class, so that code that asks for it (`isinstance(pm, PreTrainedModel)`) treats it as the model.
+
+        `isinstance(pm, PipelinedModule)` and `type(pm) is PipelinedModule` are true as well.
+        """
+        model = self.__dict__.get("_model")
+        return PipelinedModule if model is None else visible_class(model, PipelinedModule)
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        """torch gives a module with parametrizations a class of its own."""
+        self.unwrap().__class__ = value  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return PipelinedModule.__name__ + super().__repr__().removeprefix(self._get_name())
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -97,6 +120,14 @@ class PipelinedModule(nn.Module):
         raise TypeError("a pipelined module has threads and cannot be pickled; save state_dict(), unwrap() or the plan")
 
     # -- what a user sees -------------------------------------------------------------------------------------------
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """Where the model is, as transformers and Accelerate ask for it: they then leave it there. Not on CPUs."""
+        places = device_map(self._devices)
+        if places is None:
+            raise AttributeError("the module is not on accelerators, so it has no hf_device_map")
+        return places
 
     @property
     def plan(self) -> Plan | None:
@@ -147,20 +178,22 @@ class PipelinedModule(nn.Module):
         except AttributeError:
             if "_model" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_model"], name)  # other attributes of the model: config, dtype, ...
+            value = getattr(self.__dict__["_model"], name)  # other attributes of the model: config, dtype, ...
+            return self._generating(value) if name == "generate" and callable(value) else value
 
     def close(self) -> None:
         """End the worker threads; the next call starts new ones."""
         self._signatures.close()
 
+    @ModelForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
         bound = self._signatures.bind(CallArguments(args, kwargs))
         if bound.signature.executable is None:
             return plain_call(self.unwrap(), self._only_device, args, kwargs)
         program = bound.signature.program
-        results = autograd.call(self._run(bound), bound.leaves)
-        return torch_private.tree_unflatten(results[: program.n_outputs], program.out_spec)
+        results = autograd.call(self._run(bound), bound.leaves)[: program.n_outputs]
+        return torch_private.tree_unflatten(scalars_at_inputs(results, bound.leaves), program.out_spec)
 
     def train_step(
         self,
@@ -214,6 +247,18 @@ class PipelinedModule(nn.Module):
             yield
         finally:
             self._recorder = None
+
+    def _generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate` of the model, on the devices of its stages."""
+
+        @functools.wraps(generate)
+        def on_stages(*args: Any, **kwargs: Any) -> Any:
+            if len({device.torch_device for device in self._devices}) > 1 or len(self.stages) > 1:
+                self._signatures.warnings.runs_unpipelined("generate")
+            with on_own_devices(self.unwrap(), [device.torch_device for device in self._devices]):
+                return generate(*args, **kwargs)
+
+        return on_stages
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

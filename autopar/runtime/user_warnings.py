@@ -42,6 +42,12 @@ class OneTimeWarnings:
             f"into micro-batches exactly: {why}"
         )
 
+    def runs_unpipelined(self, method: str) -> None:
+        self._once(
+            f"{method}() runs the model itself on the devices of its stages, one after another: a token depends on the "
+            "one before it, so there is nothing to pipeline"
+        )
+
     def without_shards(self, batch: int, multiple: int) -> None:
         self._once(
             f"a batch of {batch} samples runs without shards, because the plan's shards need a multiple of {multiple} "

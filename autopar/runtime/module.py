@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import fx, nn
@@ -24,10 +24,10 @@ from autopar.runtime.call import PipelineCall
 from autopar.runtime.loss_splits import TargetDim, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, visible_class
-from autopar.runtime.own_devices import on_own_devices
 from autopar.runtime.outputs import scalars_at_inputs
+from autopar.runtime.own_devices import on_own_devices
 from autopar.runtime.own_loss import own_loss
-from autopar.runtime.plain_model import plain_call, plain_step
+from autopar.runtime.plain_model import detached, plain_call, plain_step
 from autopar.runtime.run import Run
 from autopar.runtime.signatures import BoundCall, CallArguments, Decide, Signatures
 from autopar.runtime.step_profile import StepProfile
@@ -77,7 +77,7 @@ class PipelinedModule(nn.Module):
         self._record = record
         self.last_profile: StepProfile | None = None
 
-    @property  # type: ignore[misc]
+    @property
     def __class__(self) -> type:
         """The model's class, so that code that asks for it (`isinstance(pm, PreTrainedModel)`) treats it as the model.
 
@@ -89,7 +89,7 @@ class PipelinedModule(nn.Module):
     @__class__.setter
     def __class__(self, value: type) -> None:
         """torch gives a module with parametrizations a class of its own."""
-        self.unwrap().__class__ = value  # type: ignore[assignment]
+        self.unwrap().__class__ = value
 
     def __repr__(self) -> str:
         return PipelinedModule.__name__ + super().__repr__().removeprefix(self._get_name())
@@ -195,15 +195,40 @@ class PipelinedModule(nn.Module):
         results = autograd.call(self._run(bound), bound.leaves)[: program.n_outputs]
         return torch_private.tree_unflatten(scalars_at_inputs(results, bound.leaves), program.out_spec)
 
+    @overload
     def train_step(
         self,
         *args: Any,
-        target: Any,
-        loss_fn: LossFunction,
-        target_dim: TargetDim | Any = None,
-        profile: bool | Any = False,  # Any: for type checkers, a caller's **inputs might hold every keyword
+        target: Any = ...,
+        loss_fn: LossFunction | None = ...,
+        target_dim: TargetDim | Any = ...,
+        return_outputs: Literal[True],
+        profile: bool | Any = ...,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    @overload
+    def train_step(
+        self,
+        *args: Any,
+        target: Any = ...,
+        loss_fn: LossFunction | None = ...,
+        target_dim: TargetDim | Any = ...,
+        return_outputs: Any = ...,
+        profile: bool | Any = ...,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    def train_step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: LossFunction | None = None,
+        target_dim: TargetDim | Any = None,
+        return_outputs: bool | Any = False,  # Any: for type checkers, a caller's **inputs might hold every keyword
+        profile: bool | Any = False,
+        **kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Forward and backward by the schedule; returns the detached loss of the batch, as the plain model would.
 
         The last stage calls `loss_fn(output, target)` for every micro-batch, so that activations are freed early. The
@@ -212,23 +237,35 @@ class PipelinedModule(nn.Module):
         on the outputs of the whole batch, between all forwards and all backwards, and a warning says so once. Gradients
         are accumulated in `.grad` as by `loss.backward()`. Hooks of the root module do not run.
 
+        Without `target` and `loss_fn`, the loss is the one that the model returns: its output's `loss`, the first
+        entry of a tuple, or the output itself. InputError if there is none.
+
         `target_dim`: the dimension of the targets that counts samples, or one entry per flat leaf of `target` (None:
         the tensor belongs to no sample). By default a tensor is split on dimension 0 (or `batch_dim`) if it has the
         batch's size there and the captured loss agrees.
+
+        `return_outputs`: return (loss, what the model returns for the whole batch, detached), for metrics.
 
         `profile`: store in `last_profile` how long every stage computes and waits, and record the step's time next to
         its prediction. The step computes the same. Capture and planning at a first call do not count, but a first step
         still warms up. On GPUs, workers wait for every action, so that a profiled step is slower than others.
         """
-        if target is None:
-            raise InputError("train_step needs target=: what loss_fn(output, target) compares the output with")
-        call = CallArguments(args, kwargs, loss_fn, target, target_dim)
+        if (target is None) != (loss_fn is None):
+            missing, what = ("target", "what loss_fn(output, target) compares the output with")
+            if loss_fn is None:
+                missing, what = ("loss_fn", "the function that makes a loss of output and target")
+            raise InputError(f"train_step needs {missing}=: {what}; or neither, if the model itself returns its loss")
+        call = CallArguments(args, kwargs, loss_fn or own_loss, target, target_dim, bool(return_outputs))
         with torch.enable_grad():
             bound = self._signatures.bind(call)
             if profile:
                 # The time of a step includes the look-up of its signature, so look it up once more.
-                return self._profiled(lambda: self._train_step(self._signatures.bind(call), call), bound.batch_size)
-            return self._train_step(bound, call)
+                loss, outputs = self._profiled(
+                    lambda: self._train_step(self._signatures.bind(call), call), bound.batch_size
+                )
+            else:
+                loss, outputs = self._train_step(bound, call)
+        return (loss, outputs) if return_outputs else loss
 
     @contextmanager
     def device_context(self, context: DeviceContext) -> Iterator[None]:
@@ -262,7 +299,8 @@ class PipelinedModule(nn.Module):
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _train_step(self, bound: BoundCall, call: CallArguments) -> torch.Tensor:
+    def _train_step(self, bound: BoundCall, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        """The loss, and the outputs if the call asks for them."""
         if bound.signature.executable is None:
             assert call.loss is not None
             return plain_step(
@@ -272,17 +310,21 @@ class PipelinedModule(nn.Module):
         if bound.loss_split.combine == "whole" and len(self._sizes(bound)) > 1:
             self._signatures.warnings.loss_sees_whole_batch(bound.loss_split.why)
             return self._train_step_with_whole_loss(call)
-        return autograd.train_step(self._run(bound, call), bound.leaves)
+        run, program = self._run(bound, call), bound.signature.program
+        loss = autograd.train_step(run, bound.leaves)
+        if not call.return_outputs:
+            return loss, None
+        return loss, torch_private.tree_unflatten(run.tensors.outputs.finish()[: program.n_outputs], program.out_spec)
 
-    def _train_step_with_whole_loss(self, call: CallArguments) -> torch.Tensor:
+    def _train_step_with_whole_loss(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
         """All forwards, the loss on the outputs of the whole batch, all backwards."""
         assert call.loss is not None
-        output = self.forward(*call.args, **call.kwargs)
+        output = PipelinedModule.forward(self, *call.args, **call.kwargs)
         device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
         target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
         loss = checked_loss(call.loss(output, target))
         loss.backward()
-        return loss.detach()
+        return loss.detach(), detached(output)
 
     def _sizes(self, bound: BoundCall) -> list[int]:
         """Samples in each micro-batch."""
@@ -291,16 +333,16 @@ class PipelinedModule(nn.Module):
         least, multiple = signature.batching.least_rows, signature.lowered.multiple
         return split_sizes(bound.batch_size, signature.n_microbatches, least, multiple)
 
-    def _profiled(self, step: Callable[[], torch.Tensor], batch_size: int) -> torch.Tensor:
+    def _profiled(self, step: Callable[[], tuple[torch.Tensor, Any]], batch_size: int) -> tuple[torch.Tensor, Any]:
         assert self.plan is not None
         recorder = StepRecorder()
         with self.recording(recorder):
-            loss, seconds = timed(step, self._devices)
+            result, seconds = timed(step, self._devices)
         self.last_profile = recorder.profile(self.plan, seconds, batch_size)
         if self._record and self.last_profile.predicted is not None:
             costs = costs_of(self.plan)
             remember([Record.of(self.plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
-        return loss
+        return result
 
     @property
     def _only_device(self) -> Device:
@@ -326,5 +368,6 @@ class PipelinedModule(nn.Module):
             loss=step.loss if step is not None else None,
             target=step.target if step is not None else None,
             loss_split=bound.loss_split,
+            return_outputs=step is not None and step.return_outputs,
         )
         return Run(executable, call, device_context=self._device_context, recorder=self._recorder)

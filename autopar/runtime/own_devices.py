@@ -20,7 +20,7 @@ from autopar.capture import torch_private
 
 
 def on_own_devices(model: nn.Module, order: Sequence[torch.device]) -> AbstractContextManager[object]:
-    """Inside, the code of `model` runs wherever its tensors are. `order`: the devices, those of the first stage first."""
+    """Inside, the code of `model` runs wherever its tensors are. `order`: the devices, those of first stages first."""
     used = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     if used <= {torch.device("cpu")}:
         return nullcontext()

@@ -32,8 +32,9 @@ def own_loss(output: Any, target: None = None) -> torch.Tensor:
     if loss is None:
         raise InputError(f"the model returned no loss ({type(output).__name__} without {where}): {_GIVE}")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise InputError(f"the model returned no loss ({where} is {got}, not a number with a gradient): {_GIVE}")
+        is_tensor = isinstance(loss, torch.Tensor)
+        got = f"{loss.dtype} with {loss.dim()} dimensions" if is_tensor else type(loss).__name__
+        raise InputError(f"the model returned no loss ({where} is {got}, not one floating-point number): {_GIVE}")
     return loss
 
 

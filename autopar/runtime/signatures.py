@@ -27,6 +27,7 @@ from autopar.runtime.bound_signature import (
     without_shards,
 )
 from autopar.runtime.loss_splits import LossSplits, TargetDim
+from autopar.runtime.own_loss import check_own_loss, own_loss
 from autopar.runtime.user_warnings import OneTimeWarnings
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device
@@ -43,6 +44,7 @@ class CallArguments:
     loss: LossFunction | None = None
     target: Any = None
     target_dim: TargetDim = None
+    return_outputs: bool = False  # of a training step, besides the loss
 
 
 class BoundCall(NamedTuple):
@@ -127,6 +129,8 @@ class Signatures:
         if call.loss is None:
             return None
         signature, batch_dim = bound.signature, self.settings.batch_dim
+        if call.loss is own_loss:
+            check_own_loss(signature.program)
         if signature.loss_splits is None:
             signature.loss_splits = LossSplits(signature.program, signature.batching)
         dims = (batch_dim, 0) if isinstance(batch_dim, int) else (0,)

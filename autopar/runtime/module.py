@@ -25,7 +25,7 @@ from autopar.runtime.loss_splits import TargetDim, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, visible_class
 from autopar.runtime.outputs import scalars_at_inputs
-from autopar.runtime.own_devices import on_own_devices
+from autopar.runtime.own_devices import on_own_devices, takes_cache
 from autopar.runtime.own_loss import own_loss
 from autopar.runtime.plain_model import detached, plain_call, plain_step
 from autopar.runtime.run import Run
@@ -188,6 +188,11 @@ class PipelinedModule(nn.Module):
     @ModelForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
+        if takes_cache(args, kwargs):
+            why = "a captured model could not update the cache in place"
+            self._signatures.warnings.runs_unpipelined("a call with a key-value cache", why)
+            with on_own_devices(self.unwrap()):
+                return self.unwrap().forward(*args, **kwargs)
         bound = self._signatures.bind(CallArguments(args, kwargs))
         if bound.signature.executable is None:
             return plain_call(self.unwrap(), self._only_device, args, kwargs)
@@ -255,6 +260,8 @@ class PipelinedModule(nn.Module):
             if loss_fn is None:
                 missing, what = ("loss_fn", "the function that makes a loss of output and target")
             raise InputError(f"train_step needs {missing}=: {what}; or neither, if the model itself returns its loss")
+        if takes_cache(args, kwargs):
+            raise InputError("train_step does not update a key-value cache; leave past_key_values out")
         call = CallArguments(args, kwargs, loss_fn or own_loss, target, target_dim, bool(return_outputs))
         with torch.enable_grad():
             bound = self._signatures.bind(call)
@@ -290,9 +297,9 @@ class PipelinedModule(nn.Module):
 
         @functools.wraps(generate)
         def on_stages(*args: Any, **kwargs: Any) -> Any:
-            if len({device.torch_device for device in self._devices}) > 1 or len(self.stages) > 1:
-                self._signatures.warnings.runs_unpipelined("generate")
-            with on_own_devices(self.unwrap(), [device.torch_device for device in self._devices]):
+            if len(self._devices) > 1:
+                self._signatures.warnings.runs_unpipelined("generate()", "every token needs the one before it")
+            with on_own_devices(self.unwrap()):
                 return generate(*args, **kwargs)
 
         return on_stages

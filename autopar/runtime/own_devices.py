@@ -1,8 +1,11 @@
-"""The model's own code on the devices of its stages: what cannot be pipelined, such as generating token by token.
+"""The model's own code on the devices of its stages: for what cannot be pipelined, such as generating token by token.
 
 Parameters lie on the devices of their stages. The model's code adds, multiplies and concatenates tensors of several
-stages without moving them. So every operator whose tensors are on several devices gets them on one: that with most of
-their bytes. Then weights and key-value caches stay where they are, and activations move.
+stages without moving them. So every function of torch whose tensors are on several devices gets them on one:
+
+    1. that of the tensor that the function writes (a static key-value cache);
+    2. that of a parameter: activations move, weights stay;
+    3. that with most bytes: a key-value cache stays, the new keys and values move.
 """
 
 from __future__ import annotations
@@ -14,35 +17,44 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
 
+# They change devices themselves, or compare two tensors without computing.
+_LEFT_ALONE = {"to", "copy_", "type_as", "set_", "is_set_to", "__set__", "__get__", "backward", "data_ptr"}
 
-def on_own_devices(model: nn.Module, order: Sequence[torch.device]) -> AbstractContextManager[object]:
-    """Inside, the code of `model` runs wherever its tensors are. `order`: the devices, those of first stages first."""
+
+def on_own_devices(model: nn.Module) -> AbstractContextManager[object]:
+    """Inside, the code of `model` runs although its tensors may be on several devices. Gradients flow back."""
     used = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    if used <= {torch.device("cpu")}:
-        return nullcontext()
-    return _Together({device: place for place, device in enumerate(order)})
+    return nullcontext() if used <= {torch.device("cpu")} else _OnOneDevice()
 
 
-class _Together(TorchDispatchMode):
-    """Brings the tensors of every operator to one device."""
+def takes_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has a key-value cache among its arguments: an object that the model updates in place.
 
-    def __init__(self, place: Mapping[torch.device, int]) -> None:
-        super().__init__()
-        self._place = place
+    A captured graph has no way to update the caller's object. (Caches that are tuples of tensors are captured.)
+    """
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
 
-    def __torch_dispatch__(
+
+def _is_cache(value: Any) -> bool:
+    return any(cls.__name__.endswith("Cache") for cls in type(value).__mro__)
+
+
+class _OnOneDevice(TorchFunctionMode):
+    """Brings the tensors of every function of torch to one device."""
+
+    def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = torch_private.tree_leaves((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if len({x.device for x in tensors}) < 2 or function in _COPIES:
+        tensors = [x for x in torch_private.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        name = getattr(function, "__name__", "")
+        if name in _LEFT_ALONE or len({x.device for x in tensors}) < 2:
             return function(*args, **kwargs)
-        target = self._target(function, args, tensors)
+        target = _written(name, args, kwargs) or _heaviest(tensors)
 
         def moved(x: Any) -> Any:
             return x.to(target) if isinstance(x, torch.Tensor) and x.device != target else x
@@ -50,18 +62,18 @@ class _Together(TorchDispatchMode):
         args, kwargs = torch_private.tree_map(moved, (args, kwargs))
         return function(*args, **kwargs)
 
-    def _target(self, function: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> torch.device:
-        """Where an operator runs: where the tensor lies that it writes, else where most bytes are; of equals, the later
-        stage."""
-        schema = getattr(function, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for argument, value in zip(schema.arguments, args, strict=False):
-                if argument.is_write and isinstance(value, torch.Tensor):
-                    return value.device
-        n_bytes: Counter[torch.device] = Counter()
-        for x in tensors:
-            n_bytes[x.device] += x.nbytes
-        return max(n_bytes, key=lambda device: (n_bytes[device], self._place.get(device, -1)))
+
+def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """Where the tensor is that function `name` writes; None if it writes none."""
+    if isinstance(kwargs.get("out"), torch.Tensor):
+        return kwargs["out"].device
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+    return args[0].device if in_place and args and isinstance(args[0], torch.Tensor) else None
 
 
-_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)  # they are there to change devices
+def _heaviest(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Where the parameters among `tensors` are, else where most of their bytes are."""
+    n_bytes: Counter[torch.device] = Counter()
+    for x in [x for x in tensors if isinstance(x, nn.Parameter)] or tensors:
+        n_bytes[x.device] += x.nbytes
+    return n_bytes.most_common(1)[0][0]

@@ -42,11 +42,8 @@ class OneTimeWarnings:
             f"into micro-batches exactly: {why}"
         )
 
-    def runs_unpipelined(self, method: str) -> None:
-        self._once(
-            f"{method}() runs the model itself on the devices of its stages, one after another: a token depends on the "
-            "one before it, so there is nothing to pipeline"
-        )
+    def runs_unpipelined(self, what: str, why: str) -> None:
+        self._once(f"{what} runs the model itself on the devices of its stages, without pipelining: {why}")
 
     def without_shards(self, batch: int, multiple: int) -> None:
         self._once(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from autopar.analysis.example import Example, LossFunction, examine, has_backward, under_default_device
+from autopar.analysis.example import Example, LossFunction, examine, has_backward, ordinary, under_default_device
 from autopar.analysis.loss import LossSplit
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
@@ -117,8 +117,9 @@ class Signatures:
                 return BoundCall(signature, *bound)
         types = {device.torch_device.type for device in self._devices}
         settings = self.settings
+        args, kwargs = ordinary((call.args, call.kwargs))
         program, batching = examine(
-            self._model, call.args, call.kwargs, types, batch_dim=settings.batch_dim, verify=settings.verify
+            self._model, args, kwargs, types, batch_dim=settings.batch_dim, verify=settings.verify
         )
         bound = program.bind(call.args, call.kwargs)
         assert bound is not None
@@ -167,17 +168,9 @@ class Signatures:
         ):
             return plan
         loss = under_default_device(call.loss)
+        args, kwargs, leaves, target = ordinary((call.args, call.kwargs, bound.leaves, call.target))
         example = Example(
-            self._model,
-            program,
-            batching,
-            call.args,
-            call.kwargs,
-            bound.leaves,
-            training,
-            loss,
-            call.target,
-            bound.loss_split,
+            self._model, program, batching, args, kwargs, leaves, training, loss, target, bound.loss_split
         )
         plan = self._decide(example)
         self._plan_knows_loss = call.loss is not None

@@ -218,9 +218,9 @@ def test_scoring_is_pipelined_over_micro_batches(build: Any, mode: Any) -> None:
     model, pm = twins(build)
     case = next(case for case in models.CASES if case.build is build)
     for size in (7, 7, 9):  # the last batch of a data set has another size
-        batch = case.inputs(size)
         recorder = StepRecorder()
         with mode(), pm.recording(recorder):
+            batch = case.inputs(size)  # tensors of the mode, as those of a data loader
             expected = model(**batch)
             found = pm(**batch)
         models.assert_same_outputs(found, expected)
@@ -228,3 +228,16 @@ def test_scoring_is_pipelined_over_micro_batches(build: Any, mode: Any) -> None:
         done = {(action.phase, action.stage, action.microbatch) for action in recorder.times}
         assert done == {(Phase.FORWARD, stage, microbatch) for stage in range(2) for microbatch in range(3)}
     assert len(pm._signatures._known) == 1, "one capture serves all sizes"
+
+
+def test_a_first_call_in_inference_mode_may_be_followed_by_training() -> None:
+    """The capture and the search get copies of the batch, whose tensors autograd would refuse."""
+    model = models.mlp()
+    pm = autopar.parallelize(copy.deepcopy(model), ["cpu", "cpu"], cache=False)
+    with torch.inference_mode():
+        x = torch.randn(8, 16)
+        torch.testing.assert_close(pm(x), model(x))
+    y = torch.randn(8, 16)
+    torch.testing.assert_close(
+        pm.train_step(y, target=y, loss_fn=nn.functional.mse_loss), nn.functional.mse_loss(model(y), y).detach()
+    )

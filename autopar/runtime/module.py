@@ -68,7 +68,6 @@ class PipelinedModule(nn.Module):
         self.__dict__["_forward_function"] = PipelinedModule.__dict__["forward"].like(model)
         for table in _SHARED:  # shared, not copied: later changes to the model show here
             self.__dict__[table] = model.__dict__[table]
-        self.training = model.training
         self._devices = tuple(devices)
         self._decide = decide
         self._signatures = Signatures(model, devices, decide, plan, settings or RunSettings())
@@ -93,6 +92,17 @@ class PipelinedModule(nn.Module):
 
     def __repr__(self) -> str:
         return PipelinedModule.__name__ + super().__repr__().removeprefix(self._get_name())
+
+    @property
+    def training(self) -> bool:
+        """The model's mode, also where it is set without `train()`, as Lightning does."""
+        model = self.__dict__.get("_model")
+        return True if model is None else model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:
+            self.unwrap().training = mode
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -146,7 +156,8 @@ class PipelinedModule(nn.Module):
 
     def report(self) -> str:
         """The plan, its stages and predictions as text."""
-        return shown(self)
+        text: str = shown.dispatch(PipelinedModule)(self)  # a plain call would look for reports on the model's class
+        return text
 
     def prepare(
         self,
@@ -163,7 +174,6 @@ class PipelinedModule(nn.Module):
 
     def train(self, mode: bool = True) -> PipelinedModule:
         self.unwrap().train(mode)
-        self.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

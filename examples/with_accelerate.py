@@ -19,8 +19,7 @@ def main(epochs: int = 3) -> list[float]:
     x = torch.randn(256, 32)
     data = TensorDataset(x, x[:, :2].prod(1, keepdim=True))
 
-    # device_placement=False: the plan places the stages. (On one GPU, or on CPUs, it makes no difference.)
-    accelerator = Accelerator(gradient_accumulation_steps=2, device_placement=False, cpu=True)
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)  # on GPUs without cpu=True
     model = autopar.parallelize(net, ["cpu", "cpu"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=32, shuffle=True))
@@ -30,7 +29,8 @@ def main(epochs: int = 3) -> list[float]:
         losses = []
         for batch, target in loader:
             with accelerator.accumulate(model):
-                loss = nn.functional.mse_loss(model(batch), target)
+                output = model(batch)
+                loss = nn.functional.mse_loss(output, target.to(output.device))  # where the last stage is
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()

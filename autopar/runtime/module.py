@@ -201,7 +201,7 @@ class PipelinedModule(nn.Module):
         if takes_cache(args, kwargs):
             why = "a captured model could not update the cache in place"
             self._signatures.warnings.runs_unpipelined("a call with a key-value cache", why)
-            with on_own_devices(self.unwrap()):
+            with on_own_devices(self.unwrap(), [device.torch_device for device in self._devices]):
                 return self.unwrap().forward(*args, **kwargs)
         bound = self._signatures.bind(CallArguments(args, kwargs))
         if bound.signature.executable is None:
@@ -309,7 +309,7 @@ class PipelinedModule(nn.Module):
         def on_stages(*args: Any, **kwargs: Any) -> Any:
             if len(self._devices) > 1:
                 self._signatures.warnings.runs_unpipelined("generate()", "every token needs the one before it")
-            with on_own_devices(self.unwrap()):
+            with on_own_devices(self.unwrap(), [device.torch_device for device in self._devices]):
                 return generate(*args, **kwargs)
 
         return on_stages

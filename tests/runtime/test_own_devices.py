@@ -17,6 +17,7 @@ from autopar.runtime.own_devices import on_own_devices, takes_cache
 from cost_models import parse_devices
 
 OTHER = torch.device("meta")
+ORDER = (torch.device("cpu"), OTHER)
 
 
 class TwoPlaces(nn.Module):
@@ -38,14 +39,14 @@ def test_operators_run_where_their_weights_are() -> None:
     ids = torch.randint(0, 16, (300, 4))  # more bytes than the weights
     with pytest.raises(RuntimeError):
         model(ids)
-    with on_own_devices(model):
+    with on_own_devices(model, ORDER):
         found = model(ids)
     assert {name: x.device for name, x in found.items()} == dict.fromkeys(found, OTHER)
 
 
 def test_a_tensor_that_is_written_stays_where_it_is() -> None:
     model, small, large = TwoPlaces(), torch.zeros(4), torch.ones(4, 4, device=OTHER)
-    with on_own_devices(model):
+    with on_own_devices(model, ORDER):
         cache = torch.zeros(2, 2, 8, device=OTHER)
         cache[:, :1] = torch.ones(2, 1, 8)
         cache.index_copy_(1, torch.tensor([1]), torch.ones(2, 1, 8))
@@ -57,7 +58,7 @@ def test_a_tensor_that_is_written_stays_where_it_is() -> None:
 
 
 def test_on_one_cpu_nothing_is_watched() -> None:
-    with on_own_devices(nn.Linear(2, 2)) as mode:
+    with on_own_devices(nn.Linear(2, 2), [torch.device("cpu")]) as mode:
         assert mode is None
 
 

@@ -309,7 +309,9 @@ class PipelinedModule(nn.Module):
         def on_stages(*args: Any, **kwargs: Any) -> Any:
             if len(self._devices) > 1:
                 self._signatures.warnings.runs_unpipelined("generate()", "every token needs the one before it")
-            with on_own_devices(self.unwrap(), [device.torch_device for device in self._devices]):
+            with on_own_devices(self.unwrap(), [device.torch_device for device in self._devices]) as mode:
+                if mode is not None and hasattr(getattr(self.unwrap(), "generation_config", None), "disable_compile"):
+                    kwargs.setdefault("disable_compile", True)  # compiled code would not see the mode
                 return generate(*args, **kwargs)
 
         return on_stages

@@ -163,7 +163,8 @@ class Signatures:
         if (
             plan is not None
             and (plan.training or not training)
-            and (call.loss is None or self._plan_knows_loss)  # the last stage must have room for the loss
+            # The last stage must have room for the loss; the model's own is part of the program.
+            and (call.loss is None or call.loss is own_loss or self._plan_knows_loss)
             and (plan.batch_size != 1 or program.batch_size <= 1)  # one sample cannot show how to split a batch
         ):
             return plan

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.runtime.model_surface import device_map
+from autopar.runtime.outputs import scalars_at_inputs
 from autopar.runtime.own_devices import on_own_devices, takes_cache
 from cost_models import parse_devices
 
@@ -71,6 +72,15 @@ class TinyCache:
 )
 def test_an_object_that_is_called_a_cache_is_one(value: Any, said: bool) -> None:
     assert takes_cache((torch.zeros(1),), {"past_key_values": value}) is said
+
+
+def test_a_loss_comes_back_to_where_the_inputs_are() -> None:
+    loss, logits, ids = torch.zeros((), requires_grad=True), torch.zeros(3, 2), torch.zeros(3, device=OTHER)
+    found = scalars_at_inputs([loss, logits, None], [None, ids])
+    assert found[0].device == OTHER
+    assert found[0].requires_grad
+    assert found[1] is logits, "large outputs stay on the last stage's device"
+    assert scalars_at_inputs([loss], [torch.zeros(3)])[0] is loss
 
 
 @pytest.mark.parametrize(

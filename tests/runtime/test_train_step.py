@@ -125,6 +125,14 @@ def test_a_plan_of_its_own_is_found_for_the_models_own_loss(devices: list[str]) 
     assert_same_gradients(gradients(pm), gradients(model))
 
 
+def test_a_plan_made_for_a_call_serves_the_models_own_loss() -> None:
+    batch = _classes(BATCH)
+    pm = autopar.parallelize(ReturnsLoss("tuple"), ["cpu", "cpu"], example_kwargs=batch, cache=False)
+    plan = pm.plan
+    pm.train_step(**batch)
+    assert pm.plan is plan
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 @pytest.mark.parametrize("whole", [False, True])

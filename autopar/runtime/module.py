@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -199,9 +199,9 @@ class PipelinedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
         if takes_cache(args, kwargs):
-            why = "a captured model could not update the cache in place"
-            self._signatures.warnings.runs_unpipelined("a call with a key-value cache", why)
-            with on_own_devices(self.unwrap(), [device.torch_device for device in self._devices]):
+            with self._unpipelined(
+                "a call with a key-value cache", "a captured model could not update it in place"
+            ):
                 return self.unwrap().forward(*args, **kwargs)
         bound = self._signatures.bind(CallArguments(args, kwargs))
         if bound.signature.executable is None:
@@ -307,14 +307,18 @@ class PipelinedModule(nn.Module):
 
         @functools.wraps(generate)
         def on_stages(*args: Any, **kwargs: Any) -> Any:
-            if len(self._devices) > 1:
-                self._signatures.warnings.runs_unpipelined("generate()", "every token needs the one before it")
-            with on_own_devices(self.unwrap(), [device.torch_device for device in self._devices]) as mode:
+            with self._unpipelined("generate()", "every token needs the one before it") as mode:
                 if mode is not None and hasattr(getattr(self.unwrap(), "generation_config", None), "disable_compile"):
                     kwargs.setdefault("disable_compile", True)  # compiled code would not see the mode
                 return generate(*args, **kwargs)
 
         return on_stages
+
+    def _unpipelined(self, what: str, why: str) -> AbstractContextManager[object]:
+        """Inside, the model's own code runs on the devices of its stages. A warning says so once."""
+        if len(self._devices) > 1:
+            self._signatures.warnings.runs_unpipelined(what, why)
+        return on_own_devices(self.unwrap(), [device.torch_device for device in self._devices])
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -199,9 +199,7 @@ class PipelinedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
         if takes_cache(args, kwargs):
-            with self._unpipelined(
-                "a call with a key-value cache", "a captured model could not update it in place"
-            ):
+            with self._unpipelined("a call with a key-value cache", "a captured model could not update it in place"):
                 return self.unwrap().forward(*args, **kwargs)
         bound = self._signatures.bind(CallArguments(args, kwargs))
         if bound.signature.executable is None:

@@ -95,6 +95,7 @@ def twins(name: str, **options: Any) -> tuple[nn.Module, PipelinedModule, dict[s
 
 
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+@pytest.mark.filterwarnings("error:the loss is computed on the whole batch")
 @models
 def test_the_models_own_loss_needs_no_target(name: str) -> None:
     model, pm, batch = twins(name, schedule=("gpipe", "1f1b", "zb-h1")[len(name) % 3])
@@ -231,3 +232,18 @@ def test_recipe_accumulation() -> None:
         (model(**batch).loss / len(batches)).backward()
         pm.train_step(**batch, target=batch["labels"], loss_fn=own_share)
     assert_same_gradients(gradients(pm), gradients(model))
+
+
+@pytest.mark.filterwarnings("error:the loss is computed on the whole batch")
+def test_recipe_gradient_scaler_with_the_models_own_loss() -> None:
+    """The scaler scales the loss that the model returns; the labels say what it averages over."""
+    torch.manual_seed(1)
+    model = gpt2().train()
+    pm = pipelined(copy.deepcopy(model), {"transformer.h.0": 0, "transformer.h.1": 1})
+    scaler, batch = torch.amp.GradScaler("cpu", init_scale=1024.0), _text(BATCH)
+    for _ in range(2):
+        loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        found = pm.train_step(**batch, target=batch["labels"], loss_fn=lambda out, _: scaler.scale(out.loss))
+        torch.testing.assert_close(found / scaler.get_scale(), loss.detach())
+        assert_same_gradients(gradients(pm), gradients(model))

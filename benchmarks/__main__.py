@@ -16,6 +16,7 @@ from autopar import AutoparWarning
 from benchmarks import (
     accuracy,
     estimates,
+    inference,
     memory,
     models,
     overhead,
@@ -44,6 +45,10 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
     "overhead": (
         "microseconds per micro-batch on tiny stages and per call on one device",
         lambda quick, _: overhead.run_overhead(overhead.QUICK if quick else overhead.FULL),
+    ),
+    "inference": (
+        "samples per second of classification and scoring by ResNet-50, ViT, BERT and GPT-2 on two CPU devices",
+        lambda quick, _: inference.run_inference(quick),
     ),
     "peers": (
         "tiny stages, ResNet-50, GPT-2 and BERT by torchgpipe and torch.distributed.pipelining; steps against a bound",

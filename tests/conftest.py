@@ -69,6 +69,8 @@ EVERY_THIRD_CASE = (
     "planner/test_sharding_explain.py",
     "runtime/test_faults_at_random.py",
     "runtime/test_models.py",
+    "runtime/test_transformers.py",
+    "integrations/test_trainer.py",
 )
 
 

@@ -126,6 +126,15 @@ def without_values(
     return model, args, kwargs, target
 
 
+def ordinary(tree: Any) -> Any:
+    """`tree` with copies of the tensors that were created in inference mode. A tracer cannot record operators on those,
+    and a later plan for training could not be measured with them."""
+    with torch.inference_mode(False):
+        return torch_private.tree_map(
+            lambda x: x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x, tree
+        )
+
+
 def under_default_device(loss: LossFunction | None) -> LossFunction | None:
     """`loss` for other threads, which do not inherit this thread's default device."""
     device = torch.get_default_device()

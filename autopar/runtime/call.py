@@ -37,6 +37,7 @@ class PipelineCall:
     loss: LossFunction | None  # the last stage ends in loss(output, target); None: it returns the outputs
     targets: Sequence[Any]  # for each micro-batch, if there is a loss
     loss_weights: tuple[float, ...] = ()  # of the loss of each micro-batch; 0: it has no targets
+    return_outputs: bool = True  # a training step may need only the loss
 
     @classmethod
     def of(
@@ -51,10 +52,12 @@ class PipelineCall:
         loss: LossFunction | None = None,
         target: Any = None,
         loss_split: LossSplit | None = None,
+        return_outputs: bool = True,
     ) -> PipelineCall:
         """Split the flat inputs `leaves` and, with a loss, `target` into micro-batches of `sizes` samples.
 
-        `loss_split`: how the targets are split, and what the losses of micro-batches weigh. Raises InputError.
+        `loss_split`: how the targets are split, and what the losses of micro-batches weigh. `return_outputs`: collect
+        the model's outputs, also in a call with a loss. Raises InputError.
         """
         dims = tuple(i.batch_dim for i in program.inputs)
         # (1) One piece of every input for each micro-batch.
@@ -62,7 +65,7 @@ class PipelineCall:
         if loss is None:
             return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, None, ())
         if len(sizes) == 1 or loss_split is None:
-            return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, [target], (1.0,))
+            return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, [target], (1.0,), return_outputs)
         flat, spec = torch_private.tree_flatten(target)
         pieces = [
             split_target(leaf, dim, sizes, i)
@@ -70,9 +73,9 @@ class PipelineCall:
         ]
         flat_targets = [[piece[i] for piece in pieces] for i in range(len(sizes))]
         flat_inputs = [[piece[i] for piece in inputs] for i in range(len(sizes))]
-        weights = loss_split.weights(sizes, flat_inputs, flat_targets)
+        weights = tuple(loss_split.weights(sizes, flat_inputs, flat_targets))
         targets = [torch_private.tree_unflatten(leaves, spec) for leaves in flat_targets]
-        return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, targets, tuple(weights))
+        return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, targets, weights, return_outputs)
 
     @property
     def n_microbatches(self) -> int:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from autopar.analysis.batching import Batching, study_again
-from autopar.analysis.example import LossFunction, capture_symbolic, examine, study_call
+from autopar.analysis.example import LossFunction, capture_symbolic, examine, ordinary, study_call
 from autopar.analysis.loss import LossSplit
 from autopar.capture import torch_private
 from autopar.capture.open_sizes import SymbolicProgram
@@ -40,6 +40,7 @@ class CallArguments:
     loss: LossFunction | None = None
     target: Any = None
     target_dim: TargetDim = None
+    return_outputs: bool = False  # of a training step, besides the loss
 
 
 class BoundCall(NamedTuple):
@@ -90,6 +91,8 @@ class Captures:
                     self.known.remove(signature)
                     self.known.append(signature)
                 return BoundCall(signature, *bound)
+        args, kwargs = ordinary((call.args, call.kwargs))
+        call = replace(call, args=args, kwargs=kwargs)
         signature = self._specialised(call, state) or self._captured(call, state, leaves, spec)
         self.known.append(signature)
         self._forget_the_oldest()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, overload
 
 import torch
 from torch import fx, nn
@@ -23,7 +24,11 @@ from autopar.runtime.call import PipelineCall
 from autopar.runtime.captures import BoundCall, CallArguments
 from autopar.runtime.loss_splits import TargetDim, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
-from autopar.runtime.plain_model import plain_call, plain_step
+from autopar.runtime.model_surface import ModelForward, device_map, visible_class
+from autopar.runtime.outputs import scalars_at_inputs
+from autopar.runtime.own_devices import on_own_devices, takes_cache
+from autopar.runtime.own_loss import own_loss
+from autopar.runtime.plain_model import detached, plain_call, plain_step
 from autopar.runtime.run import Run
 from autopar.runtime.signatures import Decide, Signatures
 from autopar.runtime.step_profile import StepProfile
@@ -61,9 +66,9 @@ class PipelinedModule(nn.Module):
         """
         super().__init__()
         self.__dict__["_model"] = model
+        self.__dict__["_forward_function"] = PipelinedModule.__dict__["forward"].like(model)
         for table in _SHARED:  # shared, not copied: later changes to the model show here
             self.__dict__[table] = model.__dict__[table]
-        self.training = model.training
         self._devices = tuple(devices)
         self._decide = decide
         self._signatures = Signatures(model, devices, decide, plan, settings or RunSettings())
@@ -71,6 +76,34 @@ class PipelinedModule(nn.Module):
         self._recorder: StepRecorder | None = None
         self._record = record
         self.last_profile: StepProfile | None = None
+
+    @property
+    def __class__(self) -> type:
+        """The model's class, so that code that asks for it (`isinstance(pm, PreTrainedModel)`) treats it as the model.
+
+        `isinstance(pm, PipelinedModule)` and `type(pm) is PipelinedModule` are true as well.
+        """
+        model = self.__dict__.get("_model")
+        return PipelinedModule if model is None else visible_class(model, PipelinedModule)
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        """torch gives a module with parametrizations a class of its own."""
+        self.unwrap().__class__ = value
+
+    def __repr__(self) -> str:
+        return PipelinedModule.__name__ + super().__repr__().removeprefix(self._get_name())
+
+    @property
+    def training(self) -> bool:
+        """The model's mode, also where it is set without `train()`, as Lightning does."""
+        model = self.__dict__.get("_model")
+        return True if model is None else model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:
+            self.unwrap().training = mode
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -100,6 +133,14 @@ class PipelinedModule(nn.Module):
     # -- what a user sees -------------------------------------------------------------------------------------------
 
     @property
+    def hf_device_map(self) -> dict[str, str]:
+        """Where the model is, as transformers and Accelerate ask for it: they then leave it there. Not on CPUs."""
+        places = device_map(self._devices)
+        if places is None:
+            raise AttributeError("the module is not on accelerators, so it has no hf_device_map")
+        return places
+
+    @property
     def plan(self) -> Plan | None:
         return self._signatures.plan
 
@@ -121,7 +162,8 @@ class PipelinedModule(nn.Module):
 
     def report(self) -> str:
         """The plan, its stages and predictions as text."""
-        return shown(self)
+        text: str = shown.dispatch(PipelinedModule)(self)  # a plain call would look for reports on the model's class
+        return text
 
     def prepare(
         self,
@@ -138,7 +180,6 @@ class PipelinedModule(nn.Module):
 
     def train(self, mode: bool = True) -> PipelinedModule:
         self.unwrap().train(mode)
-        self.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,30 +194,60 @@ class PipelinedModule(nn.Module):
         except AttributeError:
             if "_model" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_model"], name)  # other attributes of the model: config, dtype, ...
+            value = getattr(self.__dict__["_model"], name)  # other attributes of the model: config, dtype, ...
+            return self._generating(value) if name == "generate" and callable(value) else value
 
     def close(self) -> None:
         """End the worker threads; the next call starts new ones."""
         self._signatures.close()
 
+    @ModelForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
+        if takes_cache(args, kwargs):
+            with self._unpipelined("a call with a key-value cache", "a captured model could not update it in place"):
+                return self.unwrap().forward(*args, **kwargs)
         bound = self._signatures.bind(CallArguments(args, kwargs))
         if bound.signature.executable is None:
             return plain_call(self.unwrap(), self._only_device, args, kwargs)
         program = bound.signature.program
-        results = autograd.call(self._run(bound), bound.leaves)
-        return torch_private.tree_unflatten(results[: program.n_outputs], program.out_spec)
+        results = autograd.call(self._run(bound), bound.leaves)[: program.n_outputs]
+        return torch_private.tree_unflatten(scalars_at_inputs(results, bound.leaves), program.out_spec)
+
+    @overload
+    def train_step(
+        self,
+        *args: Any,
+        target: Any = ...,
+        loss_fn: LossFunction | None = ...,
+        target_dim: TargetDim | Any = ...,
+        return_outputs: Literal[True],
+        profile: bool | Any = ...,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    @overload
+    def train_step(
+        self,
+        *args: Any,
+        target: Any = ...,
+        loss_fn: LossFunction | None = ...,
+        target_dim: TargetDim | Any = ...,
+        return_outputs: Any = ...,
+        profile: bool | Any = ...,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
 
     def train_step(
         self,
         *args: Any,
-        target: Any,
-        loss_fn: LossFunction,
+        target: Any = None,
+        loss_fn: LossFunction | None = None,
         target_dim: TargetDim | Any = None,
-        profile: bool | Any = False,  # Any: for type checkers, a caller's **inputs might hold every keyword
+        return_outputs: bool | Any = False,  # Any: for type checkers, a caller's **inputs might hold every keyword
+        profile: bool | Any = False,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Forward and backward by the schedule; returns the detached loss of the batch, as the plain model would.
 
         The last stage calls `loss_fn(output, target)` for every micro-batch, so that activations are freed early. The
@@ -185,23 +256,37 @@ class PipelinedModule(nn.Module):
         on the outputs of the whole batch, between all forwards and all backwards, and a warning says so once. Gradients
         are accumulated in `.grad` as by `loss.backward()`. Hooks of the root module do not run.
 
+        Without `target` and `loss_fn`, the loss is the one that the model returns: its output's `loss`, the first
+        entry of a tuple, or the output itself. InputError if there is none.
+
         `target_dim`: the dimension of the targets that counts samples, or one entry per flat leaf of `target` (None:
         the tensor belongs to no sample). By default a tensor is split on dimension 0 (or `batch_dim`) if it has the
         batch's size there and the captured loss agrees.
+
+        `return_outputs`: return (loss, what the model returns for the whole batch, detached), for metrics.
 
         `profile`: store in `last_profile` how long every stage computes and waits, and record the step's time next to
         its prediction. The step computes the same. Capture and planning at a first call do not count, but a first step
         still warms up. On GPUs, workers wait for every action, so that a profiled step is slower than others.
         """
-        if target is None:
-            raise InputError("train_step needs target=: what loss_fn(output, target) compares the output with")
-        call = CallArguments(args, kwargs, loss_fn, target, target_dim)
+        if (target is None) != (loss_fn is None):
+            missing, what = ("target", "what loss_fn(output, target) compares the output with")
+            if loss_fn is None:
+                missing, what = ("loss_fn", "the function that makes a loss of output and target")
+            raise InputError(f"train_step needs {missing}=: {what}; or neither, if the model itself returns its loss")
+        if takes_cache(args, kwargs):
+            raise InputError("train_step does not update a key-value cache; leave past_key_values out")
+        call = CallArguments(args, kwargs, loss_fn or own_loss, target, target_dim, bool(return_outputs))
         with torch.enable_grad():
             bound = self._signatures.bind(call)
             if profile:
                 # The time of a step includes the look-up of its signature, so look it up once more.
-                return self._profiled(lambda: self._train_step(self._signatures.bind(call), call), bound.batch_size)
-            return self._train_step(bound, call)
+                loss, outputs = self._profiled(
+                    lambda: self._train_step(self._signatures.bind(call), call), bound.batch_size
+                )
+            else:
+                loss, outputs = self._train_step(bound, call)
+        return (loss, outputs) if return_outputs else loss
 
     @contextmanager
     def device_context(self, context: DeviceContext) -> Iterator[None]:
@@ -221,9 +306,28 @@ class PipelinedModule(nn.Module):
         finally:
             self._recorder = None
 
+    def _generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate` of the model, on the devices of its stages."""
+
+        @functools.wraps(generate)
+        def on_stages(*args: Any, **kwargs: Any) -> Any:
+            with self._unpipelined("generate()", "every token needs the one before it") as mode:
+                if mode is not None and hasattr(getattr(self.unwrap(), "generation_config", None), "disable_compile"):
+                    kwargs.setdefault("disable_compile", True)  # compiled code would not see the mode
+                return generate(*args, **kwargs)
+
+        return on_stages
+
+    def _unpipelined(self, what: str, why: str) -> AbstractContextManager[object]:
+        """Inside, the model's own code runs on the devices of its stages. A warning says so once."""
+        if len(self._devices) > 1:
+            self._signatures.warnings.runs_unpipelined(what, why)
+        return on_own_devices(self.unwrap(), [device.torch_device for device in self._devices])
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _train_step(self, bound: BoundCall, call: CallArguments) -> torch.Tensor:
+    def _train_step(self, bound: BoundCall, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        """The loss, and the outputs if the call asks for them."""
         if bound.signature.executable is None:
             assert call.loss is not None
             return plain_step(
@@ -233,17 +337,21 @@ class PipelinedModule(nn.Module):
         if bound.loss_split.combine == "whole" and len(self._sizes(bound)) > 1:
             self._signatures.warnings.loss_sees_whole_batch(bound.loss_split.why)
             return self._train_step_with_whole_loss(call)
-        return autograd.train_step(self._run(bound, call), bound.leaves)
+        run, program = self._run(bound, call), bound.signature.program
+        loss = autograd.train_step(run, bound.leaves)
+        if not call.return_outputs:
+            return loss, None
+        return loss, torch_private.tree_unflatten(run.tensors.outputs.finish()[: program.n_outputs], program.out_spec)
 
-    def _train_step_with_whole_loss(self, call: CallArguments) -> torch.Tensor:
+    def _train_step_with_whole_loss(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
         """All forwards, the loss on the outputs of the whole batch, all backwards."""
         assert call.loss is not None
-        output = self.forward(*call.args, **call.kwargs)
+        output = PipelinedModule.forward(self, *call.args, **call.kwargs)
         device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
         target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
         loss = checked_loss(call.loss(output, target))
         loss.backward()
-        return loss.detach()
+        return loss.detach(), detached(output)
 
     def _sizes(self, bound: BoundCall) -> list[int]:
         """Samples in each micro-batch."""
@@ -252,16 +360,16 @@ class PipelinedModule(nn.Module):
         least, multiple = signature.batching.least_rows, signature.lowered.multiple
         return split_sizes(bound.batch_size, signature.n_microbatches, least, multiple)
 
-    def _profiled(self, step: Callable[[], torch.Tensor], batch_size: int) -> torch.Tensor:
+    def _profiled(self, step: Callable[[], tuple[torch.Tensor, Any]], batch_size: int) -> tuple[torch.Tensor, Any]:
         assert self.plan is not None
         recorder = StepRecorder()
         with self.recording(recorder):
-            loss, seconds = timed(step, self._devices)
+            result, seconds = timed(step, self._devices)
         self.last_profile = recorder.profile(self.plan, seconds, batch_size)
         if self._record and self.last_profile.predicted is not None:
             costs = costs_of(self.plan)
             remember([Record.of(self.plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
-        return loss
+        return result
 
     @property
     def _only_device(self) -> Device:
@@ -287,5 +395,6 @@ class PipelinedModule(nn.Module):
             loss=step.loss if step is not None else None,
             target=step.target if step is not None else None,
             loss_split=bound.loss_split,
+            return_outputs=step is not None and step.return_outputs,
         )
         return Run(executable, call, device_context=self._device_context, recorder=self._recorder)

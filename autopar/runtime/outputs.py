@@ -93,3 +93,14 @@ class OutputCollector:
         counts = [float(self._pieces[place][i]) for i in range(len(self.sizes))]
         # With nothing to average in the whole batch, the model computes 0/0. A single weight of 1 keeps that NaN.
         return [c / sum(counts) for c in counts] if any(counts) else [1.0] + [0.0] * (len(counts) - 1)
+
+
+def scalars_at_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """`outputs` with their scalars, such as a loss, on the accelerator of the inputs.
+
+    The caller cannot know on which device the plan puts the last stage, and adds losses up on the device of its data.
+    """
+    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
+    if device is None or device.type == "cpu":
+        return list(outputs)
+    return [x.to(device) if isinstance(x, torch.Tensor) and x.dim() == 0 else x for x in outputs]

@@ -77,9 +77,9 @@ class Passes:
             self._send_outputs(replica, consumer, microbatch, outputs)
         kept = KeptForward(model_inputs, received, None if recompute else outputs)
         if self._is_last(replica):  # (7)
-            if self._loss_function is None:
+            if self._call.return_outputs:
                 self._tensors.outputs.add(self._model_outputs(outputs), microbatch)
-            else:
+            if self._loss_function is not None:
                 kept.loss = self._loss(self._loss_function, outputs, microbatch, replica.device)
                 kept.loss_inputs = outputs if recompute else ()
         if self._grad:

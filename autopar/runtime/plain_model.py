@@ -30,8 +30,9 @@ def plain_step(
     loss_fn: LossFunction,
     target: Any,
     recorder: StepRecorder | None = None,
-) -> torch.Tensor:
-    """A training step: accumulates gradients in `.grad` and returns the detached loss. `recorder`: times its passes."""
+) -> tuple[torch.Tensor, Any]:
+    """A training step: accumulates gradients in `.grad`. Returns loss and outputs, detached. `recorder`: times its
+    passes."""
     with _recorded(recorder, Phase.FORWARD, device):
         output = plain_call(model, device, args, kwargs)
         loss = checked_loss(
@@ -39,7 +40,11 @@ def plain_step(
         )
     with _recorded(recorder, Phase.BACKWARD, device):
         loss.backward()
-    return loss.detach()
+    return loss.detach(), detached(output)
+
+
+def detached(tree: Any) -> Any:
+    return torch_private.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def _recorded(recorder: StepRecorder | None, phase: Phase, device: Device) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autopar.analysis.example import Example, has_backward, under_default_device
+from autopar.analysis.example import Example, has_backward, ordinary, under_default_device
 from autopar.analysis.loss import LossSplit
 from autopar.capture.program import Program
 from autopar.errors import InputError
@@ -28,6 +28,7 @@ from autopar.runtime.bound_signature import (
 from autopar.runtime.captures import BoundCall, CallArguments, Captures
 from autopar.runtime.dynamic import Bucket, bucket
 from autopar.runtime.loss_splits import LossSplits
+from autopar.runtime.own_loss import check_own_loss, own_loss
 from autopar.runtime.user_warnings import OneTimeWarnings
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device
@@ -40,7 +41,7 @@ class _Decision:
     """A plan that was decided on for one bucket of sizes."""
 
     plan: Plan
-    knows_loss: bool  # the last stage has room for the loss
+    knows_loss: bool  # the last stage has room for the loss; the model's own is part of the program
 
     def holds_for(self, program: Program, *, training: bool, loss: bool) -> bool:
         return (
@@ -114,6 +115,8 @@ class Signatures:
         if call.loss is None:
             return None
         signature, batch_dim = bound.signature, self.settings.batch_dim
+        if call.loss is own_loss:
+            check_own_loss(signature.program)
         if signature.loss_splits is None:
             signature.loss_splits = LossSplits(signature.program, signature.batching)
         dims = (batch_dim, 0) if isinstance(batch_dim, int) else (0,)
@@ -146,20 +149,23 @@ class Signatures:
         training = has_backward(self._model, program, call.loss)
         key = bucket(self.settings.dynamic, self._model, call.args, call.kwargs, bound.leaves)
         decision = self._decisions.get(key)
-        if decision is not None and decision.holds_for(program, training=training, loss=call.loss is not None):
+        if decision is not None and decision.holds_for(
+            program, training=training, loss=call.loss not in (None, own_loss)
+        ):
             return decision.plan
         self._captures.complete(call, signature)
         loss = under_default_device(call.loss)
+        args, kwargs, leaves, target = ordinary((call.args, call.kwargs, bound.leaves, call.target))
         example = Example(
             self._model,
             program,
             signature.batching,
-            call.args,
-            call.kwargs,
-            bound.leaves,
+            args,
+            kwargs,
+            leaves,
             training,
             loss,
-            call.target,
+            target,
             bound.loss_split,
         )
         plan = self._decide(example)

@@ -51,6 +51,9 @@ class OneTimeWarnings:
             "anew, which takes seconds"
         )
 
+    def runs_unpipelined(self, what: str, why: str) -> None:
+        self._once(f"{what} runs the model itself on the devices of its stages, without pipelining: {why}")
+
     def without_shards(self, batch: int, multiple: int) -> None:
         self._once(
             f"a batch of {batch} samples runs without shards, because the plan's shards need a multiple of {multiple} "

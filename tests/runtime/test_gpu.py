@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
-from models import assert_same_gradients, gradients, mlp
+from models import assert_same_gradients, gpt2, gradients, mlp, tokens
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -115,3 +116,50 @@ def test_memory_of_a_step_is_given_back() -> None:
         pm.train_step(x, target=x, loss_fn=mse_loss)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+SPREAD = pytest.mark.parametrize("devices", [["cpu", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:0"]], ids="+".join)
+
+
+@SPREAD
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_stages_on_several_devices_generate_the_tokens_of_the_model(devices: list[str]) -> None:
+    model = gpt2().eval()
+    original = copy.deepcopy(model)
+    plan = Plan.from_split({"transformer.h.0": 0, "transformer.h.2": 1}, n_microbatches=2)
+    pm = autopar.parallelize(model, devices, plan=plan, cache=False)
+    ids = tokens(4)
+    with torch.inference_mode():
+        torch.testing.assert_close(pm(ids).logits.cpu(), original(ids).logits, rtol=1e-4, atol=1e-4)
+    for how in ({"do_sample": False}, {"num_beams": 3}, {"cache_implementation": "static"}):
+        wanted = original.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, pad_token_id=0, **how)
+        found = pm.generate(
+            ids.to(pm.device),
+            attention_mask=torch.ones_like(ids).to(pm.device),
+            max_new_tokens=6,
+            pad_token_id=0,
+            **how,
+        )
+        assert torch.equal(found.cpu(), wanted)
+
+
+@SPREAD
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_trainer_leaves_the_stages_where_they_are(devices: list[str], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    rows = [{"input_ids": row, "labels": row} for row in tokens(16)]
+    losses = []
+    model = gpt2()
+    plan = Plan.from_split({"transformer.h.0": 0, "transformer.h.2": 1}, n_microbatches=2)
+    for one in (autopar.parallelize(copy.deepcopy(model), devices, plan=plan, cache=False), model):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, logging_steps=1, report_to=[], disable_tqdm=True
+        )
+        trainer = transformers.Trainer(model=one, args=arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        trainer.evaluate()
+        losses.append([e[k] for e in trainer.state.log_history for k in ("loss", "eval_loss") if k in e])
+        if isinstance(one, PipelinedModule):
+            assert {str(p.device) for p in one.parameters()} == set(devices)
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-3, atol=1e-3)

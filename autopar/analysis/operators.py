@@ -300,8 +300,9 @@ def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[
 
     1. A tuple and the nodes that take items out of it.
     2. All users of a buffer that is written: its only copy is in one stage.
-    3. The nodes from the first view of a storage to its last reader, if the storage is written through one view and
-       read through another one later: a copy sent to another stage would miss the write. (A tensor that is only
+    3. The views of a storage, if it is written through one of them and read through another one later: what a stage
+       sends is a copy, and another stage that writes into its copy does not change this one. Readers after the write
+       may be in later stages, which get the memory as it is at the end of this stage. (A tensor that is only
        overwritten as a whole, as by `relu_`, needs no group: lowering clones it for the writer.)
     """
     graph = program.graph
@@ -330,7 +331,5 @@ def fused_groups(program: Program, storages: dict[str, frozenset[int]]) -> list[
             }
             views = [n for n in family if order[n] < order[writer]]
             if views and read_later:
-                first = min(order[n] for n in (*views, source))
-                last = max(order[n] for n in read_later)
-                groups.append({n for n in compute_nodes(graph) if first <= order[n] <= last})
+                groups.append({n for n in (*views, source, writer) if n.op not in ("placeholder", "get_attr")})
     return [group for group in groups if len(group) > 1]

@@ -127,10 +127,11 @@ def replicable_nodes(program: Program) -> set[fx.Node]:
     """Nodes that every stage that needs them computes itself, instead of receiving them.
 
     They depend on the model's inputs and constants only, not on parameters, and are cheap: position numbers, attention
-    masks, sizes. Nodes that are written in place, draw random numbers or are heavy are not among them.
+    masks, sizes. Nodes that are written in place (also through views), draw random numbers or are heavy are not among
+    them.
     """
     module = program.graph_module
-    written = {source for node in module.graph.nodes for source in written_arguments(node)}
+    written = {base for node in module.graph.nodes for source in written_arguments(node) for base in _bases(source)}
     result: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -151,6 +152,18 @@ def replicable_nodes(program: Program) -> set[fx.Node]:
         ):
             result.add(node)
     return result
+
+
+def _bases(view: fx.Node) -> list[fx.Node]:
+    """`view`, and what it is a view of, up to the node that owns the memory."""
+    found = [view]
+    while True:
+        returns = getattr(getattr(view.target, "_schema", None), "returns", ())
+        is_view = is_getitem(view) or any(r.alias_info is not None for r in returns)
+        if not is_view or not view.args or not isinstance(view.args[0], fx.Node):
+            return found
+        view = view.args[0]
+        found.append(view)
 
 
 def requires_grad_nodes(module: fx.GraphModule) -> set[fx.Node]:

@@ -20,6 +20,7 @@ from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
+from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, warn
 
 log = logging.getLogger(__name__)
@@ -43,20 +44,25 @@ def trace(
     kwargs: dict[str, Any],
     dims: list[int | None],
     in_spec: torch_private.TreeSpec,
+    *,
+    fallback: bool = True,
 ) -> Traced:
     """Trace `model` for a call like this into one graph.
 
-    `dims`: for every flat input its dimension with symbolic size, or None. Raises CaptureError.
+    `dims`: for every flat input its dimension with symbolic size, or None. `fallback`: try symbolic_trace where export
+    refuses. Raises RefusedError.
     """
     caught: list[warnings.WarningMessage] = []
     try:
         traced = _export(model, args, kwargs, dims, in_spec, caught)
     except Exception as error:  # export may raise anything; then the fallback decides
+        if isinstance(error, RefusedError) or not fallback:
+            raise _refused(model, error) from error
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:
             return _symbolic_trace(model, args, kwargs)
         except Exception as second:
-            raise _capture_error(model, error) from second
+            raise _refused(model, error) from second
     for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return traced
@@ -261,12 +267,12 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
-    """`error` of torch.export as a CaptureError that names the module, the line and what to change."""
-    if isinstance(error, CaptureError):
+def _refused(model: nn.Module, error: BaseException) -> RefusedError:
+    """`error` of torch.export as an error that names the module, the line and what to change."""
+    if isinstance(error, RefusedError):
         return error
-    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
-    where, line = "(root)", ""
+    paths = {id(module): name for name, module in model.named_modules()}
+    where, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # `self`, whatever its name
@@ -281,6 +287,6 @@ def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
         advice = "check that the example inputs are what the model expects"
     else:
         advice = "make this part traceable by torch.export, or move it out of the model"
-    return CaptureError(
-        f"cannot capture module '{where}'" + (f" at {line}" if line else "") + f": {_first_line(error)}; {advice}"
-    )
+    at = f" at {line}" if line else ""
+    message = f"cannot capture module '{where or '(root)'}'{at}: {_first_line(error)}; {advice}"
+    return RefusedError(message, where, f"{os.path.basename(line)}: {_first_line(error)}")

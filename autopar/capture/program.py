@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import operator
 import os
 import re
@@ -23,10 +24,22 @@ from torch import fx, nn
 
 from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.cleanup import tidy
-from autopar.capture.export import check_call, trace, warn_of_assignments, warn_of_out_arguments
+from autopar.capture.export import Traced, check_call, trace, warn_of_assignments, warn_of_out_arguments
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
-from autopar.errors import InputError
+from autopar.capture.uncaptured import uncaptured_in
+from autopar.capture.uncaptured_trace import (
+    Opaque,
+    RefusedError,
+    RehearsalError,
+    inside,
+    join,
+    rehearsed,
+    traced_as_calls,
+)
+from autopar.errors import CaptureError, InputError
 from autopar.hints.shard import hinted_modules
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class Program:
     n_outputs: int  # number of flat outputs of the model; the graph returns the counts of `weights` after them
     weights: dict[int, int]  # flat output that is a mean -> flat output with the number of elements averaged
     shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # calls with a shard hint
+    uncaptured: tuple[str, ...] = ()  # what runs as opaque operators, and why, for messages
 
     @property
     def graph(self) -> fx.Graph:
@@ -132,6 +146,7 @@ def capture(
     *,
     batch_dim: int | dict[str, int | None] | None = None,
     trace_equal_layers_once: bool = False,
+    strict: bool = False,
 ) -> Program:
     """Capture `model` in its current mode (training or evaluation) for inputs like `args`, `kwargs`.
 
@@ -142,34 +157,19 @@ def capture(
             from the names of inputs (a keyword, or a parameter of `forward`) to their batch dimension (None: shared by
             all samples).
         trace_equal_layers_once: trace only the first of equal layers, and copy its nodes for the others.
+        strict: raise CaptureError for a part that no tracer can capture, instead of running it as an opaque operator.
 
     Raises:
-        CaptureError: no tracer can capture the model.
+        CaptureError: no tracer can capture the model, and the rest cannot run uncaptured (or must not: `strict`).
         InputError: the arguments do not fit `forward`, or `batch_dim` does not fit the arguments.
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
-    once = equal_layers_traced_once(model) if trace_equal_layers_once else contextlib.nullcontext()
-    with (
-        module_hooks.marked(model) as marks,
-        warn_of_assignments(model),
-        warn_of_out_arguments(model),
-        torch_private.no_global_hooks(),
-        torch_private.no_custom_functions(),
-        once,
-        shard_regions.marked(hinted_modules(model)) as calls,
-    ):
-        # Export makes a size of 1 a constant: a graph captured for one sample serves no other batch size.
-        traced = trace(model, args, kwargs, [None if batch == 1 else dim for dim in dims], in_spec)
-    if trace_equal_layers_once:
-        copy_traced_layers(traced.module, model)
-    regions = shard_regions.borders(traced.module.graph, calls)
-    module = tidy(traced.module)
-    shard_calls = shard_regions.settled(module.graph, regions, describe)
-    module_hooks.join(module.graph, marks)
-    module.recompile()
+    call = _Call(model, args, kwargs, in_spec, dims, batch)
+    found = _traced_with_opaque_parts(call, trace_equal_layers_once, strict)
+    traced, module = found.traced, found.module
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     paths = torch_private.tree_paths((args, kwargs))
     n_outputs = traced.out_spec.num_leaves
@@ -185,8 +185,88 @@ def capture(
         guards=traced.guards,
         n_outputs=n_outputs,
         weights={o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))},
-        shard_calls=shard_calls,
+        shard_calls=found.shard_calls,
+        uncaptured=_uncaptured_parts(module, found.opaque),
     )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is captured."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_spec: torch_private.TreeSpec
+    dims: list[int | None]  # batch dimension of every flat input
+    batch: int
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A trace that succeeded, and its cleaned graph."""
+
+    traced: Traced
+    module: fx.GraphModule
+    shard_calls: tuple[shard_regions.ShardCall, ...]
+    opaque: Opaque
+
+
+def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool) -> _Found:
+    """Trace; while a tracer refuses a part, make this part opaque and trace again."""
+    opaque, first = Opaque(), None
+    while True:
+        try:
+            return _traced(call, opaque, equal_layers_once and not opaque)
+        except RehearsalError as error:
+            raise CaptureError(f"{first}; {error}") from error
+        except RefusedError as refused:
+            following = None if strict else opaque.after(refused, call.model)
+            if following is None:
+                if first is None or first is refused:
+                    raise
+                raise CaptureError(f"{first}; it cannot run uncaptured either: {refused}") from refused
+            log.info("%s; it will run uncaptured", refused)
+            opaque, first = following, first or refused
+
+
+def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool) -> _Found:
+    model = call.model
+    # Export makes a size of 1 a constant: a graph captured for one sample serves no other batch size.
+    dims = [None if call.batch == 1 else dim for dim in call.dims]
+    calls = None
+    if opaque:
+        calls = rehearsed(model, call.args, call.kwargs, dims, opaque)
+        dims = dims if calls.rehearsal.any_batch else [None] * len(dims)
+    once = equal_layers_traced_once(model) if equal_layers_once else contextlib.nullcontext()
+    with (
+        module_hooks.marked(model, inside(model, opaque)) as marks,
+        warn_of_assignments(model),
+        warn_of_out_arguments(model),
+        torch_private.no_global_hooks(),
+        once,
+        shard_regions.marked(hinted_modules(model)) as sharded_calls,
+        traced_as_calls(model, opaque, calls, dims),
+    ):
+        traced = trace(model, call.args, call.kwargs, dims, call.in_spec, fallback=not opaque)
+    if equal_layers_once:
+        copy_traced_layers(traced.module, model)
+    regions = shard_regions.borders(traced.module.graph, sharded_calls)
+    join(traced.module, calls)
+    module = tidy(traced.module)
+    shard_calls = shard_regions.settled(module.graph, regions, describe)
+    module_hooks.join(module.graph, marks)
+    module.recompile()
+    return _Found(traced, module, shard_calls, opaque)
+
+
+def _uncaptured_parts(module: fx.GraphModule, opaque: Opaque) -> tuple[str, ...]:
+    """One sentence for each part of the model that is an opaque operator."""
+    sentences = []
+    for part in uncaptured_in(module):
+        why = f" ({opaque.reasons[part.path]})" if part.module is not None else ", with its own backward"
+        sentences.append(f"{part.place} runs uncaptured, as one operator{why}")
+    return tuple(dict.fromkeys(sentences))
 
 
 def _input(path: str, node: fx.Node, leaf: Any, dim: int | None) -> Input:

@@ -30,6 +30,7 @@ from autopar.analysis.operators import (
 )
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, describe
+from autopar.capture.uncaptured import uncaptured, uncaptured_in
 from autopar.lower.collectives import spread
 from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms
 from autopar.lower.random_operators import lower_random
@@ -51,7 +52,7 @@ class StageProgram:
     parameters: tuple[str, ...]  # names, in the program, of the tensors that it reads
     written_buffers: tuple[str, ...]  # those of them that it overwrites (running statistics)
     random: bool  # draws random numbers
-    hooked: bool  # runs hooks of modules
+    hooked: bool  # runs hooks of modules, or uncaptured code that may have some
     deferred: tuple[DeferredNorm, ...]  # batch norms whose running statistics are updated after the batch
     unrepeatable: str  # the operator for which the stage cannot be run again for its backward; "" if there is none
     pieces: tuple[Piece, ...] = ()  # what its devices hold of its parameters
@@ -169,7 +170,7 @@ class _StageBuilder:
             parameters=tuple(self.parameters),
             written_buffers=tuple(name for name in self.overwritten if name not in deferred_buffers),
             random=random,
-            hooked=any(is_hook_point(node) for node in sharded.graph.nodes),
+            hooked=any(is_hook_point(n) for n in sharded.graph.nodes) or _has_uncaptured(sharded.graph, self.module),
             deferred=deferred,
             unrepeatable=next((describe(node) for node in unrepeatable), ""),
             pieces=sharded.pieces,
@@ -229,6 +230,14 @@ def _written_through_views(graph: fx.Graph, storages: Mapping[str, frozenset[int
         family = {n for n in graph.nodes if written & storages.get(n.name, frozenset())} if written else set()
         if any(user not in family for n in family for user in n.users):
             yield node
+
+
+def _has_uncaptured(graph: fx.Graph, module: fx.GraphModule) -> bool:
+    """Whether a stage's graph, or a graph nested in it, has opaque operators."""
+    nested = [get_attribute(module, str(n.target)) for n in graph.nodes if n.op == "get_attr" and "__" not in n.target]
+    return any(uncaptured(node) for node in graph.nodes) or any(
+        uncaptured_in(child) for child in nested if isinstance(child, fx.GraphModule)
+    )
 
 
 def _attributes(source: fx.GraphModule, graph: fx.Graph, pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -34,10 +34,18 @@ class RunSettings:
     compile: bool | str = False  # run stages through torch.compile; a string names its backend
     watch_nan: bool = False
     verify: bool = True
+    strict: bool = False  # refuse parts that no tracer captures
 
     @classmethod
     def of(cls, options: PlanOptions) -> RunSettings:
-        return cls(options.batch_dim, options.batch_norm, options.compile, options.watch_nan, options.verify)
+        return cls(
+            options.batch_dim,
+            options.batch_norm,
+            options.compile,
+            options.watch_nan,
+            options.verify,
+            options.strict,
+        )
 
 
 @dataclass
@@ -133,7 +141,7 @@ def _lowered(plan: Plan, signature: BoundSignature, stage_of: Mapping[fx.Node, i
         if stage.recompute and lowered_stage.unrepeatable:
             raise PlanError(
                 f"stage {lowered_stage.index} cannot be recomputed: {lowered_stage.unrepeatable} writes a buffer "
-                "that the model reads, so that a second run would compute other values; "
+                "that the model reads (or keeps a state), so that a second run would compute other values; "
                 "set recompute=False for the stage"
             )
     return lowered

@@ -17,7 +17,7 @@ from torch import nn
 from autopar.analysis.example import Example, LossFunction, examine, has_backward, under_default_device
 from autopar.analysis.loss import LossSplit
 from autopar.errors import InputError
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, with_notes
 from autopar.runtime.bound_signature import (
     BoundSignature,
     RunSettings,
@@ -116,7 +116,13 @@ class Signatures:
         types = {device.torch_device.type for device in self._devices}
         settings = self.settings
         program, batching = examine(
-            self._model, call.args, call.kwargs, types, batch_dim=settings.batch_dim, verify=settings.verify
+            self._model,
+            call.args,
+            call.kwargs,
+            types,
+            batch_dim=settings.batch_dim,
+            verify=settings.verify,
+            strict=settings.strict,
         )
         bound = program.bind(call.args, call.kwargs)
         assert bound is not None
@@ -138,6 +144,8 @@ class Signatures:
             self.plan = self.plan or self._user_plan_here(self.user_plan, bound.signature)
         else:
             self.plan = self._decided(bound, call)
+        self.plan = with_notes(self.plan, bound.signature.program.uncaptured)
+        self.warnings.uncaptured(bound.signature.program)
         self.warnings.batch_stays_whole(bound.signature.batching)
         if self.settings.batch_norm == "per-microbatch":
             self.warnings.statistics_are_of_microbatches(self.plan, bound.signature.batching)

@@ -23,6 +23,7 @@ from autopar.analysis.batch_proof import OutputCombination, Proof, prove
 from autopar.analysis.node_values import DROPOUT, changed_dims, close, observe, probe, storages_of
 from autopar.analysis.operators import is_random, operator_name, written_arguments
 from autopar.analysis.sample_states import DIVIDES
+from autopar.analysis.uncaptured_samples import relates_samples
 from autopar.capture.cleanup import aten
 from autopar.capture.program import Program, describe, module_path
 from autopar.capture.repeated_layers.measure_once import TensorShape
@@ -192,6 +193,7 @@ def _agreed(
     """The Batching that all runs agree on."""
     one = findings[0]
     obstacle = next((f.obstacle for f in findings if f.obstacle), "") or _written_buffer(program)
+    obstacle = obstacle or _opaque_relation(program, findings[-1].whole)
     combinations = []
     for index, output in enumerate(flat):
         combination = one.combinations[index]
@@ -235,6 +237,15 @@ def _draws(program: Program, output: fx.Node) -> bool:
         node.op == "call_function" and node.target not in DROPOUT and is_random(node, program.graph_module)
         for node in _ancestors(output)
     )
+
+
+def _opaque_relation(program: Program, values: Values) -> str:
+    """The obstacle if an opaque operator relates samples to each other. `values`: of every node, for some samples."""
+    for node in program.graph.nodes:
+        opaque = uncaptured(node)
+        if opaque is not None and relates_samples(opaque, fx.map_arg(node.args, values.__getitem__)):
+            return f"{describe(node)} mixes samples: its results depend on which samples share a batch"
+    return ""
 
 
 def _written_buffer(program: Program) -> str:

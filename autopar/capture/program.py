@@ -41,6 +41,8 @@ from autopar.hints.shard import hinted_modules
 
 log = logging.getLogger(__name__)
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
 
 @dataclass(frozen=True)
 class Input:
@@ -119,7 +121,7 @@ def module_path(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """`file:line` of the user's code that created `node`; "" if unknown."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name]
+    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name and not name.startswith(_PACKAGE)]
     chosen = (outside or lines)[-1:]
     return f"{chosen[0][0]}:{chosen[0][1]}" if chosen else ""
 
@@ -127,8 +129,7 @@ def source_line(node: fx.Node) -> str:
 def users_frames(node: fx.Node) -> str:
     """The traceback of the user's code that created `node`, without autopar's own frames."""
     frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
-    mine = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
-    return "".join(f for f in frames if f.strip() and f'File "{mine}' not in f).rstrip()
+    return "".join(f for f in frames if f.strip() and f'File "{_PACKAGE}' not in f).rstrip()
 
 
 def describe(node: fx.Node) -> str:
@@ -223,9 +224,8 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
         except RefusedError as refused:
             following = None if strict else opaque.after(refused, call.model)
             if following is None:
-                if first is None or first is refused:
-                    raise
-                raise CaptureError(f"{first}; it cannot run uncaptured either: {refused}") from refused
+                either = f"{first}; it cannot run uncaptured either: {refused}" if first is not None else str(refused)
+                raise CaptureError(either) from (refused.__cause__ or refused)
             log.info("%s; it will run uncaptured", refused)
             opaque, first = following, first or refused
 

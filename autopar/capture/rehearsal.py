@@ -1,7 +1,7 @@
 """What opaque operators return, found by running the model itself on the example.
 
 No tracer can tell the shapes of their results, so the model runs a few times: on all samples, on all but the last, on
-all but the first, and on two. Sizes that follow the number of samples become `base + slope * samples`:
+all but the first, and on two at either end. Sizes that follow the number of samples become `base + slope * samples`:
 
     4 samples -> (4, 12, 64)     3 samples -> (3, 12, 64)      => (samples, 12, 64)
     4 samples -> (4, 12, 64)     3 samples -> (3,  9, 64)      => the size depends on values: no shape
@@ -138,7 +138,7 @@ def _selections(rows: int) -> list[list[int]]:
     every = list(range(rows))
     if rows == 2:
         return [[0, 1, 1], [0, 0, 1], [0, 1, 0, 1]]
-    return [every[:-1], every[1:], *([every[:2]] if rows > 3 else [[*every, 0]])]
+    return [every[:-1], every[1:], *([every[:2], every[-2:]] if rows > 3 else [[*every, 0]])]
 
 
 def _selected(leaf: Any, dim: int | None, samples: list[int]) -> Any:

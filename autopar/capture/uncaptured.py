@@ -158,7 +158,7 @@ class Uncaptured:
         return "uncaptured_" + "".join(c if c.isalnum() else "_" for c in self.title)
 
     def __repr__(self) -> str:
-        return f"{self.__name__}({self.identity})"
+        return f"{self.__name__}({self.path!r}, {self.inputs.constants}, {self.identity})"
 
     @property
     def place(self) -> str:

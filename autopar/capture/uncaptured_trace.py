@@ -307,6 +307,10 @@ def join(module: fx.GraphModule, calls: OpaqueCalls | None) -> None:
             uncaptured = calls.operators[str(name)]
             n = len(uncaptured.inputs.tensors)
             node.target, node.args = uncaptured, (*tensors[:n], *sizes, *tensors[n:])
+            if uncaptured.module is not None:  # its own code, not the call
+                code = type(uncaptured.module).forward.__code__
+                where = f'  File "{code.co_filename}", line {code.co_firstlineno}, in forward\n'
+                node.meta["stack_trace"] = node.meta.get("stack_trace", "") + where
             assert all(user.target is operator.getitem for user in node.users)
     for child in module.children():
         if isinstance(child, fx.GraphModule):

@@ -11,13 +11,15 @@ import torch
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
+from autopar.analysis.node_values import observe
 from autopar.analysis.operators import captured_device, compute_nodes, on_device
 from autopar.capture import torch_private
-from autopar.capture.program import Program
+from autopar.capture.program import Program, describe
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from autopar.errors import InputError
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
 from cost_models.graphs import on_meta, private_copy, tensors_in
@@ -59,6 +61,7 @@ class Estimated:
         )
         self._module = on_device(program.graph_module, captured_device(program), META)
         self._n_microbatches = n_microbatches
+        self._check_opaque_operators()
         self._folded = fold(self._module)  # equal layers cost the same
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
@@ -97,6 +100,21 @@ class Estimated:
     def accumulate(self) -> float:
         """Seconds per byte: two gradients are read and one is written."""
         return 3 / min(spec.bandwidth * spec.bandwidth_efficiency for spec in self.cluster.specs.values())
+
+    def _check_opaque_operators(self) -> None:
+        """Raise InputError for uncaptured code that needs values: nothing tells what it costs."""
+        if not self._program.uncaptured:
+            return
+        try:
+            observe(private_copy(self._module, META), self._calls.inputs(max(self._program.batch_size, 1)))
+        except Exception as error:  # the user's code may raise anything
+            node = getattr(error, "autopar_node", None)
+            where = describe(node) if node is not None else "the model"
+            text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise InputError(
+                f"the cost of {where} cannot be estimated: it runs uncaptured, and not without values ({text}). Plan "
+                "on the devices themselves, where it is measured, or make it traceable by torch.export"
+            ) from error
 
     def _sizes(self) -> list[int]:
         batch = max(self._program.batch_size, 1)

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 # Files whose warnings are about tracing itself: torch, and contextlib, where a wrong stack level puts some of them.
 _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
+
+
+Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,22 @@ def trace(
     dims: list[int | None],
     in_spec: torch_private.TreeSpec,
     *,
-    fallback: bool = True,
+    tracers: Tracers = "export",
 ) -> Traced:
     """Trace `model` for a call like this into one graph.
 
-    `dims`: for every flat input its dimension with symbolic size, or None. `fallback`: try symbolic_trace where export
-    refuses. Raises RefusedError.
+    `dims`: for every flat input its dimension with symbolic size, or None. Raises RefusedError.
     """
+    if tracers == "symbolic_trace":
+        try:
+            return _symbolic_trace(model, args, kwargs)
+        except Exception as error:
+            raise _refused(model, error) from error
     caught: list[warnings.WarningMessage] = []
     try:
         traced = _export(model, args, kwargs, dims, in_spec, caught)
     except Exception as error:  # export may raise anything; then the fallback decides
-        if isinstance(error, RefusedError) or not fallback:
+        if isinstance(error, RefusedError) or tracers == "export":
             raise _refused(model, error) from error
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:

@@ -73,16 +73,6 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and isinstance(a, (int, float, complex, str, bytes, bool)) and a == b
 
 
-@contextmanager
-def attributes_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """On leaving, the attributes of `modules` are what they were."""
-    attributes = Attributes(modules)
-    try:
-        yield
-    finally:
-        attributes.restore()
-
-
 class Generators:
     """The states of random generators at one time: torch's, Python's and numpy's."""
 
@@ -104,6 +94,10 @@ class Generators:
         torch.set_rng_state(self._torch[0])
         if len(self._torch) > 1:
             torch.cuda.set_rng_state_all(self._torch[1:])
+        self.restore_others()
+
+    def restore_others(self) -> None:
+        """Only those other than torch's."""
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
@@ -117,3 +111,14 @@ def _torch_states() -> list[torch.Tensor]:
 def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     return numpy.random.get_state() if numpy is not None else None
+
+
+@contextmanager
+def state_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """On leaving, the attributes of `modules` and the random generators other than torch's are what they were."""
+    attributes, generators = Attributes(modules), Generators()
+    try:
+        yield
+    finally:
+        attributes.restore()
+        generators.restore_others()

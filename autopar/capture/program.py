@@ -24,9 +24,11 @@ from torch import fx, nn
 
 from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.cleanup import tidy
-from autopar.capture.export import Traced, check_call, trace, warn_of_assignments, warn_of_out_arguments
+from autopar.capture.export import Traced, Tracers, check_call, trace, warn_of_assignments, warn_of_out_arguments
+from autopar.capture.module_state import Attributes, Generators
+from autopar.capture.rehearsal import WRITES_INPUT
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
-from autopar.capture.uncaptured import uncaptured_in
+from autopar.capture.uncaptured import Effects, uncaptured_in
 from autopar.capture.uncaptured_trace import (
     Opaque,
     RefusedError,
@@ -214,23 +216,49 @@ class _Found:
 
 
 def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool) -> _Found:
-    """Trace; while a tracer refuses a part, make this part opaque and trace again."""
+    """Trace; while export refuses a part, make this part opaque and trace again.
+
+    The whole model is the last part. If a call changes nothing, symbolic_trace is tried before that: it takes some
+    models that export refuses, but drops what their code does besides returning a result.
+    """
+    if strict:
+        try:
+            return _traced(call, Opaque(), equal_layers_once, "both")
+        except RefusedError as refused:
+            raise CaptureError(str(refused)) from refused.__cause__
     opaque, first = Opaque(), None
+    attributes, generators = Attributes(list(call.model.modules())), Generators()
     while True:
         try:
             return _traced(call, opaque, equal_layers_once and not opaque)
-        except RehearsalError as error:
-            raise CaptureError(f"{first}; {error}") from error
         except RefusedError as refused:
-            following = None if strict else opaque.after(refused, call.model)
+            attributes.restore()  # what the code assigned until a tracer refused it
+            generators.restore_others()
+            following = opaque.after(refused, call.model)
             if following is None:
                 either = f"{first}; it cannot run uncaptured either: {refused}" if first is not None else str(refused)
                 raise CaptureError(either) from (refused.__cause__ or refused)
             log.info("%s; it will run uncaptured", refused)
             opaque, first = following, first or refused
+        except RehearsalError as error:
+            attributes.restore()
+            raise CaptureError(f"{first}; {error}") from error
+        if "" in opaque.reasons and _changes_nothing(call, opaque):
+            with contextlib.suppress(RefusedError):
+                return _traced(call, Opaque(), False, "symbolic_trace")
+            attributes.restore()
 
 
-def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool) -> _Found:
+def _changes_nothing(call: _Call, whole: Opaque) -> bool:
+    """Whether a call of the model only returns a result. `whole`: the model as one operator."""
+    try:
+        found = rehearsed(call.model, call.args, call.kwargs, call.dims, whole).rehearsal.calls.values()
+    except RehearsalError:
+        return False
+    return not any(one.effects != Effects() or one.refused == WRITES_INPUT for one in found)
+
+
+def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Tracers = "export") -> _Found:
     model = call.model
     # Export makes a size of 1 a constant: a graph captured for one sample serves no other batch size.
     dims = [None if call.batch == 1 else dim for dim in call.dims]
@@ -248,7 +276,7 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool) -> _Found:
         shard_regions.marked(hinted_modules(model)) as sharded_calls,
         traced_as_calls(model, opaque, calls, dims),
     ):
-        traced = trace(model, call.args, call.kwargs, dims, call.in_spec, fallback=not opaque)
+        traced = trace(model, call.args, call.kwargs, dims, call.in_spec, tracers=tracers)
     if equal_layers_once:
         copy_traced_layers(traced.module, model)
     regions = shard_regions.borders(traced.module.graph, sharded_calls)

@@ -1,7 +1,8 @@
 """What opaque operators return, found by running the model itself on the example.
 
 No tracer can tell the shapes of their results, so the model runs a few times: on all samples, on all but the last, on
-all but the first, and on two at either end. Sizes that follow the number of samples become `base + slope * samples`:
+all but the first, on two at either end, and on samples of other signs. Sizes that follow the number of samples become
+`base + slope * samples`:
 
     4 samples -> (4, 12, 64)     3 samples -> (3, 12, 64)      => (samples, 12, 64)
     4 samples -> (4, 12, 64)     3 samples -> (3,  9, 64)      => the size depends on values: no shape
@@ -11,6 +12,7 @@ The model is unchanged afterwards: buffers, attributes and random generators are
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,6 +27,8 @@ from autopar.capture import torch_private
 from autopar.capture.module_hooks import switched_off
 from autopar.capture.module_state import Attributes, Generators
 from autopar.capture.uncaptured import Effects, HeldTensors, Size, Structure, TensorResult, same_constants
+
+WRITES_INPUT = "writes into its input"
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,9 @@ def rehearse(
             any_batch = False
     if not any_batch:
         runs = runs[:1]
+    with contextlib.suppress(Exception):  # the model may not take other values
+        values = [_varied(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        runs.append((rows, _watched_run(model, values, spec, held, functions)))
     names = dict.fromkeys(name for _, seen in runs for name in seen)
     calls = {name: _fitted([(n, seen.get(name)) for n, seen in runs]) for name in names}
     return Rehearsal(calls, any_batch, held)
@@ -145,6 +152,17 @@ def _selected(leaf: Any, dim: int | None, samples: list[int]) -> Any:
     if dim is None:
         return leaf
     return leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
+
+
+def _varied(leaf: Any, dim: int | None) -> Any:
+    """Samples in the opposite order; every second one of floating-point samples has the other sign."""
+    if dim is None or not isinstance(leaf, torch.Tensor):
+        return leaf
+    x = leaf.detach().flip(dim)
+    if not x.is_floating_point():
+        return x
+    signs = torch.tensor([1 - 2 * (i % 2) for i in range(x.shape[dim])]).to(x)
+    return x * signs.view([-1 if d == dim else 1 for d in range(x.dim())])
 
 
 def _watched_run(
@@ -207,7 +225,7 @@ def _watched_call(held: HeldTensors | None, call: Callable[..., Any], args: Any,
     stateful = attributes.changed() or generators.others_moved()
     refused = ""
     if any(x._version != version for x, version in zip(inputs, before, strict=True)):
-        refused = "writes into its input"
+        refused = WRITES_INPUT
     elif not tensors:
         refused = "returns no tensor"
     elif not all(is_constant(c) for c in structure.constants):

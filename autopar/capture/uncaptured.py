@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import module_hooks, torch_private
-from autopar.capture.module_state import attributes_restored
+from autopar.capture.module_state import state_restored
 from autopar.errors import CaptureError
 from cost_models.graphs import get_attribute
 
@@ -218,7 +218,7 @@ class Uncaptured:
         with _locked(self.held.modules), ExitStack() as stack:
             if not module_hooks.is_running():
                 stack.enter_context(module_hooks.switched_off(self.held.modules))
-                stack.enter_context(attributes_restored(self.held.modules))
+                stack.enter_context(state_restored(self.held.modules))
             stack.enter_context(self.held.replaced(held))
             yield
 

@@ -289,3 +289,12 @@ def test_hooks_of_all_modules_are_put_aside_and_back_in_their_order() -> None:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def test_a_recurrent_module_computes_with_the_parameters_put_into_its_tables() -> None:
+    rnn, other = nn.GRU(3, 3), nn.GRU(3, 3)
+    x = torch.randn(2, 1, 3)
+    for name, parameter in other.named_parameters():
+        rnn._parameters[name] = parameter
+    torch_private.refresh_flat_weights([rnn, nn.Linear(1, 1)])
+    assert torch.equal(rnn(x)[0], other(x)[0])

@@ -52,6 +52,7 @@ class Estimated:
         n_microbatches: int | None = None,
     ) -> None:
         self.cluster = cluster
+        self.cores = None
         # Gaps between allocated blocks make a part of the memory unusable.
         gaps = {spec.name: FRAGMENTATION[spec.device_type] for spec in cluster.node}
         self.devices = tuple(replace(d, memory=int(d.memory / (1 + gaps[d.kind]))) for d in cluster.devices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 from typing import Any
 
 import pytest
@@ -75,24 +75,20 @@ def test_passes_that_disagree_are_repeated_by_all_workers_a_bounded_number_of_ti
 
 
 def test_waiting_between_the_two_clocks_is_never_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that loses its core whenever it reads a clock: each reading is followed by a wait of 1 s."""
-    now, waited, lock = [0.0], [0.0], threading.Lock()
+    """A thread that loses its core for 1 s after the first clock that it reads at the end of a measurement."""
+    now, waited, waits = [0.0], [0.0], itertools.cycle([0.0, 0.0, 1.0, 0.0])
 
-    def wait() -> None:
-        now[0] += 1.0
-        waited[0] += 1.0
+    def read(value: list[float]) -> float:
+        seen, wait = value[0], next(waits)
+        now[0] += wait
+        waited[0] += wait
+        return seen
 
     def clock() -> float:
-        with lock:
-            seen = now[0]
-            wait()
-            return seen
+        return read(now)
 
     def total_wait() -> float:
-        with lock:
-            seen = waited[0]
-            wait()
-            return seen
+        return read(waited)
 
     monkeypatch.setattr(operator_times.time, "perf_counter", clock)
     monkeypatch.setattr(operator_times, "_waited_for_core", total_wait)

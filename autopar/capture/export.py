@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -286,6 +287,9 @@ def _refused(model: nn.Module, error: BaseException) -> RefusedError:
         if id(owner) in paths and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl"):
             where, line = paths[id(owner)], f"{frame.f_code.co_filename}:{number}"
     text = str(error)
+    if not where:  # export found out only after the module had run
+        named = re.search(r"model attribute: ([\w.]+)\.\w+", text)
+        where = named[1] if named and named[1] in paths.values() else ""
     if "data-dependent" in text or "DataDependent" in type(error).__name__ or "unbacked" in text:
         advice = "control flow depends on a tensor's values; use torch.where or torch.cond, or decide outside the model"
     elif "in output, which is not a known type" in text:

@@ -149,6 +149,12 @@ class Marks:
     calls: dict[str, _Call]  # by name: `path#number`
 
 
+def hook_tables_without_users(module: nn.Module) -> dict[str, OrderedDict[int, Callable[..., Any]]]:
+    """The tables of a module's hooks, by name, without those of the user."""
+    tables = ((name, getattr(module, name)) for name in _TABLES)
+    return {n: OrderedDict((k, h) for k, h in table.items() if _part_of_the_model(h)) for n, table in tables}
+
+
 @contextmanager
 def switched_off(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the user's hooks on `modules` are off."""

@@ -15,8 +15,10 @@ _CONTAINERS = (list, dict, set)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are not torch's own, containers of torch's included under their names."""
-    return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
+    """The attributes of a module that are not torch's own, nor what weight_norm and spectral_norm compute for every call
+    from `weight_g` or `weight_orig`."""
+    derived = {name.removesuffix(end) for name in module._parameters for end in ("_g", "_orig") if name.endswith(end)}
+    return {k: v for k, v in vars(module).items() if k not in _TORCHS_OWN and k not in derived}
 
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -114,11 +116,10 @@ def _numpy_state() -> Any:
 
 
 @contextmanager
-def state_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """On leaving, the attributes of `modules` and the random generators other than torch's are what they were."""
-    attributes, generators = Attributes(modules), Generators()
+def generators_restored() -> Iterator[None]:
+    """On leaving, the random generators other than torch's are what they were."""
+    generators = Generators()
     try:
         yield
     finally:
-        attributes.restore()
         generators.restore_others()

@@ -292,7 +292,7 @@ def _uncaptured_parts(module: fx.GraphModule, opaque: Opaque) -> tuple[str, ...]
     """One sentence for each part of the model that is an opaque operator."""
     sentences = []
     for part in uncaptured_in(module):
-        why = f" ({opaque.reasons[part.path]})" if part.module is not None else ", with its own backward"
+        why = f" ({opaque.reasons[part.path]})" if part.held is not None else ", with its own backward"
         sentences.append(f"{part.place} runs uncaptured, as one operator{why}")
     return tuple(dict.fromkeys(sentences))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,9 +25,10 @@ import torch
 from torch import nn
 
 from autopar.capture import torch_private
+from autopar.capture.held_tensors import HeldTensors
 from autopar.capture.module_hooks import switched_off
 from autopar.capture.module_state import Attributes, Generators
-from autopar.capture.uncaptured import Effects, HeldTensors, Size, Structure, TensorResult, same_constants
+from autopar.capture.uncaptured import Effects, Size, Structure, TensorResult, same_constants
 
 WRITES_INPUT = "writes into its input"
 
@@ -100,8 +102,12 @@ def calls_through(model: nn.Module, paths: Collection[str], around: Around) -> I
 
 
 def _through(path: str, module: nn.Module, forward: Callable[..., Any], around: Around) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:  # another thread runs the model
+            return forward(*args, **kwargs)
         return around(path, module, forward, args, kwargs)
 
     return call

@@ -9,24 +9,22 @@ other operator:
     encoder.rnn.bias -----'
                                  runs encoder.forward(x) over these very tensors, with autograd as it is
 
-While it runs, the module holds the operands as its parameters and buffers. A lock per module keeps threads apart that
-run the same module for different micro-batches.
+A copy of the module, made for the call, holds the operands as its parameters and buffers.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autopar.capture import module_hooks, torch_private
-from autopar.capture.module_state import state_restored
+from autopar.capture.held_tensors import HeldTensors
+from autopar.capture.module_state import generators_restored
 from autopar.errors import CaptureError
 from cost_models.graphs import get_attribute
 
@@ -81,67 +79,12 @@ class Effects:
         return Effects(self.random or other.random, self.stateful or other.stateful, written)
 
 
-class HeldTensors:
-    """The parameters and buffers of a module tree: each tensor once, and all the places where it is."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.modules = list(module.modules())
-        self._places: list[list[tuple[dict[str, Any], str]]] = []
-        numbers: dict[int, int] = {}
-        for table in (t for m in self.modules for t in (m._parameters, m._buffers)):
-            for name, value in table.items():
-                if value is not None:
-                    number = numbers.setdefault(id(value), len(numbers))
-                    if number == len(self._places):
-                        self._places.append([])
-                    self._places[number].append((table, name))
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def current(self) -> list[torch.Tensor]:
-        return [table[name] for (table, name), *_ in self._places]
-
-    @contextmanager
-    def replaced(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, the modules hold `tensors`. What they assign to a buffer inside is written into its tensor."""
-        before = [[table[name] for table, name in places] for places in self._places]
-        try:
-            for places, tensor in zip(self._places, tensors, strict=True):
-                for table, name in places:
-                    table[name] = tensor
-            torch_private.refresh_flat_weights(self.modules)
-            yield
-            self._write_assigned(tensors)
-        finally:
-            for places, olds in zip(self._places, before, strict=True):
-                for (table, name), old in zip(places, olds, strict=True):
-                    table[name] = old
-            torch_private.refresh_flat_weights(self.modules)
-
-    def _write_assigned(self, tensors: Sequence[torch.Tensor]) -> None:
-        for places, tensor in zip(self._places, tensors, strict=True):
-            for table, name in places:
-                new = table.get(name)
-                if new is tensor or not isinstance(new, torch.Tensor):
-                    continue
-                if new.shape != tensor.shape or new.dtype != tensor.dtype:
-                    raise CaptureError(
-                        f"an uncaptured module changed its buffer '{name}' from {tuple(tensor.shape)} {tensor.dtype} "
-                        f"to {tuple(new.shape)} {new.dtype}; keep the shape and type of a buffer, or keep the value "
-                        "in a plain attribute"
-                    )
-                with torch.no_grad():
-                    tensor.copy_(new)
-
-
 @dataclass(frozen=True, eq=False)
 class Uncaptured:
     """The function of an opaque operator: `operator(*tensors, *sizes, *held)` returns its tensors as a list."""
 
-    function: Callable[..., Any]  # what the model's code calls: a module's forward, or the apply of a Function
-    module: nn.Module | None  # None for an autograd.Function
-    held: HeldTensors | None
+    function: Callable[..., Any]  # the apply of an autograd.Function; unused for a module
+    held: HeldTensors | None  # of a module; None for an autograd.Function
     path: str  # of the module, or of the module whose code calls the Function; "" for the root
     title: str  # class name of the module or Function
     inputs: Structure
@@ -164,12 +107,12 @@ class Uncaptured:
     def place(self) -> str:
         """What messages call it: `module 'encoder' (PackedEncoder)`."""
         where = f"'{self.path or '(root)'}'"
-        return f"module {where} ({self.title})" if self.module is not None else f"{self.title}.apply in module {where}"
+        return f"module {where} ({self.title})" if self.held is not None else f"{self.title}.apply in module {where}"
 
     @property
     def _is_whole_model(self) -> bool:
         """Nothing in the graph relies on the shapes that it returns."""
-        return self.module is not None and not self.path
+        return self.held is not None and not self.path
 
     def drawing(self, through: Callable[..., Any]) -> Uncaptured:
         """The same operator, whose call goes `through(compute, *operands)`."""
@@ -187,40 +130,31 @@ class Uncaptured:
         return self.compute(*operands)
 
     def compute(self, *operands: Any) -> list[torch.Tensor]:
-        n_tensors, n_sizes = len(self.inputs.tensors), len(self.inputs.sizes)
-        tensors, sizes = operands[:n_tensors], operands[n_tensors : n_tensors + n_sizes]
-        args, kwargs = self.inputs.together(tensors, sizes)
-        with self._over(operands[n_tensors + n_sizes :]):
-            result = self.function(*args, **kwargs)
-        return self._checked(result, tensors)
+        return self._computed(operands, evaluating=False)
 
     def observed(self, *operands: Any) -> list[torch.Tensor]:
         """What it returns without gradients and, if it draws random numbers, in evaluation mode."""
-        modes = [(m, m.training) for m in self.held.modules] if self.held is not None and self.effects.random else []
-        # Locked, because another thread may run the module; the locks are re-entrant.
-        with _locked(self.held.modules if self.held is not None else []):
-            try:
-                for module, _ in modes:
-                    module.training = False
-                with torch.enable_grad():  # the module may differentiate inside
-                    return [t.detach() for t in self.compute(*operands)]
-            finally:
-                for module, training in modes:
-                    module.training = training
+        with torch.enable_grad():  # the module may differentiate inside
+            return [t.detach() for t in self._computed(operands, evaluating=self.effects.random)]
 
-    @contextmanager
-    def _over(self, held: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, the module holds the operands `held`. Only a stage that really runs changes its state and runs hooks
-        of the user."""
+    def _computed(self, operands: Sequence[Any], *, evaluating: bool) -> list[torch.Tensor]:
+        n_tensors, n_sizes = len(self.inputs.tensors), len(self.inputs.sizes)
+        tensors, sizes = operands[:n_tensors], operands[n_tensors : n_tensors + n_sizes]
+        args, kwargs = self.inputs.together(tensors, sizes)
         if self.held is None:
-            yield
-            return
-        with _locked(self.held.modules), ExitStack() as stack:
-            if not module_hooks.is_running():
-                stack.enter_context(module_hooks.switched_off(self.held.modules))
-                stack.enter_context(state_restored(self.held.modules))
-            stack.enter_context(self.held.replaced(held))
-            yield
+            return self._checked(self.function(*args, **kwargs), tensors)
+        # Only a stage that runs for the user changes what the module keeps, and runs hooks of the user.
+        running = module_hooks.is_running()
+        module = self.held.copy(operands[n_tensors + n_sizes :], private=not running)
+        if evaluating:
+            for one in module.modules:
+                one.training = False
+        with contextlib.nullcontext() if running else generators_restored():
+            result = module.root.forward(*args, **kwargs)
+        module.write_buffers()
+        if running:
+            module.write_attributes()
+        return self._checked(result, tensors)
 
     def _checked(self, result: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of `result`. Raises CaptureError if they are not what the graph was captured for."""
@@ -245,7 +179,6 @@ class Uncaptured:
                     f"{tensor.dtype}, but the operators behind it were captured for {sizes} and {expected.dtype}: its "
                     "shape depends on values. Pad to a fixed size, or do all that depends on this size inside one "
                     "module",
-                    self.module,
                 )
         return [_laid_out(t, expected.order) for t, expected in zip(tensors, self.results, strict=True)]
 
@@ -261,10 +194,6 @@ def _laid_out(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 class ChangedResultError(CaptureError):
     """An opaque operator returned a tensor of another shape than its example call showed."""
 
-    def __init__(self, message: str, module: nn.Module | None) -> None:
-        super().__init__(message)
-        self.module = module
-
 
 def same_constants(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether results that are no tensors are equal."""
@@ -278,21 +207,6 @@ def _samples(input_sizes: Sequence[Sequence[Size]], inputs: Sequence[torch.Tenso
             if slope:
                 return (size - base) // slope
     return None
-
-
-_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-_locks_lock = threading.Lock()
-
-
-@contextmanager
-def _locked(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, no other thread runs one of `modules` as an opaque operator."""
-    with _locks_lock:
-        locks = [_locks.setdefault(module, threading.RLock()) for module in modules]
-    with ExitStack() as stack:
-        for lock in sorted(locks, key=id):  # one order for all threads: no deadlock
-            stack.enter_context(lock)
-        yield
 
 
 # -- in a captured graph ----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import torch_private
+from autopar.capture.held_tensors import HeldTensors
 from autopar.capture.rehearsal import (
     CallNames,
     Rehearsal,
@@ -31,7 +32,7 @@ from autopar.capture.rehearsal import (
     is_constant,
     rehearse,
 )
-from autopar.capture.uncaptured import HeldTensors, Structure, TensorResult, Uncaptured
+from autopar.capture.uncaptured import Structure, TensorResult, Uncaptured
 from autopar.errors import CaptureError
 
 _library = torch.library.Library("autopar_uncaptured", "DEF")
@@ -197,11 +198,11 @@ class _Tracer:
         self, path: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         held = self._calls.rehearsal.held[path]
-        return self._call(path, path, type(module), module, held, args, kwargs)
+        return self._call(path, path, type(module), held, args, kwargs)
 
     def function_call(self, cls: type, apply: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self._enclosing_module()
-        return self._call(function_subject(cls), path, cls, None, None, args, kwargs)
+        return self._call(function_subject(cls), path, cls, None, args, kwargs)
 
     def _enclosing_module(self) -> str:
         """The path of the innermost module whose code runs."""
@@ -219,7 +220,6 @@ class _Tracer:
         subject: str,
         path: str,
         cls: type,
-        module: nn.Module | None,
         held: HeldTensors | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -238,8 +238,7 @@ class _Tracer:
             # A nested graph; its random numbers and writes would be out of reach.
             raise RefusedError(f"{what} cannot run as one operator under no_grad, because it has effects", path)
         self._calls.operators[name] = Uncaptured(
-            _Forward(module) if module is not None else _Apply(cls),
-            module,
+            _Apply(cls),
             held,
             path,
             cls.__name__,
@@ -271,16 +270,6 @@ class _Apply:
         return self._cls.apply(*args, **kwargs)
 
 
-class _Forward:
-    """The forward of a module, as it is when it is called."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module.forward(*args, **kwargs)
-
-
 def _refused_inputs(inputs: Structure) -> str:
     for constant in inputs.constants:
         if not (is_constant(constant) or isinstance(constant, enum.Enum)):
@@ -307,8 +296,8 @@ def join(module: fx.GraphModule, calls: OpaqueCalls | None) -> None:
             uncaptured = calls.operators[str(name)]
             n = len(uncaptured.inputs.tensors)
             node.target, node.args = uncaptured, (*tensors[:n], *sizes, *tensors[n:])
-            if uncaptured.module is not None:  # its own code, not the call
-                code = type(uncaptured.module).forward.__code__
+            if uncaptured.held is not None:  # its own code, not the call
+                code = type(uncaptured.held.modules[0]).forward.__code__
                 where = f'  File "{code.co_filename}", line {code.co_firstlineno}, in forward\n'
                 node.meta["stack_trace"] = node.meta.get("stack_trace", "") + where
             assert all(user.target is operator.getitem for user in node.users)

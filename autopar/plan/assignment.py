@@ -59,7 +59,7 @@ def by_modules(split: Mapping[str, int], program: Program) -> dict[fx.Node, int]
                 f"'{path}' is on stage {split[path]}, but it reads {describe(late[0])} on stage "
                 f"{stage_of[late[0]]}; values only flow to later stages"
             )
-    opaque = tuple(part.path for part in uncaptured_in(program.graph_module) if part.module is not None)
+    opaque = tuple(part.path for part in uncaptured_in(program.graph_module) if part.held is not None)
     _check_used(split, used, sorted({key.rpartition("/")[0] for key in keys.values()}), opaque)
     return stage_of
 

@@ -181,7 +181,7 @@ def weight_shares(program: Program) -> dict[fx.Node, float]:
     Zero-bubble schedules delay this part (Qi et al., Zero Bubble Pipeline Parallelism, 2023), because no other stage
     waits for it.
 
-    - 0: the operator reads no trained parameter.
+    - 0: the operator reads no trained parameter, or is an uncaptured module, whose backward comes in one part.
     - 1: none of its other inputs requires grad: a first layer, an embedding. Views of a parameter (`weight.t()`) count
       as the parameter.
     - 0.5: a product of an activation and a weight. For y = x w with shapes m x k and k x n, both gradients, dx = dy w'
@@ -194,7 +194,9 @@ def weight_shares(program: Program) -> dict[fx.Node, float]:
         reads = [n for n in node.all_input_nodes if n in grad]
         weights = [n for n in reads if n in own]
         inside = node.op == "call_module" and _trains(program.graph_module, node)
-        if node not in grad or not (weights or inside):
+        opaque = uncaptured(node)
+        in_one_part = opaque is not None and opaque.held is not None
+        if node not in grad or not (weights or inside) or in_one_part:
             shares[node] = 0.0
         elif len(weights) == len(reads):
             shares[node] = 1.0

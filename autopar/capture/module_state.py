@@ -15,8 +15,8 @@ _CONTAINERS = (list, dict, set)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are not torch's own, nor what weight_norm and spectral_norm compute for every call
-    from `weight_g` or `weight_orig`."""
+    """The attributes of a module that are not torch's own, and not computed for every call (by weight_norm, from
+    `weight_g`; by spectral_norm, from `weight_orig`)."""
     derived = {name.removesuffix(end) for name in module._parameters for end in ("_g", "_orig") if name.endswith(end)}
     return {k: v for k, v in vars(module).items() if k not in _TORCHS_OWN and k not in derived}
 

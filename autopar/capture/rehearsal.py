@@ -39,6 +39,7 @@ class RehearsedCall:
 
     outputs: Structure
     input_sizes: tuple[tuple[Size, ...], ...]
+    input_gradients: tuple[bool, ...]  # which inputs require a gradient
     results: tuple[TensorResult, ...]
     effects: Effects
     refused: str  # why it cannot be an operator of a graph; "" if it can
@@ -58,6 +59,7 @@ class _Seen:
     """A call in one run."""
 
     inputs: list[tuple[int, ...]]
+    gradients: tuple[bool, ...]
     outputs: Structure
     tensors: list[TensorResult]
     effects: Effects
@@ -222,7 +224,7 @@ def _watched_call(held: HeldTensors | None, call: Callable[..., Any], args: Any,
     modules = held.modules if held is not None else []
     attributes, generators = Attributes(modules), Generators()
     versions = [(t, t._version) for t in held.current()] if held is not None else []
-    shapes = [tuple(x.shape) for x in inputs]
+    shapes, gradients = [tuple(x.shape) for x in inputs], tuple(x.requires_grad for x in inputs)
     result = call(*args, **kwargs)
     written = [place for place, (t, version) in enumerate(versions) if t._version != version]
     if held is not None:
@@ -241,8 +243,8 @@ def _watched_call(held: HeldTensors | None, call: Callable[..., Any], args: Any,
         refused = "returns a tensor without strides"
     else:
         effects = Effects(generators.torch_has_moved(), stateful, tuple(sorted(set(written))))
-        return _Seen(shapes, structure, [_result(t) for t in tensors], effects, ""), result
-    return _Seen(shapes, structure, [], Effects(), refused), result
+        return _Seen(shapes, gradients, structure, [_result(t) for t in tensors], effects, ""), result
+    return _Seen(shapes, gradients, structure, [], Effects(), refused), result
 
 
 def is_constant(value: Any) -> bool:
@@ -266,7 +268,7 @@ def _fitted(runs: Sequence[tuple[int, _Seen | None]]) -> RehearsedCall:
         effects |= one.effects
 
     def refused(why: str) -> RehearsedCall:
-        return RehearsedCall(first.outputs, (), (), effects, why)
+        return RehearsedCall(first.outputs, (), (), (), effects, why)
 
     if len(seen) < len(runs):
         return refused("is called for some batches only")
@@ -286,7 +288,8 @@ def _fitted(runs: Sequence[tuple[int, _Seen | None]]) -> RehearsedCall:
             return refused("returns a shape that depends on values")
         results.append(TensorResult(sizes, result.order, result.dtype, result.device))
     inputs = [_fit([(n, one.inputs[place]) for n, one in seen]) for place in range(len(first.inputs))]
-    return RehearsedCall(first.outputs, tuple(sizes or () for sizes in inputs), tuple(results), effects, "")
+    input_sizes = tuple(one or () for one in inputs)
+    return RehearsedCall(first.outputs, input_sizes, first.gradients, tuple(results), effects, "")
 
 
 def _fit(shapes: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[Size, ...] | None:

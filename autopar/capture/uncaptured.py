@@ -90,6 +90,7 @@ class Uncaptured:
     inputs: Structure
     outputs: Structure
     input_sizes: tuple[tuple[Size, ...], ...]  # of the tensors that it takes
+    input_gradients: tuple[bool, ...]  # which of them required a gradient in the example
     results: tuple[TensorResult, ...]
     effects: Effects
     identity: str  # hash of the code that runs
@@ -134,6 +135,8 @@ class Uncaptured:
 
     def observed(self, *operands: Any) -> list[torch.Tensor]:
         """What it returns without gradients and, if it draws random numbers, in evaluation mode."""
+        gradients = self.input_gradients + (False,) * (len(operands) - len(self.input_gradients))
+        operands = tuple(x.detach().requires_grad_() if g else x for x, g in zip(operands, gradients, strict=True))
         with torch.enable_grad():  # the module may differentiate inside
             return [t.detach() for t in self._computed(operands, evaluating=self.effects.random)]
 

@@ -245,6 +245,7 @@ class _Tracer:
             inputs,
             call.outputs,
             call.input_sizes,
+            call.input_gradients,
             call.results,
             effects,
             _identity(cls),

@@ -40,6 +40,12 @@ class TensorResult:
     dtype: torch.dtype
     device: torch.device
 
+    def on_meta(self, samples: int) -> torch.Tensor:
+        """Such a tensor without values."""
+        sizes = [base + slope * samples for base, slope in self.sizes]
+        tensor = torch.empty([sizes[d] for d in self.order], dtype=self.dtype, device="meta")
+        return tensor.permute(sorted(range(len(sizes)), key=self.order.__getitem__))
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -131,14 +137,32 @@ class Uncaptured:
         return self.compute(*operands)
 
     def compute(self, *operands: Any) -> list[torch.Tensor]:
-        return self._computed(operands, evaluating=False)
+        return self._computed_or_shaped(operands, evaluating=False)
 
     def observed(self, *operands: Any) -> list[torch.Tensor]:
         """What it returns without gradients and, if it draws random numbers, in evaluation mode."""
         gradients = self.input_gradients + (False,) * (len(operands) - len(self.input_gradients))
         operands = tuple(x.detach().requires_grad_() if g else x for x, g in zip(operands, gradients, strict=True))
         with torch.enable_grad():  # the module may differentiate inside
-            return [t.detach() for t in self._computed(operands, evaluating=self.effects.random)]
+            return [t.detach() for t in self._computed_or_shaped(operands, evaluating=self.effects.random)]
+
+    def needs_values(self, operands: Sequence[Any]) -> str:
+        """The error of its code on `operands`, tensors on the meta device; "" if it runs."""
+        try:
+            self._computed(operands, evaluating=False)
+        except Exception as error:  # the user's code may raise anything
+            return (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return ""
+
+    def _computed_or_shaped(self, operands: Sequence[Any], *, evaluating: bool) -> list[torch.Tensor]:
+        """What it returns; on the meta device, if its code needs values, tensors of the shapes that it would return."""
+        try:
+            return self._computed(operands, evaluating=evaluating)
+        except Exception:
+            if not any(isinstance(x, torch.Tensor) and x.is_meta for x in operands):
+                raise
+        samples = _samples(self.input_sizes, operands[: len(self.inputs.tensors)]) or 0
+        return [result.on_meta(samples) for result in self.results]
 
     def _computed(self, operands: Sequence[Any], *, evaluating: bool) -> list[torch.Tensor]:
         n_tensors, n_sizes = len(self.inputs.tensors), len(self.inputs.sizes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
@@ -16,6 +17,7 @@ from autopar.analysis.operators import captured_device, compute_nodes, on_device
 from autopar.capture import torch_private
 from autopar.capture.program import Program, describe
 from autopar.capture.repeated_layers.fold import fold
+from autopar.capture.uncaptured import uncaptured
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
@@ -106,16 +108,17 @@ class Estimated:
         """Raise InputError for uncaptured code that needs values: nothing tells what it costs."""
         if not self._program.uncaptured:
             return
-        try:
-            observe(private_copy(self._module, META), self._calls.inputs(max(self._program.batch_size, 1)))
-        except Exception as error:  # the user's code may raise anything
-            node = getattr(error, "autopar_node", None)
-            where = describe(node) if node is not None else "the model"
-            text = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise InputError(
-                f"the cost of {where} cannot be estimated: it runs uncaptured, and not without values ({text}). Plan "
-                "on the devices themselves, where it is measured, or make it traceable by torch.export"
-            ) from error
+        values = observe(private_copy(self._module, META), self._calls.inputs(max(self._program.batch_size, 1)))
+        for node in values:
+            operator = uncaptured(node)
+            if operator is None:
+                continue
+            why = operator.needs_values(fx.map_arg(node.args, values.__getitem__))
+            if why:
+                raise InputError(
+                    f"the cost of {describe(node)} cannot be estimated: it runs uncaptured, and not without values "
+                    f"({why}). Plan on the devices themselves, where it is measured, or make it fit for torch.export"
+                )
 
     def _sizes(self) -> list[int]:
         batch = max(self._program.batch_size, 1)

@@ -220,3 +220,19 @@ def test_a_second_plan_takes_its_costs_from_the_cache(tmp_path: Any, monkeypatch
     assert counted[0] == 1
     assert counted[-2:] == [0, 0]
     assert plans[0].predicted_step_time == pytest.approx(plans[1].predicted_step_time)
+
+
+def test_beside_sharded_modules_one_device_runs_it_for_all() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NumpyGate(), nn.Linear(WIDTH, WIDTH))
+    hinted = copy.deepcopy(model)
+    autopar.shard(hinted[0], in_strategy=((1, 1),), out_strategy=((1, 2),))
+    pm = autopar.parallelize(hinted, ["cpu", "cpu"], cache=False)
+    outputs = [module(*rows(6)) for module in (pm, model)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for parameter, expected in zip(pm.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    assert pm.plan.stages[0].shards == 2  # type: ignore[union-attr]
+    pm.close()

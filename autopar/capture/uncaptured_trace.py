@@ -89,7 +89,8 @@ class Opaque:
                 return None
             path = path.rpartition(".")[0]
         alike = [path] if not path else _alike(model, path)
-        reasons = {**self.reasons, **{p: refused.short for p in alike if p not in self.reasons}}
+        why = self.reasons.get(refused.path, refused.short)  # why the part inside was refused at first
+        reasons = {**self.reasons, **{p: why for p in alike if p not in self.reasons}}
         return replace(self, reasons={p: why for p, why in reasons.items() if not _has_ancestor(p, reasons)})
 
 

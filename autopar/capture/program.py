@@ -243,7 +243,10 @@ def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool
         except RehearsalError as error:
             attributes.restore()
             raise CaptureError(f"{first}; {error}") from error
-        if "" in opaque.reasons and _changes_nothing(call, opaque):
+        parts = [call.model.get_submodule(path) for path in opaque.reasons]
+        # Later rooms know batch norm as a module of its own, which symbolic_trace leaves in the graph.
+        norms = bool(parts) and all(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
+        if norms or ("" in opaque.reasons and _changes_nothing(call, opaque)):
             with contextlib.suppress(RefusedError):
                 return _traced(call, Opaque(), False, "symbolic_trace")
             attributes.restore()

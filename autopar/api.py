@@ -55,6 +55,7 @@ def parallelize(
     tune: int = 0,
     candidates: Mapping[str, Plan] | None = None,
     verify: bool = True,
+    strict: bool = False,
     compile: bool | str = False,
     watch_nan: bool = False,
     dynamic: Dynamic = None,
@@ -63,7 +64,8 @@ def parallelize(
     """Return `model` as a pipelined module over `devices`. Measurement and search choose what the caller leaves open.
 
     Args:
-        model: any module that torch.export or torch.fx can capture. Its parameters stay its own.
+        model: any module. What torch.export cannot capture runs uncaptured: the smallest such module, or a custom
+            torch.autograd.Function, is one operator of the plan. Parameters stay the model's own.
         devices: strings or torch.device. `"cpu"` may be repeated (workers that share the cores), and so may one GPU.
             None: every visible GPU, or without GPUs one CPU worker per core, at most two. Or a
             `Cluster.from_devices(...)`.
@@ -86,6 +88,7 @@ def parallelize(
         tune: run this many of the best plans for a few steps and follow the fastest; 0 trusts the prediction.
         candidates: your own plans by name; `tune` runs them beside the others.
         verify: check on a few samples that splitting the batch keeps the results, whatever is proven from the graph.
+        strict: raise CaptureError for a model with parts that cannot be captured, instead of running these uncaptured.
         compile: run every stage through torch.compile with its default backend (True) or the backend named.
         watch_nan: check every value that leaves a stage, and name the operator that produced the first NaN.
         dynamic: sizes of inputs that change between calls. None: a size becomes a symbol at the first call with another
@@ -113,6 +116,7 @@ def parallelize(
         tune=tune,
         candidates=candidates,
         verify=verify,
+        strict=strict,
         compile=compile,
         watch_nan=watch_nan,
         dynamic=dynamic,
@@ -157,7 +161,9 @@ def plan(
         if chosen.that_run:
             raise InputError(f"{', '.join(chosen.that_run)}: {devices.title} is not at hand, so no plan can run on it")
         batch_dim = chosen.batch_dim
-        example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
+        example = example_ahead(
+            model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=chosen.strict
+        )
         with progress_bar() as progress:
             if plan is not None:
                 return priced_ahead(plan, example, devices, chosen, progress)
@@ -188,6 +194,7 @@ def profile(
     loss_fn: LossFunction | None = None,
     optimizer: str | None = None,
     batch_dim: BatchDim = None,
+    strict: bool = False,
     cache: bool = True,
 ) -> Profile:
     """Return seconds and bytes of every operator and module on every device type, and the links between the devices.
@@ -198,16 +205,18 @@ def profile(
     `parallelize`.
     """
     _check_model(model)
-    options = PlanOptions(optimizer=optimizer or "none", batch_dim=batch_dim, cache=cache)
+    options = PlanOptions(optimizer=optimizer or "none", batch_dim=batch_dim, strict=strict, cache=cache)
     args, kwargs = _need_example("profiling", example_args, example_kwargs)
     _need_target(loss_fn, target)
     if isinstance(devices, Cluster) and not devices.at_hand:
-        ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
+        ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict)
         memory = training_step(ahead, optimizer, devices.node[0].device_type) if optimizer else None
         with progress_bar() as progress:
             return summarize(estimate_costs(ahead, devices, progress=progress), memory)
     parsed = _at_hand(model, devices)
-    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
+    example = capture_example(
+        model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
+    )
     memory = training_step(example, optimizer, parsed[0].torch_device.type) if optimizer else None
     with progress_bar() as progress:
         return summarize(measure_costs(example, parsed, cache=options.cache, progress=progress), memory)
@@ -235,7 +244,8 @@ def compare(
     Args:
         plans: by name; None for the plan that autopar chooses under the options. Default: {"auto": None}.
         repeats: number of measured steps per plan.
-        options: `n_microbatches`, `schedule`, `max_replicas`, `memory_limit`, `batch_norm`, `batch_dim` and `cache`.
+        options: `n_microbatches`, `schedule`, `max_replicas`, `memory_limit`, `batch_norm`, `batch_dim`, `strict` and
+            `cache`.
 
     The other arguments and the errors are those of `parallelize`. Plans hold no optimizer state here.
     """
@@ -247,7 +257,16 @@ def compare(
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     plans = {"auto": None} if plans is None else plans
     parsed = _at_hand(model, devices)
-    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim)
+    example = capture_example(
+        model,
+        parsed,
+        args,
+        kwargs,
+        loss_fn=loss_fn,
+        target=target,
+        batch_dim=chosen.batch_dim,
+        strict=chosen.strict,
+    )
     example, search = search_options(example, chosen, len(parsed))
     if asks_for_sharding(example):
         sharded = plan_as_sharded(example, parsed, search) if None in plans.values() else None

@@ -140,7 +140,7 @@ def demo(
 
 
 @app.command()
-@_takes_options("cache")
+@_takes_options("strict", "cache")
 def profile(
     factory: Factory,
     devices: Devices = None,

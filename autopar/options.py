@@ -32,6 +32,7 @@ class CompareKeywords(TypedDict, total=False):
     memory_limit: float | None
     batch_norm: str
     batch_dim: BatchDim
+    strict: bool
     cache: bool
 
 
@@ -57,6 +58,7 @@ HELP = {  # the texts of `--help`, for the options of the command line
     "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
     "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",
     "tune": "Run this many of the best plans and use the fastest.",
+    "strict": "Refuse a model with parts that cannot be captured, instead of running these as single operators.",
     "cache": "Read measurements from disk and store new ones.",
 }
 
@@ -76,6 +78,7 @@ class PlanOptions:
     tune: int = 0
     candidates: Mapping[str, Plan] | None = None
     verify: bool = True
+    strict: bool = False
     compile: bool | str = False
     watch_nan: bool = False
     dynamic: Dynamic = None
@@ -119,6 +122,8 @@ class PlanOptions:
         limit = self.memory_limit
         if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             yield f"memory_limit must be a positive number of bytes, got {limit!r}"
+        if not isinstance(self.strict, bool):
+            yield f"strict must be True or False, got {self.strict!r}"
         if not isinstance(self.compile, (bool, str)):
             yield f"compile must be True, False or the name of a backend, got {self.compile!r}"
         yield from _dynamic_problems(self.dynamic)

@@ -133,7 +133,7 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", "factories:uncapturable", "--devices", "cpu"), "cannot capture"),
+        (("plan", "factories:uncapturable", "--strict", "--devices", "cpu"), "cannot capture"),
         (("plan", "factories:nonsense"), "must return"),
         (("plan", "factories:misspelt"), "args"),
         (("plan", "factories:with_args", "--devices", "tpu"), "tpu"),

@@ -23,9 +23,11 @@ from autopar.analysis.batch_proof import OutputCombination, Proof, prove
 from autopar.analysis.node_values import DROPOUT, changed_dims, close, observe, probe, storages_of
 from autopar.analysis.operators import is_random, operator_name, written_arguments
 from autopar.analysis.sample_states import DIVIDES
+from autopar.analysis.uncaptured_samples import relates_samples
 from autopar.capture.cleanup import aten
 from autopar.capture.program import Program, describe, module_path
 from autopar.capture.repeated_layers.measure_once import TensorShape
+from autopar.capture.uncaptured import uncaptured, uncaptured_in
 
 Values = dict[fx.Node, Any]
 
@@ -86,6 +88,9 @@ def study(program: Program, leaves: list[Any], *, verify: bool = True) -> Batchi
                 _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows, proven)
                 for reverse in (False, True)
             ]
+            if program.uncaptured:  # nothing is known of its code: compare the example as it is, too
+                cuts = {c for c in (1, size // 4, size // 2, size - 1) if least_rows <= c <= size - least_rows}
+                findings += [_look(program, flat, leaves, size, cut, proven) for cut in sorted(cuts)]
         except Exception as error:  # the model may raise anything at a batch size that it does not support
             node = getattr(error, "autopar_node", None)
             where = describe(node) if node is not None else "the model"
@@ -206,6 +211,7 @@ def _agreed(
     """The Batching that all runs agree on."""
     one = findings[0]
     obstacle = next((f.obstacle for f in findings if f.obstacle), "") or _written_buffer(program)
+    obstacle = obstacle or _opaque_relation(program, findings[-1].whole)
     combinations = []
     for index, output in enumerate(flat):
         combination = one.combinations[index]
@@ -251,11 +257,23 @@ def _draws(program: Program, output: fx.Node) -> bool:
     )
 
 
+def _opaque_relation(program: Program, values: Values) -> str:
+    """The obstacle if an opaque operator relates samples to each other. `values`: of every node, for some samples."""
+    for node in program.graph.nodes:
+        opaque = uncaptured(node)
+        if opaque is not None and relates_samples(opaque, fx.map_arg(node.args, values.__getitem__)):
+            return f"{describe(node)} mixes samples: its results depend on which samples share a batch"
+    return ""
+
+
 def _written_buffer(program: Program) -> str:
     """The obstacle if the model writes a buffer other than batch norm's, which it would write once per micro-batch."""
+    for opaque in uncaptured_in(program.graph_module):
+        if opaque.effects.stateful:
+            return f"uncaptured {opaque.place} changes {opaque.effects.stateful}, once for every batch"
     for node in program.graph.nodes:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
-        if stack and "BatchNorm" in str(stack[-1][1]):
+        if stack and "BatchNorm" in str(stack[-1][1]) and uncaptured(node) is None:
             continue
         for source in written_arguments(node):
             if source.op == "get_attr" and node.target is not aten.batch_norm.default:

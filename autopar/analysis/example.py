@@ -62,6 +62,7 @@ def examine(
     *,
     batch_dim: int | dict[str, int | None] | None,
     verify: bool,
+    strict: bool = False,
 ) -> tuple[Program, Batching]:
     """Capture a call of `model` and study how its batch may be split. The model is unchanged afterwards.
 
@@ -70,7 +71,7 @@ def examine(
     """
     with untouched(model), neutral_state(device_types):
         ahead = any(p.is_meta for p in model.parameters())  # nothing will run, so equal layers need one trace
-        program = capture(model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead)
+        program = capture(model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead, strict=strict)
     return program, study_call(model, program, args, kwargs, device_types, verify=verify)
 
 
@@ -171,10 +172,11 @@ def capture_example(
     target: Any = None,
     batch_dim: int | dict[str, int | None] | None = None,
     verify: bool = True,
+    strict: bool = False,
 ) -> Example:
     """Capture a call of `model` for these devices. The model is unchanged. Raises CaptureError, InputError."""
     types = {device.torch_device.type for device in devices}
-    program, batching = examine(model, args, kwargs, types, batch_dim=batch_dim, verify=verify)
+    program, batching = examine(model, args, kwargs, types, batch_dim=batch_dim, verify=verify, strict=strict)
     leaves, _ = program.bind(args, kwargs) or ([], 0)
     training = has_backward(model, program, loss_fn)
     loss = under_default_device(loss_fn)
@@ -194,7 +196,10 @@ def example_ahead(
     target: Any = None,
     batch_dim: int | dict[str, int | None] | None = None,
     verify: bool = True,
+    strict: bool = False,
 ) -> Example:
     """Capture a call of `model` for devices that are not here; parameters need no values."""
     model, args, kwargs, target = without_values(model, args, kwargs, target)
-    return capture_example(model, (), args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, verify=verify)
+    return capture_example(
+        model, (), args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, verify=verify, strict=strict
+    )

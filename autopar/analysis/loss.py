@@ -238,7 +238,7 @@ class _LossStudy:
         try:
             with warnings.catch_warnings(), neutral_state(self._device_types()):
                 warnings.simplefilter("ignore")
-                loss = capture(self._module, (), leaves, batch_dim=batch_dims)
+                loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True)
         except (CaptureError, InputError) as error:
             log.debug("loss_fn cannot be captured: %s", error)
             return self._whole("it cannot be captured as a graph")

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopar.capture.cleanup import aten
 from autopar.capture.program import Program
+from autopar.capture.uncaptured import Uncaptured
 from cost_models.graphs import storage_key
 
 _BATCH_NORM = {aten.batch_norm.default}
@@ -142,6 +143,8 @@ class _Observer(fx.Interpreter):
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def call_function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        if isinstance(target, Uncaptured):
+            return target.observed(*args)
         if target in DROPOUT:
             return args[0].clone() if target.__name__.split(".")[0][-1] != "_" else args[0]
         if target in _BATCH_NORM and args[5]:

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, is_getitem, module_path
+from autopar.capture.uncaptured import uncaptured
 from cost_models.graphs import get_attribute
 
 # Operators whose results are worth sending to other stages instead of computing them again.
@@ -68,6 +69,8 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that `node` overwrites in place (batch norm's running statistics included)."""
+    if (opaque := uncaptured(node)) is not None:
+        return [n for n in opaque.written_operands(node.args) if isinstance(n, fx.Node)]
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
@@ -90,6 +93,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 def is_random(node: fx.Node, module: fx.GraphModule) -> bool:
     """Whether `node` draws random numbers with its arguments (dropout in evaluation does not)."""
+    if (opaque := uncaptured(node)) is not None:
+        return opaque.effects.random
     if node.op == "call_module":
         children = module.get_submodule(str(node.target)).modules()
         return any(isinstance(m, _RANDOM_MODULES) and bool(m.training and getattr(m, "dropout", 1)) for m in children)
@@ -147,6 +152,7 @@ def replicable_nodes(program: Program) -> set[fx.Node]:
             and not written_arguments(node)
             and operator_name(node) not in _HEAVY
             and not is_hook_point(node)
+            and uncaptured(node) is None
             and not is_random(node, module)
             and all(source in result for source in node.all_input_nodes)
         ):
@@ -188,7 +194,7 @@ def weight_shares(program: Program) -> dict[fx.Node, float]:
     Zero-bubble schedules delay this part (Qi et al., Zero Bubble Pipeline Parallelism, 2023), because no other stage
     waits for it.
 
-    - 0: the operator reads no trained parameter.
+    - 0: the operator reads no trained parameter, or is an uncaptured module, whose backward comes in one part.
     - 1: none of its other inputs requires grad: a first layer, an embedding. Views of a parameter (`weight.t()`) count
       as the parameter.
     - 0.5: a product of an activation and a weight. For y = x w with shapes m x k and k x n, both gradients, dx = dy w'
@@ -201,7 +207,9 @@ def weight_shares(program: Program) -> dict[fx.Node, float]:
         reads = [n for n in node.all_input_nodes if n in grad]
         weights = [n for n in reads if n in own]
         inside = node.op == "call_module" and _trains(program.graph_module, node)
-        if node not in grad or not (weights or inside):
+        opaque = uncaptured(node)
+        in_one_part = opaque is not None and opaque.held is not None
+        if node not in grad or not (weights or inside) or in_one_part:
             shares[node] = 0.0
         elif len(weights) == len(reads):
             shares[node] = 1.0
@@ -273,7 +281,7 @@ def captured_device(program: Program) -> torch.device:
 
 
 def unrepeatable_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Operators that write a buffer that others read: running them again would change the result.
+    """Operators that write a buffer that others read, or keep a state: running them again would change the result.
 
     Batch norm is not among them: in training nothing reads its running statistics.
     """
@@ -286,7 +294,9 @@ def unrepeatable_nodes(graph: fx.Graph) -> list[fx.Node]:
         if operator_name(node) in ("batch_norm", "instance_norm"):
             continue
         written = [a for a in written_arguments(node) if a.op == "get_attr"]
-        if any(node.users or readers[str(a.target)] - {node} for a in written):
+        opaque = uncaptured(node)
+        own = opaque is not None and (opaque.effects.stateful or written)
+        if own or any(node.users or readers[str(a.target)] - {node} for a in written):
             unrepeatable.append(node)
     return unrepeatable
 

@@ -7,12 +7,13 @@ import inspect
 import io
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -20,12 +21,16 @@ from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
+from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, warn
 
 log = logging.getLogger(__name__)
 
 # Files whose warnings are about tracing itself: torch, and contextlib, where a wrong stack level puts some of them.
 _TRACER_FILES = (os.path.dirname(inspect.getfile(torch)) + os.sep, inspect.getfile(contextlib))
+
+
+Tracers = Literal["export", "symbolic_trace", "both"]  # "both": symbolic_trace where export refuses
 
 
 @dataclass(frozen=True)
@@ -44,24 +49,29 @@ def trace(
     symbols: Sequence[Collection[int | None]],
     in_spec: torch_private.TreeSpec,
     *,
-    fallback: bool = True,
+    tracers: Tracers = "export",
 ) -> Traced:
     """Trace `model` for a call like this into one graph.
 
-    `symbols`: for every flat input its dimensions with symbolic size; None for a Python int that is a symbol.
-    `fallback`: try torch.fx.symbolic_trace where torch.export refuses the model. Raises CaptureError.
+    `symbols`: for every flat input its dimensions with symbolic size; None for a Python int that is a symbol. Raises
+    RefusedError.
     """
+    if tracers == "symbolic_trace":
+        try:
+            return _symbolic_trace(model, args, kwargs)
+        except Exception as error:
+            raise _refused(model, error) from error
     caught: list[warnings.WarningMessage] = []
     try:
         traced = _export(model, args, kwargs, symbols, in_spec, caught)
     except Exception as error:  # export may raise anything; then the fallback decides
-        if not fallback:
-            raise _capture_error(model, error) from error
+        if isinstance(error, RefusedError) or tracers == "export":
+            raise _refused(model, error) from error
         log.info("torch.export refused the model (%s); trying torch.fx.symbolic_trace", _first_line(error))
         try:
             return _symbolic_trace(model, args, kwargs)
         except Exception as second:
-            raise _capture_error(model, error) from second
+            raise _refused(model, error) from second
     for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return traced
@@ -266,18 +276,21 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
-    """`error` of torch.export as a CaptureError that names the module, the line and what to change."""
-    if isinstance(error, CaptureError):
+def _refused(model: nn.Module, error: BaseException) -> RefusedError:
+    """`error` of torch.export as an error that names the module, the line and what to change."""
+    if isinstance(error, RefusedError):
         return error
-    paths = {id(module): name or "(root)" for name, module in model.named_modules()}
-    where, line = "(root)", ""
+    paths = {id(module): name for name, module in model.named_modules()}
+    where, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # `self`, whatever its name
         if id(owner) in paths and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl"):
             where, line = paths[id(owner)], f"{frame.f_code.co_filename}:{number}"
     text = str(error)
+    if not where:  # export found out only after the module had run
+        named = re.search(r"model attribute: ([\w.]+)\.\w+", text)
+        where = named[1] if named and named[1] in paths.values() else ""
     if "data-dependent" in text or "DataDependent" in type(error).__name__ or "unbacked" in text:
         advice = "control flow depends on a tensor's values; use torch.where or torch.cond, or decide outside the model"
     elif "in output, which is not a known type" in text:
@@ -286,6 +299,6 @@ def _capture_error(model: nn.Module, error: BaseException) -> CaptureError:
         advice = "check that the example inputs are what the model expects"
     else:
         advice = "make this part traceable by torch.export, or move it out of the model"
-    return CaptureError(
-        f"cannot capture module '{where}'" + (f" at {line}" if line else "") + f": {_first_line(error)}; {advice}"
-    )
+    at = f" at {line}" if line else ""
+    message = f"cannot capture module '{where or '(root)'}'{at}: {_first_line(error)}; {advice}"
+    return RefusedError(message, where, f"{os.path.basename(line)}: {_first_line(error)}")

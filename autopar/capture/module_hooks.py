@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +64,11 @@ def running() -> Iterator[None]:
         yield
     finally:
         _thread.running = before
+
+
+def is_running() -> bool:
+    """Whether this thread runs a stage for the user, rather than to observe or measure it."""
+    return _thread.running
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -144,29 +149,50 @@ class Marks:
     calls: dict[str, _Call]  # by name: `path#number`
 
 
+def hook_tables_without_users(module: nn.Module) -> dict[str, OrderedDict[int, Callable[..., Any]]]:
+    """The tables of a module's hooks, by name, without those of the user."""
+    tables = ((name, getattr(module, name)) for name in _TABLES)
+    return {n: OrderedDict((k, h) for k, h in table.items() if _part_of_the_model(h)) for n, table in tables}
+
+
 @contextmanager
-def marked(model: nn.Module) -> Iterator[Marks]:
-    """Inside, the user's hooks are off, and calls of inner modules with user hooks are marked in the traced graph."""
-    calls: dict[str, _Call] = {}
-    hooked = [(path, module) for path, module in model.named_modules() if has_hooks(module)]
-    saved = [(module, {name: OrderedDict(getattr(module, name)) for name in _TABLES}) for _, module in hooked]
-    marks = []
+def switched_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the user's hooks on `modules` are off."""
+    hooked = [module for module in modules if has_hooks(module)]
+    saved = [(module, {name: OrderedDict(getattr(module, name)) for name in _TABLES}) for module in hooked]
     try:
-        for path, module in hooked:
+        for module in hooked:
             for name in _TABLES:
                 table = getattr(module, name)
                 for key, _ in _user_hooks(table):
                     del table[key]
-            if path:  # the root's hooks run on the whole batch, outside of the graph
-                marks += _mark(path, module, calls)
-        yield Marks([path for path, _ in hooked if path], calls)
+        yield
     finally:
-        for mark in marks:
-            mark.remove()
         for module, tables in saved:
             for name, table in tables.items():
                 getattr(module, name).clear()
                 getattr(module, name).update(table)
+
+
+@contextmanager
+def marked(model: nn.Module, inside: Collection[nn.Module] = ()) -> Iterator[Marks]:
+    """Inside, the user's hooks are off, and calls of inner modules with user hooks are marked in the traced graph.
+
+    `inside`: modules within opaque operators, which run their hooks themselves.
+    """
+    calls: dict[str, _Call] = {}
+    hooked = [(path, module) for path, module in model.named_modules() if has_hooks(module)]
+    # The root's hooks run on the whole batch, outside of the graph.
+    marking = [(path, module) for path, module in hooked if path and module not in inside]
+    marks: list[Any] = []
+    with switched_off([module for _, module in hooked]):
+        try:
+            for path, module in marking:
+                marks += _mark(path, module, calls)
+            yield Marks([path for path, _ in marking], calls)
+        finally:
+            for mark in marks:
+                mark.remove()
 
 
 def _mark(path: str, module: nn.Module, calls: dict[str, _Call]) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import operator
 import os
 import re
@@ -23,10 +24,26 @@ from torch import fx, nn
 
 from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.cleanup import tidy
-from autopar.capture.export import check_call, trace, warn_of_assignments, warn_of_out_arguments
+from autopar.capture.export import Traced, Tracers, check_call, trace, warn_of_assignments, warn_of_out_arguments
+from autopar.capture.module_state import Attributes, Generators
+from autopar.capture.rehearsal import WRITES_INPUT
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
-from autopar.errors import InputError
+from autopar.capture.uncaptured import Effects, uncaptured_in
+from autopar.capture.uncaptured_trace import (
+    Opaque,
+    RefusedError,
+    RehearsalError,
+    inside,
+    join,
+    rehearsed,
+    traced_as_calls,
+)
+from autopar.errors import CaptureError, InputError
 from autopar.hints.shard import hinted_modules
+
+log = logging.getLogger(__name__)
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,7 @@ class Program:
     n_outputs: int  # number of flat outputs of the model; the graph returns the counts of `weights` after them
     weights: dict[int, int]  # flat output that is a mean -> flat output with the number of elements averaged
     shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # calls with a shard hint
+    uncaptured: tuple[str, ...] = ()  # what runs as opaque operators, and why, for messages
 
     @property
     def graph(self) -> fx.Graph:
@@ -127,7 +145,7 @@ def module_path(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """`file:line` of the user's code that created `node`; "" if unknown."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name]
+    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name and not name.startswith(_PACKAGE)]
     chosen = (outside or lines)[-1:]
     return f"{chosen[0][0]}:{chosen[0][1]}" if chosen else ""
 
@@ -135,8 +153,7 @@ def source_line(node: fx.Node) -> str:
 def users_frames(node: fx.Node) -> str:
     """The traceback of the user's code that created `node`, without autopar's own frames."""
     frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
-    mine = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
-    return "".join(f for f in frames if f.strip() and f'File "{mine}' not in f).rstrip()
+    return "".join(f for f in frames if f.strip() and f'File "{_PACKAGE}' not in f).rstrip()
 
 
 def describe(node: fx.Node) -> str:
@@ -155,6 +172,7 @@ def capture(
     batch_dim: int | dict[str, int | None] | None = None,
     trace_equal_layers_once: bool = False,
     open_sizes: Collection[OpenSize] = (),
+    strict: bool = False,
 ) -> Program:
     """Capture `model` in its current mode (training or evaluation) for inputs like `args`, `kwargs`.
 
@@ -167,39 +185,22 @@ def capture(
         trace_equal_layers_once: trace only the first of equal layers, and copy its nodes for the others.
         open_sizes: sizes and Python ints, beside the batch, that become symbols where the model allows it. Such a
             program is specialised before use (`open_sizes.SymbolicProgram`).
+        strict: raise CaptureError for a part that no tracer can capture, instead of running it as an opaque operator.
 
     Raises:
-        CaptureError: no tracer can capture the model.
+        CaptureError: no tracer can capture the model, and the rest cannot run uncaptured (or must not: `strict`).
         InputError: the arguments do not fit `forward`, or `batch_dim` does not fit the arguments.
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
-    once = equal_layers_traced_once(model) if trace_equal_layers_once else contextlib.nullcontext()
-    with (
-        module_hooks.marked(model) as marks,
-        warn_of_assignments(model),
-        warn_of_out_arguments(model),
-        torch_private.no_global_hooks(),
-        torch_private.no_custom_functions(),
-        once,
-        shard_regions.marked(hinted_modules(model)) as calls,
-    ):
-        # Export makes a size of 1 a constant: a graph captured for one sample serves no other batch size.
-        symbols = [
-            frozenset(size.dim for size in open_sizes if size.leaf == place)
-            | ({dim} if dim is not None and batch != 1 else set())
-            for place, dim in enumerate(dims)
-        ]
-        traced = trace(model, args, kwargs, symbols, in_spec, fallback=not open_sizes)
-    if trace_equal_layers_once:
-        copy_traced_layers(traced.module, model)
-    regions = shard_regions.borders(traced.module.graph, calls)
-    module = tidy(traced.module)
-    shard_calls = shard_regions.settled(module.graph, regions, describe)
-    module_hooks.join(module.graph, marks)
-    module.recompile()
+    call = _Call(model, args, kwargs, in_spec, dims, batch, frozenset(open_sizes))
+    if open_sizes:
+        found = _traced(call, Opaque(), trace_equal_layers_once)
+    else:
+        found = _traced_with_opaque_parts(call, trace_equal_layers_once, strict)
+    traced, module = found.traced, found.module
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     paths = torch_private.tree_paths((args, kwargs))
     n_outputs = traced.out_spec.num_leaves
@@ -215,8 +216,124 @@ def capture(
         guards=traced.guards,
         n_outputs=n_outputs,
         weights={o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))},
-        shard_calls=shard_calls,
+        shard_calls=found.shard_calls,
+        uncaptured=_uncaptured_parts(module, found.opaque),
     )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is captured."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_spec: torch_private.TreeSpec
+    dims: list[int | None]  # batch dimension of every flat input
+    batch: int
+    open_sizes: frozenset[OpenSize]  # that become symbols, beside the batch
+
+    def symbols(self, dims: list[int | None]) -> list[frozenset[int | None]]:
+        """For every flat input, its dimensions with symbolic size; None for a Python int. `dims`: of the batch."""
+        return [
+            frozenset(size.dim for size in self.open_sizes if size.leaf == place) | ({dim} - {None})
+            for place, dim in enumerate(dims)
+        ]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A trace that succeeded, and its cleaned graph."""
+
+    traced: Traced
+    module: fx.GraphModule
+    shard_calls: tuple[shard_regions.ShardCall, ...]
+    opaque: Opaque
+
+
+def _traced_with_opaque_parts(call: _Call, equal_layers_once: bool, strict: bool) -> _Found:
+    """Trace; while export refuses a part, make this part opaque and trace again.
+
+    The whole model is the last part. If a call changes nothing, symbolic_trace is tried before that: it takes some
+    models that export refuses, but drops what their code does besides returning a result.
+    """
+    if strict:
+        try:
+            return _traced(call, Opaque(), equal_layers_once, "both")
+        except RefusedError as refused:
+            raise CaptureError(str(refused)) from refused.__cause__
+    opaque, first = Opaque(), None
+    attributes, generators = Attributes(list(call.model.modules())), Generators()
+    while True:
+        try:
+            return _traced(call, opaque, equal_layers_once and not opaque)
+        except RefusedError as refused:
+            attributes.restore()  # what the code assigned until a tracer refused it
+            generators.restore_others()
+            following = opaque.after(refused, call.model)
+            if following is None:
+                either = f"{first}; it cannot run uncaptured either: {refused}" if first is not None else str(refused)
+                raise CaptureError(either) from (refused.__cause__ or refused)
+            log.info("%s; it will run uncaptured", refused)
+            opaque, first = following, first or refused
+        except RehearsalError as error:
+            attributes.restore()
+            raise CaptureError(f"{first}; {error}") from error
+        parts = [call.model.get_submodule(path) for path in opaque.reasons]
+        # Later rooms know batch norm as a module of its own, which symbolic_trace leaves in the graph.
+        norms = bool(parts) and all(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
+        if norms or ("" in opaque.reasons and _changes_nothing(call, opaque)):
+            with contextlib.suppress(RefusedError):
+                return _traced(call, Opaque(), False, "symbolic_trace")
+            attributes.restore()
+
+
+def _changes_nothing(call: _Call, whole: Opaque) -> bool:
+    """Whether a call of the model only returns a result. `whole`: the model as one operator."""
+    try:
+        found = rehearsed(call.model, call.args, call.kwargs, call.dims, whole).rehearsal.calls.values()
+    except RehearsalError:
+        return False
+    return not any(one.effects != Effects() or one.refused == WRITES_INPUT for one in found)
+
+
+def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Tracers = "export") -> _Found:
+    model = call.model
+    # Export makes a size of 1 a constant: a graph captured for one sample serves no other batch size.
+    dims = [None if call.batch == 1 else dim for dim in call.dims]
+    calls = None
+    if opaque:
+        calls = rehearsed(model, call.args, call.kwargs, dims, opaque)
+        dims = dims if calls.rehearsal.any_batch else [None] * len(dims)
+    once = equal_layers_traced_once(model) if equal_layers_once else contextlib.nullcontext()
+    with (
+        module_hooks.marked(model, inside(model, opaque)) as marks,
+        warn_of_assignments(model),
+        warn_of_out_arguments(model),
+        torch_private.no_global_hooks(),
+        once,
+        shard_regions.marked(hinted_modules(model)) as sharded_calls,
+        traced_as_calls(model, opaque, calls, dims),
+    ):
+        traced = trace(model, call.args, call.kwargs, call.symbols(dims), call.in_spec, tracers=tracers)
+    if equal_layers_once:
+        copy_traced_layers(traced.module, model)
+    regions = shard_regions.borders(traced.module.graph, sharded_calls)
+    join(traced.module, calls)
+    module = tidy(traced.module)
+    shard_calls = shard_regions.settled(module.graph, regions, describe)
+    module_hooks.join(module.graph, marks)
+    module.recompile()
+    return _Found(traced, module, shard_calls, opaque)
+
+
+def _uncaptured_parts(module: fx.GraphModule, opaque: Opaque) -> tuple[str, ...]:
+    """One sentence for each part of the model that is an opaque operator."""
+    sentences = []
+    for part in uncaptured_in(module):
+        why = f" ({opaque.reasons[part.path]})" if part.held is not None else ", with its own backward"
+        sentences.append(f"{part.place} runs uncaptured, as one operator{why}")
+    return tuple(dict.fromkeys(sentences))
 
 
 def _input(path: str, node: fx.Node, leaf: Any, dim: int | None) -> Input:

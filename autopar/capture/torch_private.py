@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,8 +22,6 @@ from torch import nn
 from torch._export.passes import _node_metadata_hook
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
-
-from autopar.errors import CaptureError
 
 # torch.export describes nested inputs and outputs by these trees; torch has no public module for them.
 TreeSpec = _pytree.TreeSpec
@@ -94,27 +94,36 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+FunctionCall = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
 @contextlib.contextmanager
-def no_custom_functions() -> Iterator[None]:
-    """Inside, calling a user's torch.autograd.Function raises CaptureError.
+def custom_functions_through(call: FunctionCall) -> Iterator[None]:
+    """Inside, in this thread, `Custom.apply(...)` of a user's torch.autograd.Function is `call(Custom, apply, ...)`.
 
     A tracer would trace its forward and silently lose its backward; torch has no public switch against that.
     """
     original: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    thread = threading.get_ident()
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.partition(".")[0] != "torch":
-            raise CaptureError(
-                f"torch.autograd.Function '{cls.__qualname__}' defines its own backward, which a captured graph loses; "
-                "write it with operators, or register it (torch.library.custom_op and register_autograd)"
-            )
-        return original(cls, *args, **kwargs)
+        if threading.get_ident() != thread or cls.__module__.partition(".")[0] == "torch":
+            return original(cls, *args, **kwargs)
+        return call(cls, functools.partial(original, cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = classmethod(original)  # type: ignore[assignment, method-assign]
+
+
+def refresh_flat_weights(modules: Sequence[nn.Module]) -> None:
+    """Let recurrent modules use the parameters in their tables: they keep a private list of them besides."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            names = module._flat_weights_names
+            module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
 
 
 def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], keep_graph: bool) -> None:

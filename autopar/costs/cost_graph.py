@@ -49,6 +49,7 @@ class CostGraph:
     cluster: Cluster | None = None  # over whose networks replicas reduce their gradients; None: within one process
     meshes: tuple[tuple[str, ...], ...] = ()  # names of the devices of each mesh; none if devices work alone
     configurations: tuple[StageConfiguration, ...] = ()  # of the meshes; the search picks one for each stage
+    cores: int | None = None  # CPU cores that the devices share; None: every device has hardware of its own
 
     @cached_property
     def operators(self) -> Mapping[str, OperatorCost]:
@@ -94,11 +95,20 @@ class CostGraph:
 
     def table(self, name: str, workers: int) -> CostTable:
         """The table of a stage configuration, or of a device kind for `workers` busy siblings: measured at that number,
-        or else at the nearest one."""
+        or else at the nearest one. Workers beyond the number of cores share them in turns."""
         if name in self.configuration:
             return self.configuration[name].table
         mine = [t for t in self.tables if t.kind == name]
-        return min(mine, key=lambda t: (abs(t.workers - workers), -t.workers))
+        nearest = min(mine, key=lambda t: (abs(t.workers - workers), -t.workers))
+        share = self.crowding(workers) / self.crowding(nearest.workers)
+        return nearest.slower(share, workers) if share > 1 else nearest
+
+    def crowding(self, workers: int) -> float:
+        """How many of `workers` busy devices share a core, on average; 1 if each has cores of its own."""
+        if self.cores is None:
+            return 1.0
+        threads = max(device.threads for device in self.devices)
+        return max(1.0, workers * threads / self.cores)
 
     @cached_property
     def _device_of(self) -> Mapping[str, Device]:
@@ -120,7 +130,9 @@ def build(
     graph = nx.DiGraph()
     _annotate(graph, program, batching, source.counted(), batch)
     links, accumulate = source.links(), source.accumulate()
-    return CostGraph(graph, batch, training, tables, source.devices, links, accumulate, source.cluster)
+    return CostGraph(
+        graph, batch, training, tables, source.devices, links, accumulate, source.cluster, cores=source.cores
+    )
 
 
 def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: GraphBytes, batch: int) -> None:

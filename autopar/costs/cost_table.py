@@ -42,6 +42,11 @@ class CostTable:
         if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):
             raise ValueError(f"a cost table needs one or more ascending micro-batch sizes > 0, got {self.rows}")
 
+    def slower(self, factor: float, workers: int) -> CostTable:
+        """The table of devices that are slower by `factor`, because `workers` of them share their hardware."""
+        times = (factor * array for array in (self.forward, self.backward, self.loss))
+        return CostTable(self.kind, workers, self.nodes, self.rows, *times)
+
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
         """(forward [nodes], backward [nodes], loss) at a micro-batch of `rows` samples.
 
@@ -56,6 +61,10 @@ class CostSource(Protocol):
 
     @property
     def devices(self) -> tuple[Device, ...]: ...
+
+    @property
+    def cores(self) -> int | None:
+        """CPU cores that the devices share; None: every device has hardware of its own."""
 
     @property
     def cluster(self) -> Cluster | None:

@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
+from autopar.analysis.node_values import observe
 from autopar.analysis.operators import captured_device, compute_nodes, on_device
 from autopar.capture import torch_private
-from autopar.capture.program import Program
+from autopar.capture.program import Program, describe
 from autopar.capture.repeated_layers.fold import fold
+from autopar.capture.uncaptured import uncaptured
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from autopar.errors import InputError
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
 from cost_models.graphs import on_meta, private_copy, tensors_in
@@ -50,6 +54,7 @@ class Estimated:
         n_microbatches: int | None = None,
     ) -> None:
         self.cluster = cluster
+        self.cores = None
         # Gaps between allocated blocks make a part of the memory unusable.
         gaps = {spec.name: FRAGMENTATION[spec.device_type] for spec in cluster.node}
         self.devices = tuple(replace(d, memory=int(d.memory / (1 + gaps[d.kind]))) for d in cluster.devices)
@@ -59,6 +64,7 @@ class Estimated:
         )
         self._module = on_device(program.graph_module, captured_device(program), META)
         self._n_microbatches = n_microbatches
+        self._check_opaque_operators()
         self._folded = fold(self._module)  # equal layers cost the same
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
@@ -97,6 +103,22 @@ class Estimated:
     def accumulate(self) -> float:
         """Seconds per byte: two gradients are read and one is written."""
         return 3 / min(spec.bandwidth * spec.bandwidth_efficiency for spec in self.cluster.specs.values())
+
+    def _check_opaque_operators(self) -> None:
+        """Raise InputError for uncaptured code that needs values: nothing tells what it costs."""
+        if not self._program.uncaptured:
+            return
+        values = observe(private_copy(self._module, META), self._calls.inputs(max(self._program.batch_size, 1)))
+        for node in values:
+            operator = uncaptured(node)
+            if operator is None:
+                continue
+            why = operator.needs_values(fx.map_arg(node.args, values.__getitem__))
+            if why:
+                raise InputError(
+                    f"the cost of {describe(node)} cannot be estimated: it runs uncaptured, and not without values "
+                    f"({why}). Plan on the devices themselves, where it is measured, or make it fit for torch.export"
+                )
 
     def _sizes(self) -> list[int]:
         batch = max(self._program.batch_size, 1)

@@ -26,14 +26,20 @@ from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import get_attribute
-from cost_models.hardware.devices import operator_threads
+from cost_models.hardware.devices import operator_threads, usable_cores
 from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
+from cost_models.measuring.repeats import until_two_agree
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 
 log = logging.getLogger(__name__)
 
 # Equal operators that are timed; the rest get their mean. More of them average out noise and cost more time.
 _SAME_MEASURED = 3
+
+# Passes that take less than this many seconds are over before a disturbance is: they are measured at two different
+# times, and again until two measurements agree, up to this many.
+_SHORT = 0.05
+_MEASUREMENTS = 4
 
 # A micro-batch that takes this much more time a sample than its neighbours in size is measured once more.
 _SUSPICIOUS = 1.25
@@ -62,6 +68,7 @@ class Measured:
         cache: MeasurementCache | None = None,
     ) -> None:
         self.devices = tuple(devices)
+        self.cores = usable_cores() if all(d.shares_process_memory for d in self.devices) else None
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(program, leaves, loss_fn, target, target_dims)
         self._n_microbatches, self._cache = n_microbatches, cache
@@ -121,14 +128,16 @@ def _sizes(
 ) -> list[tuple[int, int]]:
     """Pairs (busy workers, samples) to measure on devices of one kind.
 
-    The whole batch runs on one worker, micro-batches run with all workers busy. `n_microbatches`: measure this division
+    The whole batch runs on one worker, micro-batches run with all workers busy; of CPU workers that share cores, as
+    many as have a core of their own (`CostGraph.crowding` prices the others). `n_microbatches`: measure this division
     of the batch only.
     """
     batch = max(program.batch_size, 1)
     whole = [(1, batch)]
     if not batching.splittable or batch == 1:
         return whole
-    together = len(devices) if devices[0].shares_process_memory else 1
+    on_cores = max(1, usable_cores() // devices[0].threads)
+    together = min(len(devices), on_cores) if devices[0].shares_process_memory else 1
     if n_microbatches is not None:
         parts = [largest_size(batch, n_microbatches)]
     else:
@@ -157,6 +166,10 @@ class _Measuring:
         for index, (key, (device, workers, rows)) in enumerate(zip(keys, jobs, strict=True)):
             progress(f"profiling {device.kind}: {rows} samples, {workers} busy", index / len(jobs))
             found.append(known[key] if key in known else self._measure(device, workers, rows))
+        for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
+            if key not in known and found[index].total < _SHORT:
+                progress(f"profiling {job[0].kind}: {job[2]} samples again", 1.0)
+                found[index] = self._agreed(found[index], job)
         for index, (key, (device, _, rows)) in enumerate(zip(keys, jobs, strict=True)):
             times = found[index]
             same = [t for t, (d, w, _) in zip(found, jobs, strict=True) if d is device and w == times.workers]
@@ -166,6 +179,21 @@ class _Measuring:
         if self._cache is not None:
             self._cache.put_many({k: t.to_json() for k, t in zip(keys, found, strict=True) if k not in known})
         return [(device, times) for (device, _, _), times in zip(jobs, found, strict=True)]
+
+    def _agreed(self, first: GraphTimes, job: tuple[Device, int, int]) -> GraphTimes:
+        """Times that a second measurement confirms; without such, the lowest."""
+        device, workers, rows = job
+        again = partial(self._measure, device, workers, rows)
+        times, agreed = until_two_agree(first, again, lambda t: t.total, _MEASUREMENTS)
+        if not agreed:
+            log.info(
+                "%d measurements of %d samples on %s disagree; keeping the lowest, %.3g ms",
+                _MEASUREMENTS,
+                rows,
+                device.kind,
+                times.total * 1e3,
+            )
+        return times
 
     def _known(self, keys: Sequence[str]) -> dict[str, GraphTimes]:
         """The cached times of those of `keys` that have some."""

@@ -18,6 +18,7 @@ from torch import fx
 
 from autopar.analysis.operators import is_random
 from autopar.capture.cleanup import aten
+from autopar.capture.uncaptured import uncaptured
 
 _global_generator = threading.Lock()
 _MASK64 = (1 << 64) - 1
@@ -141,6 +142,9 @@ def lower_random(graph: fx.Graph, module: fx.GraphModule) -> bool:
         found = True
         if node.op != "call_function":
             _through_global_generator(graph, node)
+        elif (opaque := uncaptured(node)) is not None:
+            draw = node.meta.get("draw")
+            node.target = opaque.drawing(functools.partial(drawn_apart, *draw) if draw else from_global_generator)
         elif "draw" in node.meta:  # of one device among several
             node.args = (*node.meta["draw"], node.target, *node.args)
             node.target = drawn_apart

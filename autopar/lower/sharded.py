@@ -23,6 +23,7 @@ from autopar.analysis.operators import is_random, written_arguments
 from autopar.capture.cleanup import aten
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import is_getitem
+from autopar.capture.uncaptured import uncaptured
 from autopar.errors import PlanError
 from autopar.lower import collectives
 from autopar.lower.device_values import DeviceValue, DeviceValues, may_have_gradient, place_of
@@ -209,8 +210,8 @@ class _Builder:
             self._add_operator(node)
 
     def _is_done_once(self, node: fx.Node) -> bool:
-        """Whether the first device runs a node for all: numbers, hooked modules, whole modules, nested graphs."""
-        if node.op == "call_module" or is_hook_point(node) or not tensors_of(node):
+        """Whether the first device runs a node for all: hooked, whole and opaque modules, nested graphs, numbers."""
+        if node.op == "call_module" or is_hook_point(node) or uncaptured(node) or not tensors_of(node):
             return True
         return any(self.made[n].alone and n.op == "get_attr" for n in node.all_input_nodes)
 

@@ -30,6 +30,7 @@ from autopar.analysis.operators import (
 )
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, describe
+from autopar.capture.uncaptured import Uncaptured, uncaptured, uncaptured_in
 from autopar.lower.collectives import spread
 from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms, deferred_counters
 from autopar.lower.random_operators import lower_random
@@ -51,7 +52,8 @@ class StageProgram:
     parameters: tuple[str, ...]  # names, in the program, of the tensors that it reads
     written_buffers: tuple[str, ...]  # those of them that it overwrites (running statistics)
     random: bool  # draws random numbers
-    hooked: bool  # runs hooks of modules
+    hooked: bool  # runs hooks of modules, or uncaptured code that may have some
+    uncaptured: bool  # runs uncaptured modules, whose backward may not come in parts
     deferred: tuple[DeferredNorm, ...]  # batch norms whose running statistics are updated after the batch
     unrepeatable: str  # the operator for which the stage cannot be run again for its backward; "" if there is none
     pieces: tuple[Piece, ...] = ()  # what its devices hold of its parameters
@@ -165,6 +167,7 @@ class _StageBuilder:
         sharded = self._sharded(sharding)
         random = lower_random(sharded.graph, self.module)
         root = _attributes(self.module, sharded.graph, sharded.pieces)
+        opaque = _opaque_parts(sharded.graph, self.module)
         unrepeatable = (n for n in self.source.unrepeatable if self.values.home.get(n) == self.stage)
         return StageProgram(
             index=self.stage,
@@ -175,7 +178,8 @@ class _StageBuilder:
             parameters=tuple(self.parameters),
             written_buffers=tuple(name for name in self.overwritten if name not in deferred_buffers),
             random=random,
-            hooked=any(is_hook_point(node) for node in sharded.graph.nodes),
+            hooked=any(is_hook_point(n) for n in sharded.graph.nodes) or bool(opaque),
+            uncaptured=any(part.held is not None for part in opaque),
             deferred=deferred,
             unrepeatable=next((describe(node) for node in unrepeatable), ""),
             pieces=sharded.pieces,
@@ -235,6 +239,13 @@ def _written_through_views(graph: fx.Graph, storages: Mapping[str, frozenset[int
         family = {n for n in graph.nodes if written & storages.get(n.name, frozenset())} if written else set()
         if any(user not in family for n in family for user in n.users):
             yield node
+
+
+def _opaque_parts(graph: fx.Graph, module: fx.GraphModule) -> list[Uncaptured]:
+    """The opaque operators of a stage's graph, and of the graphs nested in it."""
+    nested = [getattr(module, str(node.target), None) for node in graph.nodes if node.op == "get_attr"]
+    parts = [part for child in nested if isinstance(child, fx.GraphModule) for part in uncaptured_in(child)]
+    return parts + [part for node in graph.nodes if (part := uncaptured(node)) is not None]
 
 
 def _attributes(source: fx.GraphModule, graph: fx.Graph, pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -353,3 +353,9 @@ def _other_types(plan: Plan, made_for: Mapping[str, str], here: Mapping[str, str
     if other:
         types = ", ".join(f"{n} = '{made_for[n]}', which here is '{here[n]}'" for n in other)
         yield f"the plan was made for {types}; plan again, or take device_kinds out of the plan"
+
+
+def with_notes(plan: Plan, notes: Sequence[str]) -> Plan:
+    """`plan` with those of `notes` that it lacks; the same object if it lacks none."""
+    missing = tuple(note for note in notes if note not in plan.notes)
+    return replace(plan, notes=(*missing, *plan.notes)) if missing else plan

@@ -31,7 +31,8 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
         subject = subject_of(example, options.optimizer)
         best = plan_with_meshes(costs, search, subject, max_shards=options.max_shards, progress=progress)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
-    return replace(best, notes=(note, *best.notes), model=fingerprint(example.model))
+    notes = (note, *example.program.uncaptured, *best.notes)
+    return replace(best, notes=notes, model=fingerprint(example.model))
 
 
 def priced_ahead(

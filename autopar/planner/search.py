@@ -53,11 +53,11 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan
         return []
     if not candidates:
         raise _infeasible(searching)
-    best = _choose(candidates)
+    best = _choose(costs, candidates)
     better = searching.prove(best)
     if better:
         candidates += better
-        best = _choose(candidates)
+        best = _choose(costs, candidates)
     others = [c for c in _distinct(candidates) if c is not best]
     runners_up = tuple(RunnerUp(searching.describe(c), c.timeline.step_time) for c in others[:_RUNNERS_UP])
     plans = []
@@ -85,9 +85,10 @@ def _operators_explained(costs: CostGraph, configurations: Sequence[str]) -> Cal
     return operator_explainer(solved)
 
 
-def _choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest candidate, with three preferences.
+def _choose(costs: CostGraph, candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest candidate, with four preferences.
 
+    0. No more CPU workers than cores, unless more are faster by more than `_WORTH`.
     1. One device group, if several are faster by less than `_WORTH`.
     2. On one group the plain model, unless micro-batches are faster by more than `_WORTH_SPLITTING`.
     3. Among equally fast ones (`_SAME`) the one with the lowest peak of memory.
@@ -97,6 +98,8 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate:
         fastest = min((c.timeline.step_time for c in candidates), default=0.0)
         return [c for c in some if c.timeline.step_time <= fastest * (1 + share)]
 
+    alone = [c for c in candidates if costs.crowding(c.arrangement.n_devices) <= 1]
+    candidates = alone if within(_WORTH, alone) else candidates
     single = [c for c in candidates if c.arrangement.n_groups == 1]
     if within(_WORTH, single):
         plain = [c for c in single if c.arrangement.plain]
@@ -134,6 +137,11 @@ def _notes(
     elif options.unproven and best.arrangement.n_microbatches > 1:
         notes.append(f"the batch is split because a few samples say so, without a proof: {options.unproven}")
     used, offered = best.arrangement.n_devices, len(costs.devices)
+    if costs.crowding(offered) > 1:
+        notes.append(
+            f"{offered} CPU workers share {costs.cores} cores: more workers than cores wait for each other, "
+            "and are priced so"
+        )
     if used < offered:
         more = [c for c in candidates if c.arrangement.n_devices > used]
         if more:

@@ -35,6 +35,7 @@ class RunSettings:
     watch_nan: bool = False
     verify: bool = True
     dynamic: Dynamic = None
+    strict: bool = False  # refuse parts that no tracer captures
 
     @classmethod
     def of(cls, options: PlanOptions) -> RunSettings:
@@ -45,6 +46,7 @@ class RunSettings:
             options.watch_nan,
             options.verify,
             options.dynamic,
+            options.strict,
         )
 
 
@@ -143,7 +145,7 @@ def _lowered(plan: Plan, signature: BoundSignature, stage_of: Mapping[fx.Node, i
         if stage.recompute and lowered_stage.unrepeatable:
             raise PlanError(
                 f"stage {lowered_stage.index} cannot be recomputed: {lowered_stage.unrepeatable} writes a buffer "
-                "that the model reads, so that a second run would compute other values; "
+                "that the model reads (or keeps a state), so that a second run would compute other values; "
                 "set recompute=False for the stage"
             )
     return lowered

@@ -133,9 +133,17 @@ class Captures:
             if signature is not None:
                 return signature
         if program is None:
-            batch_dim, verify = self._settings.batch_dim, self._settings.verify
-            model, args, kwargs = self._model, call.args, call.kwargs
-            return BoundSignature(state, *examine(model, args, kwargs, self._types, batch_dim=batch_dim, verify=verify))
+            settings = self._settings
+            program, batching = examine(
+                self._model,
+                call.args,
+                call.kwargs,
+                self._types,
+                batch_dim=settings.batch_dim,
+                verify=settings.verify,
+                strict=settings.strict,
+            )
+            return BoundSignature(state, program, batching)
         return BoundSignature(state, program, self._studied(call, program))
 
     def _with_symbols(

@@ -184,8 +184,9 @@ class Passes:
 
     def _has_whole_backward(self, replica: StageReplica) -> bool:
         """Whether the input action of a split backward does all of it. A compiled backward is one kernel call, and one
-        over several devices exchanges gradients of inputs and of parameters as it goes."""
-        return bool(self._executable.compiled) or replica.stage.shards > 1
+        over several devices exchanges gradients of inputs and of parameters as it goes; that of uncaptured code may do
+        anything, such as run its forward again (reentrant checkpoints refuse partial backwards)."""
+        return bool(self._executable.compiled) or replica.stage.shards > 1 or replica.stage.uncaptured
 
     def _take_kept(self, replica: StageReplica, microbatch: int) -> KeptForward:
         key = (replica.stage.index, microbatch)

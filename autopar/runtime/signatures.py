@@ -9,7 +9,7 @@ call ── captured?                                               ── no: c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from autopar.analysis.example import Example, has_backward, ordinary, under_defa
 from autopar.analysis.loss import LossSplit
 from autopar.capture.program import Program
 from autopar.errors import InputError
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, with_notes
 from autopar.runtime.bound_signature import (
     BoundSignature,
     RunSettings,
@@ -129,8 +129,10 @@ class Signatures:
             if self.plan is None or (same_mode and not self._user_plan_completed):
                 self.plan = self._user_plan_here(self.user_plan, bound.signature)
                 self._user_plan_completed = same_mode
+            self.plan = with_notes(self.plan, bound.signature.program.uncaptured)
         else:
             self.plan = self._decided(bound, call)
+        self.warnings.uncaptured(bound.signature.program)
         self.warnings.batch_stays_whole(bound.signature.batching)
         if self.settings.batch_norm == "per-microbatch":
             self.warnings.statistics_are_of_microbatches(self.plan, bound.signature.batching)
@@ -152,7 +154,9 @@ class Signatures:
         if decision is not None and decision.holds_for(
             program, training=training, loss=call.loss not in (None, own_loss)
         ):
-            return decision.plan
+            plan = with_notes(decision.plan, program.uncaptured)
+            self._decisions[key] = replace(decision, plan=plan)
+            return plan
         self._captures.complete(call, signature)
         loss = under_default_device(call.loss)
         args, kwargs, leaves, target = ordinary((call.args, call.kwargs, bound.leaves, call.target))
@@ -168,7 +172,7 @@ class Signatures:
             target,
             bound.loss_split,
         )
-        plan = self._decide(example)
+        plan = with_notes(self._decide(example), program.uncaptured)
         self._decisions[key] = _Decision(plan, knows_loss=call.loss is not None)
         return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.analysis.batching import Batching
+from autopar.capture.program import Program
 from autopar.errors import warn
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
@@ -15,6 +16,13 @@ class OneTimeWarnings:
 
     def __init__(self, given: frozenset[str] = frozenset()) -> None:
         self.given = given
+
+    def uncaptured(self, program: Program) -> None:
+        """(An autograd.Function loses nothing as one operator: the plan names it.)"""
+        modules = [text for text in program.uncaptured if text.startswith("module ")]
+        if modules:
+            more = f" (and {len(modules) - 1} more modules; the plan lists them)" if modules[1:] else ""
+            self._once(f"{modules[0]}{more}; strict=True refuses such a model")
 
     def batch_stays_whole(self, batching: Batching) -> None:
         if batching.obstacle and batching.obstacle != "the batch has one sample":

@@ -3,15 +3,16 @@
 Repeating an operator alone keeps caches warm and skips allocation, and so underestimates a model by 14-20 %. This
 module times every operator where it runs: the forward around each node, the backward around each autograd node (found
 by walking from the node's output to the outputs of its inputs). Clock reads take time themselves, so the sums are
-calibrated against passes without clock reads. Linux reports how long a thread waited for a core; that time is
-subtracted, because a plan should fit the machine and not the other programs that run on it during planning. Workers of
-one machine share memory bandwidth, caches and Python's interpreter lock: with `workers=n`, n threads run the same
-passes at once, and the times are those under that load.
+calibrated against passes without clock reads. Passes that disagree are repeated. Linux reports how long a thread waited
+for a core; that time is subtracted, because a plan should fit the machine and not the other programs that run on it
+during planning. Workers of one machine share memory bandwidth, caches and Python's interpreter lock: with `workers=n`,
+n threads run the same passes at once, and the times are those under that load.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import statistics
 import threading
@@ -25,6 +26,12 @@ from torch import fx
 
 from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
 from cost_models.hardware.devices import Device, synchronize
+from cost_models.measuring.repeats import agree
+
+log = logging.getLogger(__name__)
+
+# Rounds of passes at most: another one follows while the passes so far disagree.
+_ROUNDS = 3
 
 # Seconds of a pass above which the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
@@ -90,11 +97,11 @@ class GraphRunner:
 
     def plain_pass(self, loss: Loss | None) -> tuple[float, float]:
         """Seconds of forward and backward of one pass without clock reads inside (loss included)."""
-        start = self._now()
+        start = self._start()
         with torch.set_grad_enabled(self.training):
             outputs = self.module(*self.inputs)
             value = loss(outputs[: self.n_outputs]) if loss is not None else None
-        forward = self._now() - start
+        forward = self._since(start)
         return forward, self._backward(outputs, value)
 
     def timed_pass(self, loss: Loss | None) -> TimedPass:
@@ -112,7 +119,7 @@ class GraphRunner:
                 _watch(value, node.name, seen, stamps)
             return value
 
-        begin = self._now()
+        begin = self._start()
         with torch.set_grad_enabled(self.training):
             outputs = run_nodes(self.module, self.inputs, call=timed_call)
             start = time.perf_counter()
@@ -121,7 +128,7 @@ class GraphRunner:
             loss_seconds = time.perf_counter() - start if loss is not None else 0.0
             if value is not None and self.training:
                 _watch(value, "", seen, stamps)
-        total_forward = self._now() - begin
+        total_forward = self._since(begin)
         total_backward = self._backward(outputs, value)
         stamps.append((time.perf_counter(), ""))
         backward = dict.fromkeys(forward, 0.0)
@@ -138,15 +145,27 @@ class GraphRunner:
         if not self.training:
             return 0.0
         roots, gradients = self._roots(outputs, loss)
-        start = self._now()
+        start = self._start()
         if roots:
             torch.autograd.backward(roots, gradients)
-        return self._now() - start
+        return self._since(start)
 
-    def _now(self) -> float:
-        """A clock that stands still while the thread waits for a core."""
+    def _start(self) -> tuple[float, float]:
+        """The time now, and how long the thread has waited for a core until now."""
         synchronize(self.device)
-        return time.perf_counter() - _waited_for_core()
+        return time.perf_counter(), _waited_for_core()
+
+    def _since(self, start: tuple[float, float]) -> float:
+        """Seconds since `start` in which the thread did not wait for a core.
+
+        The two clocks are read one after the other, and the thread may wait in between. At the end they are read in the
+        opposite order, so that only waiting within the measured time is subtracted:
+
+            start: time, waited  ................  end: waited, time
+        """
+        synchronize(self.device)
+        waited = _waited_for_core()
+        return time.perf_counter() - start[0] - (waited - start[1])
 
     def _roots(
         self, outputs: tuple[Any, ...], loss: torch.Tensor | None
@@ -179,7 +198,8 @@ def measure(
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
     from ones at every output). `n_outputs`: the outputs from this index on are loose ends; the backward starts from
-    them, too. After a warm-up, timed passes and passes without clock reads take turns for about `budget` seconds.
+    them, too. After a warm-up, timed passes and passes without clock reads take turns for about `budget` seconds; if
+    they disagree, up to `_ROUNDS` times.
     """
     runners = [GraphRunner(module, device.torch_device, training, n_outputs) for _ in range(workers)]
     for runner in runners:
@@ -198,6 +218,7 @@ class _Load:
         thread 1   | warm-up    |   | timed   | plain |     | timed | plain   |
                    ^            ^   ^       ^               barriers
                         1. n_passes from the slowest warm-up    2. the timed and plain passes take turns
+                                                                3. once more, if the passes of all threads disagree
     """
 
     def __init__(
@@ -251,20 +272,30 @@ class _Load:
         with_plain = slowest < _LONG_PASS
         fewest = 1 if slowest > self._budget else 2
         n_passes = max(fewest, min(10, round(self._budget / (slowest * (1 + with_plain)))))
-        for _ in range(n_passes):
+        for _ in range(_ROUNDS):
+            for _ in range(n_passes):
+                self._barrier.wait()
+                timed = runner.timed_pass(loss)
+                self._barrier.wait()
+                plain = runner.plain_pass(loss) if with_plain else timed.totals
+                with self._lock:
+                    self.plain.append(plain)
+                    self.timed.append(timed)
             self._barrier.wait()
-            timed = runner.timed_pass(loss)
+            enough = agree([sum(pass_) for pass_ in self.plain])  # 3: the same for all threads
             self._barrier.wait()
-            plain = runner.plain_pass(loss) if with_plain else timed.totals
-            with self._lock:
-                self.plain.append(plain)
-                self.timed.append(timed)
+            if enough:
+                return
 
 
 def _typical_times(
     rows: int, workers: int, plain: Sequence[tuple[float, float]], timed: Sequence[TimedPass]
 ) -> GraphTimes:
     """The median of every operator's seconds, scaled so that the sums are those of the plain passes."""
+    totals = sorted(map(sum, plain))
+    if not agree(totals):
+        span = f"{totals[0] * 1e3:.3g} to {totals[-1] * 1e3:.3g} ms"
+        log.info("%d passes over %d samples took %s and still disagree; keeping the median", len(totals), rows, span)
     # Disturbances only ever add time: of an even number of passes, the lower of the middle two.
     typical = statistics.median_low
     forward = {n: typical([t.forward[n] for t in timed]) for n in timed[0].forward}

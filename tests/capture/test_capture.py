@@ -182,7 +182,7 @@ def test_control_flow_on_values_is_refused_naming_module_line_and_remedy(decide:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Deciding(decide), nn.ReLU()))
     line = inspect.getsourcelines(Deciding.forward)[1] + 2
     with pytest.raises(CaptureError, match=rf"'1\.0' at .*test_capture\.py:{line}.*torch\.where") as caught:
-        capture(model, (torch.randn(3, 4),), {})
+        capture(model, (torch.randn(3, 4),), {}, strict=True)
     assert "\n" not in str(caught.value)
 
 

@@ -15,7 +15,6 @@ from models import bert, gpt2, t5, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar import CaptureError
 from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import capture, module_path
@@ -98,7 +97,7 @@ def test_a_running_backward_tells_whether_it_keeps_the_graph(retain: bool) -> No
     assert seen == [retain, retain]
 
 
-def test_a_users_autograd_function_is_refused_only_while_tracing() -> None:
+def test_a_users_autograd_function_goes_through_the_call_only_inside_and_in_this_thread() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -109,8 +108,19 @@ def test_a_users_autograd_function_is_refused_only_while_tracing() -> None:
             return 2 * gradient
 
     before = torch.autograd.Function.apply
-    with torch_private.no_custom_functions(), pytest.raises(CaptureError, match="Double"):
-        Double.apply(torch.ones(2))
+    seen: list[torch.Tensor] = []
+
+    def call(cls: type, apply: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(*args)
+        assert cls is Double
+        return apply(*args) + 1
+
+    with torch_private.custom_functions_through(call):
+        assert torch.equal(Double.apply(torch.ones(2)), torch.full((2,), 3.0))
+        thread = threading.Thread(target=lambda: Double.apply(torch.zeros(2)))
+        thread.start()
+        thread.join()
+    assert [x.sum() for x in seen] == [2]
     assert torch.autograd.Function.apply == before
     assert torch.equal(Double.apply(torch.ones(2)), torch.full((2,), 2.0))
 
@@ -304,3 +314,12 @@ def test_traced_values_are_specialised_symbol_by_symbol() -> None:
     assert tuple(torch_private.at_sizes(at_seven, {rows: 2}).shape) == (14, 2)
     assert torch_private.at_sizes([x, n], {rows: 2, columns: 7, number: 9})[1] == 9
     assert torch_private.at_sizes(x, {number: 9}) is x
+
+
+def test_a_recurrent_module_computes_with_the_parameters_put_into_its_tables() -> None:
+    rnn, other = nn.GRU(3, 3), nn.GRU(3, 3)
+    x = torch.randn(2, 1, 3)
+    for name, parameter in other.named_parameters():
+        rnn._parameters[name] = parameter
+    torch_private.refresh_flat_weights([rnn, nn.Linear(1, 1)])
+    assert torch.equal(rnn(x)[0], other(x)[0])

@@ -1,0 +1,125 @@
+"""What a module keeps between calls besides parameters and buffers: plain attributes, and random generators."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_CONTAINERS = (list, dict, set)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are not torch's own, and not computed for every call (by weight_norm, from
+    `weight_g`; by spectral_norm, from `weight_orig`)."""
+    derived = {name.removesuffix(end) for name in module._parameters for end in ("_g", "_orig") if name.endswith(end)}
+    return {k: v for k, v in vars(module).items() if k not in _TORCHS_OWN and k not in derived}
+
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+def _content(value: Any) -> Any:
+    """A shallow copy of a container; other values as they are."""
+    return value.copy() if type(value) in _CONTAINERS else value
+
+
+class Attributes:
+    """The attributes of some modules at one time."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._seen = [(module, {k: (v, _content(v)) for k, v in _own(module).items()}) for module in modules]
+
+    def changed(self) -> str:
+        """`Class.attribute` of the first attribute that has changed since; "" if none has."""
+        for module, before in self._seen:
+            now = _own(module)
+            for name in [*now, *(n for n in before if n not in now)]:
+                if name not in now or name not in before or not _unchanged(before[name], now[name]):
+                    return f"{type(module).__name__}.{name}"
+        return ""
+
+    def restore(self) -> None:
+        """Set all attributes, and the contents of lists, dicts and sets, as they were."""
+        for module, before in self._seen:
+            for name in [name for name in _own(module) if name not in before]:
+                del module.__dict__[name]
+            for name, (value, content) in before.items():
+                if type(value) is list:
+                    value[:] = content
+                elif type(value) in (dict, set):
+                    value.clear()
+                    value.update(content)
+                module.__dict__[name] = value
+
+
+def _unchanged(before: tuple[Any, Any], now: Any) -> bool:
+    value, content = before
+    if type(now) in _CONTAINERS:
+        if type(now) is not type(content) or len(now) != len(content):
+            return False
+        if isinstance(now, dict):
+            return all(k in content and _same(content[k], v) for k, v in now.items())
+        return now == content if isinstance(now, set) else all(map(_same, content, now))
+    return _same(value, now)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, (int, float, complex, str, bytes, bool)) and a == b
+
+
+class Generators:
+    """The states of random generators at one time: torch's, Python's and numpy's."""
+
+    def __init__(self) -> None:
+        self._torch = _torch_states()
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def torch_has_moved(self) -> bool:
+        return any(not torch.equal(a, b) for a, b in zip(self._torch, _torch_states(), strict=True))
+
+    def others_moved(self) -> str:
+        """The first generator other than torch's that has moved since; "" if none has."""
+        if random.getstate() != self._python:
+            return "Python's random generator"
+        return "numpy's random generator" if repr(_numpy_state()) != repr(self._numpy) else ""
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch[0])
+        if len(self._torch) > 1:
+            torch.cuda.set_rng_state_all(self._torch[1:])
+        self.restore_others()
+
+    def restore_others(self) -> None:
+        """Only those other than torch's."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _torch_states() -> list[torch.Tensor]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpus]
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state() if numpy is not None else None
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """On leaving, the random generators other than torch's are what they were."""
+    generators = Generators()
+    try:
+        yield
+    finally:
+        generators.restore_others()

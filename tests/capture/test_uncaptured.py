@@ -1,0 +1,233 @@
+"""Which part of a model becomes an opaque operator, and that finding it leaves the model as it was."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from uncaptured_models import (
+    CASES,
+    WIDTH,
+    BranchInside,
+    Case,
+    DoubledSwish,
+    NumpyGate,
+    PackedEncoder,
+    rows,
+    sequences,
+)
+
+from autopar import CaptureError
+from autopar.capture.program import Program, capture
+from autopar.capture.uncaptured import ChangedResultError, uncaptured_in
+
+
+def paths(program: Program) -> list[str]:
+    return [part.path for part in uncaptured_in(program.graph_module)]
+
+
+def results(program: Program, *inputs: Any) -> Any:
+    return program.graph_module(*inputs)[: program.n_outputs]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_graph_computes_what_the_model_computes_at_any_batch_size(case: Case) -> None:
+    model = case.model()
+    program = capture(model, case.inputs(4), {})
+    for n in (2, 4, 7):
+        expected = model(*case.inputs(n))
+        torch.testing.assert_close(
+            results(program, *case.inputs(n)), expected if isinstance(expected, tuple) else (expected,)
+        )
+    assert program.any_batch
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_strict_refuses_what_would_run_uncaptured(case: Case) -> None:
+    with pytest.raises(CaptureError):
+        capture(case.model(), case.inputs(4), {}, strict=True)
+
+
+class Configured(nn.Module):
+    def __init__(self, *, outside: bool) -> None:
+        super().__init__()
+        self.linear, self.outside = nn.Linear(WIDTH, WIDTH), outside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y + torch.from_numpy(np.sin(y.detach().numpy())) if self.outside else y
+
+
+def test_the_smallest_module_runs_uncaptured_and_others_of_its_class_only_if_they_are_alike() -> None:
+    layers = [nn.Sequential(Configured(outside=outside), nn.ReLU()) for outside in (True, False, True)]
+    program = capture(nn.Sequential(*layers), rows(4), {})
+    assert paths(program) == ["0.0", "2.0"]
+    assert len(program.uncaptured) == 2
+
+
+class Calls(nn.Module):
+    """Calls its inner module in a way that no graph can hold; so the module around it runs uncaptured."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.gate, self.linear, self.kind = Returns(kind), nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        result = self.gate(y, self) if self.kind == "object" else self.gate(y)
+        if self.kind == "number":
+            return y * result
+        if self.kind == "rows":
+            return y + result.sum()
+        return y + result
+
+
+class Returns(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, other: Any = None) -> Any:
+        values = x.detach().numpy()
+        if self.kind == "number":
+            return float(np.abs(values).max())
+        if self.kind == "rows":
+            return x[torch.from_numpy(values.sum(1) > values.sum(1).mean())]
+        if self.kind == "writes":
+            x.mul_(2)
+        return torch.from_numpy(np.sin(values))
+
+
+@pytest.mark.parametrize("kind", ["number", "rows", "writes", "object"])
+def test_the_module_around_runs_uncaptured_if_the_call_fits_no_graph(kind: str) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Calls(kind), nn.ReLU())
+    program = capture(model, rows(5), {})
+    assert paths(program) == ["1"]
+    torch.testing.assert_close(results(program, *rows(5)), (model(*rows(5)),))
+
+
+class Odd:
+    pass
+
+
+class ReturnsOdd(nn.Module):
+    def forward(self, x: torch.Tensor) -> Odd:
+        return Odd()
+
+
+def test_a_model_that_cannot_run_as_one_operator_is_refused_with_both_reasons() -> None:
+    with pytest.raises(CaptureError, match=r"cannot run uncaptured either.*returns"):
+        capture(ReturnsOdd(), rows(3), {})
+
+
+class Stateful(nn.Module):
+    """Everything that a call may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count, self.log = nn.Linear(WIDTH, WIDTH), 0, []  # type: ignore[var-annotated]
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.register_buffer("sum", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.log.append(float(np.sum(x.detach().numpy())))
+        self.seen = self.seen * 0.5 + x.detach().mean(0)
+        self.sum.add_(x.detach().sum(0))
+        noise = float(np.random.rand()) + random.random()
+        return nn.functional.dropout(self.linear(x), 0.5) + noise
+
+
+def test_capturing_leaves_buffers_attributes_and_random_generators_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Stateful(), nn.ReLU())
+    inner = model[1]
+    inner.log.append(7.0)
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    states = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+    program = capture(model, rows(4), {})
+    assert paths(program) == ["1"]
+    assert (inner.count, inner.log) == (0, [7.0])
+    assert "forward" not in vars(inner)
+    assert random.getstate() == states[1]
+    assert repr(np.random.get_state()) == states[2]
+    torch.set_rng_state(states[0])
+    capture(model, rows(4), {})
+    assert torch.equal(torch.get_rng_state(), states[0])
+    for name, (buffer, content) in buffers.items():
+        assert model.get_buffer(name) is buffer
+        assert torch.equal(buffer, content)
+    results(program, *rows(4))  # not a stage that runs for the user: only buffers, which are operands, change
+    assert (inner.count, inner.log) == (0, [7.0])
+    assert random.getstate() == states[1]
+    (operator,) = uncaptured_in(program.graph_module)
+    assert operator.effects.random
+    assert operator.effects.stateful
+    assert len(operator.effects.written) == 2
+
+
+def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(NumpyGate(), nn.Linear(WIDTH + 1, 4))
+    before = {name: vars(module).copy() for name, module in model.named_modules()}
+    with pytest.raises(CaptureError, match="shapes cannot be multiplied"):
+        capture(model, rows(4), {})
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+
+
+class UnderNoGrad(nn.Module):
+    """A frozen part: its block becomes a nested graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.last = NumpyGate(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = torch.relu(self.frozen(x)) + 1
+        return self.last(y) + DoubledSwish.apply(y, 2.0)
+
+
+def test_an_opaque_call_under_no_grad_has_no_gradient() -> None:
+    model = UnderNoGrad()
+    program = capture(model, rows(4), {})
+    assert paths(program) == ["frozen", ""]
+    (output,) = results(program, *rows(6))
+    torch.testing.assert_close(output, model(*rows(6)))
+    output.sum().backward()
+    assert model.frozen.linear.weight.grad is None
+    assert model.last.weight.grad is not None
+
+
+def test_a_result_of_another_shape_than_the_example_showed_is_refused_by_name() -> None:
+    class Unpadded(PackedEncoder):
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            longest = int(lengths.max())
+            return super().forward(x, lengths)[:, :longest]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.encoder = nn.Embedding(16, WIDTH), Unpadded()
+
+        def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return self.encoder(self.embed(ids), lengths).mean(1)
+
+    ids, _ = sequences(4)
+    model = Model()
+    program = capture(model, (ids, torch.full((4,), 5)), {})  # all equally long: nothing shows that sizes vary
+    assert paths(program) == ["encoder"]
+    with pytest.raises(ChangedResultError, match=r"'encoder' \(Unpadded\).*shape depends on values"):
+        results(program, ids, torch.full((4,), 3))
+    varied = capture(model, (ids, torch.tensor([5, 5, 3, 2])), {})
+    assert paths(varied) == [""]
+    torch.testing.assert_close(results(varied, ids, torch.full((4,), 3)), (model(ids, torch.full((4,), 3)),))
+
+
+def test_one_sample_and_keyword_arguments_are_captured_too() -> None:
+    model = BranchInside()
+    program = capture(model, (), {"x": rows(1)[0]})
+    torch.testing.assert_close(results(program, *rows(1)), model(*rows(1)))

@@ -1,0 +1,140 @@
+"""CPU workers beyond the number of cores, and measurements that disagree."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.costs import measured
+from cost_models.hardware import devices
+from cost_models.measuring.operator_times import GraphTimes
+
+X = torch.randn(32, 16)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "usable_cores", lambda: 2)
+    monkeypatch.setattr(measured, "usable_cores", lambda: 2)
+
+
+class FakeTimes:
+    """Every operator takes `per_row` seconds a sample, times the next factor of `disturbed`."""
+
+    def __init__(self, per_row: float = 1e-3, disturbed: list[float] | None = None) -> None:
+        self.calls: list[tuple[int, int]] = []  # (workers, rows)
+        self.per_row, self.disturbed = per_row, iter(disturbed or [])
+
+    def __call__(self, module: Any, inputs: Any, loss: Any, rows: int, device: Any, **options: Any) -> GraphTimes:
+        self.calls.append((options["workers"], rows))
+        names = [n.name for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+        one = self.per_row * rows * next(self.disturbed, 1.0)
+        return GraphTimes(rows, options["workers"], dict.fromkeys(names, one), dict.fromkeys(names, 2 * one))
+
+
+def plan_of(monkeypatch: pytest.MonkeyPatch, times: FakeTimes, n_workers: int) -> autopar.Plan:
+    monkeypatch.setattr(measured, "measure", times)
+    return autopar.plan(model(), ["cpu"] * n_workers, example_args=(X,), cache=False)
+
+
+@pytest.mark.parametrize("n_workers", [3, 4, 8])
+@pytest.mark.usefixtures("two_cores")
+def test_no_number_of_workers_is_faster_than_the_cores(monkeypatch: pytest.MonkeyPatch, n_workers: int) -> None:
+    times = FakeTimes()
+    plan = plan_of(monkeypatch, times, n_workers)
+    assert plan.predicted_step_time is not None
+    assert plan.single_device_time is not None
+    assert plan.predicted_step_time >= plan.single_device_time / 2
+    assert len(plan.used_devices) == 2
+    assert {workers for workers, _ in times.calls} == {1, 2}
+    assert f"{n_workers} CPU workers share 2 cores" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize(("busy", "slower"), [(1, 1.0), (2, 1.0), (3, 1.5), (4, 2.0)])
+@pytest.mark.usefixtures("two_cores")
+def test_a_plan_on_more_workers_than_cores_is_priced_with_their_share(
+    monkeypatch: pytest.MonkeyPatch, busy: int, slower: float
+) -> None:
+    monkeypatch.setattr(measured, "measure", FakeTimes())
+    seen = []
+    real = measured.cost_graph.build
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        seen.append(real(*args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(measured.cost_graph, "build", build)
+    autopar.profile(model(), ["cpu"] * 4, example_args=(X,), cache=False)
+    (costs,) = seen
+    (kind,) = {device.kind for device in costs.devices}
+    assert costs.crowding(busy) == slower
+    forward, _, _ = costs.table(kind, busy).at(8)
+    alone, _, _ = costs.table(kind, 1).at(8)
+    assert forward == pytest.approx(slower * alone)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_workers_with_cores_of_their_own_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = FakeTimes()
+    plan = plan_of(monkeypatch, times, 2)
+    assert {workers for workers, _ in times.calls} == {1, 2}
+    assert "share" not in str(plan)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_short_measurements_that_disagree_are_taken_again_and_a_lucky_one_makes_no_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first measurement of each size is off by a factor that would make a split look good."""
+    per_row = 1e-7
+    count = len({*measured_sizes(monkeypatch)})
+    honest = plan_of(monkeypatch, FakeTimes(per_row), 2)
+    noisy = FakeTimes(per_row, [9.0, *([0.2] * (count - 1))])
+    plan = plan_of(monkeypatch, noisy, 2)
+    assert len(noisy.calls) > 2 * count
+    assert (len(honest.used_devices), len(plan.used_devices)) == (1, 1)
+    assert plan.predicted_step_time == pytest.approx(honest.predicted_step_time)
+
+
+def measured_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    times = FakeTimes()
+    plan_of(monkeypatch, times, 2)
+    return times.calls
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_still_disagrees_is_kept_with_its_lowest_and_said_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = len({*measured_sizes(monkeypatch)})
+    noisy = FakeTimes(1e-12, [2.0**i for i in range(60)])
+    with caplog.at_level("INFO", logger="autopar.costs.measured"):
+        plan_of(monkeypatch, noisy, 2)
+    assert len(noisy.calls) <= count * (measured._MEASUREMENTS + 1)
+    assert "disagree; keeping the lowest" in caplog.text
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_long_measurements_average_out_disturbances_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = FakeTimes(per_row=1e-2)
+    plan_of(monkeypatch, times, 2)
+    assert len(times.calls) == len({*times.calls})
+
+
+@pytest.mark.parametrize("width", [4, 64])
+def test_a_model_of_tiny_operators_is_not_split(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Six layers of 20 us: what Python does for every action is more than what a second worker takes off."""
+    monkeypatch.setattr(measured, "measure", FakeTimes(per_row=2e-5 / 64 / 3))
+    layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
+    plan = autopar.plan(copy.deepcopy(layers), ["cpu", "cpu"], example_args=(torch.randn(64, width),), cache=False)
+    assert (len(plan.used_devices), plan.n_microbatches) == (1, 1)

@@ -48,8 +48,8 @@ def parallelize(
     n_microbatches: int | None = None,
     schedule: str | None = None,
     max_replicas: int | None = None,
-    memory_limit: float | None = None,
-    optimizer: str = "adamw",
+    memory_limit: float | str | None = None,
+    optimizer: str | torch.optim.Optimizer = "adamw",
     batch_norm: str = "per-microbatch",
     batch_dim: BatchDim = None,
     tune: int = 0,
@@ -75,9 +75,10 @@ def parallelize(
         n_microbatches: number of micro-batches per batch.
         schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1".
         max_replicas: maximum number of devices per stage; 1 for a pure pipeline.
-        memory_limit: usable memory of each device in bytes (default: what the device has free).
-        optimizer: the optimizer whose state must fit in memory: "none", "sgd", "momentum", "adam", "adamw" or
-            "adafactor".
+        memory_limit: usable memory of each device: bytes, or a text such as "8GB", "8GiB" or "500MB" (default: what
+            the device has free).
+        optimizer: the optimizer whose state must fit in memory: one of torch.optim, or a name such as "none", "sgd",
+            "momentum", "adam", "adamw" or "adafactor" (`cost_models.OPTIMIZERS` has all).
         batch_norm: "per-microbatch": each micro-batch has its own statistics, as in DataParallel and DDP; "deferred":
             the same, but the running statistics are updated with those of the whole batch; "exact": the batch is not
             split if the model has batch norm in training mode.
@@ -186,7 +187,7 @@ def profile(
     example_kwargs: dict[str, Any] | None = None,
     target: Any = None,
     loss_fn: LossFunction | None = None,
-    optimizer: str | None = None,
+    optimizer: str | torch.optim.Optimizer | None = None,
     batch_dim: BatchDim = None,
     cache: bool = True,
 ) -> Profile:
@@ -198,17 +199,17 @@ def profile(
     `parallelize`.
     """
     _check_model(model)
-    options = PlanOptions(optimizer=optimizer or "none", batch_dim=batch_dim, cache=cache)
+    options = PlanOptions(optimizer="none" if optimizer is None else optimizer, batch_dim=batch_dim, cache=cache)
     args, kwargs = _need_example("profiling", example_args, example_kwargs)
     _need_target(loss_fn, target)
     if isinstance(devices, Cluster) and not devices.at_hand:
         ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
-        memory = training_step(ahead, optimizer, devices.node[0].device_type) if optimizer else None
+        memory = training_step(ahead, options.optimizer_name, devices.node[0].device_type) if optimizer else None
         with progress_bar() as progress:
             return summarize(estimate_costs(ahead, devices, progress=progress), memory)
     parsed = _at_hand(model, devices)
     example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim)
-    memory = training_step(example, optimizer, parsed[0].torch_device.type) if optimizer else None
+    memory = training_step(example, options.optimizer_name, parsed[0].torch_device.type) if optimizer else None
     with progress_bar() as progress:
         return summarize(measure_costs(example, parsed, cache=options.cache, progress=progress), memory)
 

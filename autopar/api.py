@@ -25,6 +25,7 @@ from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.planner.search_options import search_options
 from autopar.report.progress import progress_bar
 from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.call_checks import check_model
 from autopar.runtime.compare import run_comparison
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.contestants import ComparedCall
@@ -297,8 +298,7 @@ def _pipelined(
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, PipelinedModule):
-        raise InputError("the model is already pipelined; pass model.unwrap()")
+    check_model(model)
 
 
 def _at_hand(model: nn.Module, devices: Devices) -> tuple[Device, ...]:

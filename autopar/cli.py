@@ -26,7 +26,8 @@ from autopar.factory import first_line, load_call, users_line
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.display import printable
 
-_UsageError = typer.BadParameter.__base__ or typer.BadParameter  # typer brings its own click, or uses click itself
+# What typer handles itself: it brings its own click, or uses click.
+_OF_TYPER: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, *typer.BadParameter.__bases__)
 _TRACEBACK = "AUTOPAR_TRACEBACK"  # environment variable: print the traceback of every error
 
 
@@ -36,7 +37,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort, _UsageError):
+        except _OF_TYPER:
             raise
         except Exception as error:
             if os.environ.get(_TRACEBACK):

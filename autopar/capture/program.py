@@ -28,6 +28,8 @@ from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal
 from autopar.errors import InputError
 from autopar.hints.shard import hinted_modules
 
+_OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
+
 
 @dataclass(frozen=True)
 class Input:
@@ -127,7 +129,8 @@ def module_path(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """`file:line` of the user's code that created `node`; "" if unknown."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name]
+    lines = [(name, line) for name, line in lines if not name.startswith(_OWN_FILES)]
+    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name and "/torch/export/" not in name]
     chosen = (outside or lines)[-1:]
     return f"{chosen[0][0]}:{chosen[0][1]}" if chosen else ""
 
@@ -135,8 +138,7 @@ def source_line(node: fx.Node) -> str:
 def users_frames(node: fx.Node) -> str:
     """The traceback of the user's code that created `node`, without autopar's own frames."""
     frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
-    mine = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
-    return "".join(f for f in frames if f.strip() and f'File "{mine}' not in f).rstrip()
+    return "".join(f for f in frames if f.strip() and f'File "{_OWN_FILES}' not in f).rstrip()
 
 
 def describe(node: fx.Node) -> str:
@@ -174,6 +176,7 @@ def capture(
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
+    _refuse_packed_sequences(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     once = equal_layers_traced_once(model) if trace_equal_layers_once else contextlib.nullcontext()
@@ -217,6 +220,21 @@ def capture(
         weights={o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))},
         shard_calls=shard_calls,
     )
+
+
+def _refuse_packed_sequences(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    names = [*inspect.signature(model.forward).parameters][: len(args)]
+    names += [f"args[{index}]" for index in range(len(names), len(args))]
+
+    def is_packed(value: Any) -> bool:
+        return isinstance(value, nn.utils.rnn.PackedSequence)
+
+    for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
+        if any(map(is_packed, torch_private.tree_leaves(value, is_leaf=is_packed))):
+            raise InputError(
+                f"input '{name}' is a PackedSequence, in which the steps of all samples are mixed, so that it has no "
+                "batch to divide; give the padded tensor and the lengths (torch.nn.utils.rnn.pad_packed_sequence)"
+            )
 
 
 def _input(path: str, node: fx.Node, leaf: Any, dim: int | None) -> Input:

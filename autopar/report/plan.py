@@ -15,7 +15,7 @@ from autopar.plan.validation import replicas
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.sharding import sharding_parts
 from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
-from autopar.runtime.module import PipelinedModule
+from autopar.runtime.module import PLAN_COMES, PipelinedModule
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.micro_batches import split_sizes
 
@@ -56,7 +56,7 @@ def _pipelined_module(module: PipelinedModule) -> str:
 def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
     """What `PipelinedModule.report()` shows: the plan, its timeline, and what is in every stage's module."""
     if plan is None:
-        return "no plan yet: call the module once, or give parallelize example_args= or example_kwargs="
+        return paragraph(f"no plan yet: {PLAN_COMES}")
     step = step_of_plan(plan)
     if step is not None:
         drawing = f"Predicted timeline\n\n{step.timeline()}"

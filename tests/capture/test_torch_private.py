@@ -304,3 +304,20 @@ def test_traced_values_are_specialised_symbol_by_symbol() -> None:
     assert tuple(torch_private.at_sizes(at_seven, {rows: 2}).shape) == (14, 2)
     assert torch_private.at_sizes([x, n], {rows: 2, columns: 7, number: 9})[1] == 9
     assert torch_private.at_sizes(x, {number: 9}) is x
+
+
+def test_transforms_of_functions_and_forward_mode_are_seen() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch_private.inside_function_transform(), torch_private.inside_forward_mode()))
+        return x.sum()
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(torch.ones(2, 2))
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    look(x)
+    assert seen == [(False, False), (True, False), (True, False), (False, True), (False, False)]

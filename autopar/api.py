@@ -17,7 +17,7 @@ from autopar.costs.history import recall
 from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
-from autopar.errors import InputError
+from autopar.errors import InputError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
@@ -249,7 +249,11 @@ def compare(
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     plans = {"auto": None} if plans is None else plans
     parsed = _at_hand(model, devices)
-    example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim)
+    given: set[Any] = set()  # warnings: every plan runs on a copy of the model, which would warn again
+    with each_warning_once(given):
+        example = capture_example(
+            model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim
+        )
     example, search = search_options(example, chosen, len(parsed))
     if asks_for_sharding(example):
         sharded = plan_as_sharded(example, parsed, search) if None in plans.values() else None
@@ -257,7 +261,7 @@ def compare(
     # A plan made by hand may split the batch differently from the options: then every size is measured.
     only = search.n_microbatches if all(plan is None for plan in plans.values()) else None
     call = ComparedCall(example, RunSettings.of(chosen))
-    with progress_bar() as progress:
+    with progress_bar() as progress, each_warning_once(given):
         costs = measure_costs(example, parsed, n_microbatches=only, cache=chosen.cache, progress=progress)
         return run_comparison(call, plans, costs, search, repeats, record=chosen.cache, progress=progress)
 

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 import autopar
 from autopar import AutoparError, Cluster, DeviceError, InputError, Plan, PlanError
 from autopar.demo import DEMOS, run_demo
+from autopar.errors import each_warning_once
 from autopar.factory import first_line, load_call, users_line
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.display import printable
@@ -36,7 +37,8 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with each_warning_once(set()):
+                return super().invoke(ctx)
         except _OF_TYPER:
             raise
         except Exception as error:

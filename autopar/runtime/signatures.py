@@ -16,7 +16,7 @@ from torch import nn
 from autopar.analysis.example import Example, has_backward, under_default_device
 from autopar.analysis.loss import LossSplit
 from autopar.capture.program import Program
-from autopar.errors import InputError
+from autopar.errors import InputError, each_warning_once
 from autopar.plan.plan import Plan
 from autopar.runtime.bound_signature import (
     BoundSignature,
@@ -98,6 +98,10 @@ class Signatures:
     def bind(self, call: CallArguments) -> BoundCall:
         """Capture, plan and place for `call`, as far as that is not done yet. Raises InputError for an empty batch."""
         self._drop_abandoned()
+        with each_warning_once(self.warnings.given):
+            return self._bound(call)
+
+    def _bound(self, call: CallArguments) -> BoundCall:
         bound = self._captures.find(call)
         signature = bound.signature
         if bound.batch_size == 0 and signature.program.batch_size:

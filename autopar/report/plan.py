@@ -42,7 +42,9 @@ def plan_text(plan: Plan) -> str:
     if reasons:
         parts.append("\n".join(map(bullet, reasons)))
     if plan.predicted_step_time is not None:
-        parts.append("Times, activations and transfers are predictions per micro-batch; peak MB is per device.")
+        parts.append(
+            paragraph("Times, activations and transfers are predictions per micro-batch; peak MB is per device.")
+        )
     elif any(stage.operators for stage in plan.stages):
         parts.append(paragraph("This plan has no predictions; autopar.plan(model, devices, plan=...) makes them."))
     return "\n\n".join(parts)
@@ -125,7 +127,7 @@ def _headline(plan: Plan) -> str:
                 numbers.append(f"speed-up {plan.single_device_time / plan.predicted_step_time:.2f}x")
         if plan.bubble is not None:
             numbers.append(f"bubble {plan.bubble:.1%}")
-        lines.append(", ".join(numbers))
+        lines.append(paragraph(", ".join(numbers), others="  "))
     return "\n".join(lines)
 
 
@@ -160,10 +162,10 @@ def _stages(plan: Plan) -> str:
         for s, stage in enumerate(plan.stages)
     ]
     numbers = [
-        *("opera-\ntors", "forward\nms", "backward\nms", "parameters\nMB"),
-        *("activations\nMB", "peak\nMB", "sends\nMB"),
+        *("opera-\ntors", "forward\nms", "backward\nms", "param-\neters\nMB"),
+        *("activa-\ntions\nMB", "peak\nMB", "sends\nMB"),
     ]
-    return table([*columns, *numbers], rows, words=3)
+    return table([*columns, *numbers], rows, words=3, first_to_go=numbers[:1])
 
 
 def _module_row(index: int, module: fx.GraphModule) -> list[str]:

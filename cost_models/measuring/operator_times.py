@@ -55,15 +55,17 @@ class GraphTimes:
         """The times of `nodes` that `to_json` wrote.
 
         Raises:
-            TypeError: `value` has other fields or types.
-            ValueError: it has times of other nodes, or times that are not finite seconds >= 0.
+            TypeError, AttributeError: `value` has other fields or types.
+            ValueError: it has times of other nodes, times that are not finite seconds >= 0, or no samples or workers.
         """
         times = cls(**value)
         if {*times.forward} != {*nodes} or {*times.backward} != {*nodes}:
             raise ValueError("the cached times are of other operators")
         seconds = (*times.forward.values(), *times.backward.values(), times.loss_forward, times.loss_backward)
-        if not all(0 <= s < math.inf for s in seconds):
+        if not all(type(s) in (int, float) and 0 <= s < math.inf for s in seconds):
             raise ValueError("cached times must be finite seconds >= 0")
+        if not all(type(count) is int and count >= 1 for count in (times.rows, times.workers)):
+            raise ValueError("cached times must be of one or more samples and workers")
         return times
 
 

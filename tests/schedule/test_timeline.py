@@ -11,6 +11,7 @@ from autopar.schedule.clock import Phase, Transfer
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import StageMemory
 
+
 @pytest.fixture(autouse=True)
 def _columns_that_the_times_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "CHART_COLUMNS", 88)

@@ -136,7 +136,7 @@ def assert_runs_as_printed(pm: PipelinedModule, given: Plan) -> None:
     named = {node.name: keys[node] for node in compute_nodes(signature.program.graph) if node not in free}
     assert signature.lowered is not None
     for stage, lowered, asked in zip(plan.stages, signature.lowered.stages, given.stages, strict=True):
-        nodes = {node.name for node in lowered.module.graph.nodes}
+        nodes = {node.name for node in lowered.module.graph.nodes if node.op != "placeholder"}
         if signature.executable is not None and asked.operators and stage.sharding is None:
             assert {key for name, key in named.items() if name in nodes} == set(named.values()) & set(stage.operators)
             assert set(asked.operators) & set(named.values()) <= set(stage.operators)
@@ -228,6 +228,9 @@ def test_a_mutated_node_is_known_or_refused(text: str) -> None:
 # -- cache and history -------------------------------------------------------------------------------------------------
 
 
+FIXED: dict[str, Any] = {"n_microbatches": 2}  # so that a plan measures few sizes
+
+
 def _rewrite(path: Path, table: str, column: str, draw: Any) -> None:
     """Mutate one value of an SQLite table."""
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
@@ -241,8 +244,7 @@ def _filled(directory: Path) -> bytes:
     """A cache of measurements as a plan leaves it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOPAR_CACHE_DIR", str(directory))
-        autopar.plan(model(), DEVICES, example_args=(X,))
-        autopar.compare(model(), DEVICES, example_args=(X,), repeats=1)
+        autopar.compare(model(), DEVICES, example_args=(X,), repeats=1, **FIXED)
     (path,) = (p for p in directory.glob("*.sqlite") if p.name != "accuracy.sqlite")
     return path.read_bytes() + b"|" + path.name.encode()
 
@@ -251,7 +253,6 @@ def _filled(directory: Path) -> bytes:
 def cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in which `_filled` has left its files."""
     source = tmp_path_factory.mktemp("filled")
-    _filled.cache_clear()
     content, _, name = _filled(source).rpartition(b"|")
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
     path = tmp_path / name.decode()
@@ -260,14 +261,14 @@ def cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     return path
 
 
-@settings(few, max_examples=examples(12))
+@settings(few, max_examples=examples(6))
 @given(st.data())
 def test_a_plan_from_mutated_measurements_is_a_plan(cache: Path, data: st.DataObject) -> None:
     content = cache.read_bytes()
     try:
         for _ in range(data.draw(st.integers(1, 4))):
             _rewrite(cache, "measurements", "value", data.draw)
-        plan = autopar.plan(model(), DEVICES, example_args=(X,))
+        plan = autopar.plan(model(), DEVICES, example_args=(X,), **FIXED)
         assert Plan.from_json(plan.to_json()) == plan
     except AutoparError:
         pass

@@ -79,7 +79,7 @@ class Signatures:
         """Start with the plan that `other` has in force, and do not repeat its warnings."""
         self.plan, self._decisions = other.plan, dict(other._decisions)
         self._user_plan_completed = other._user_plan_completed
-        self.warnings.given = other.warnings.given
+        self.warnings.given = set(other.warnings.given)
 
     def close(self) -> None:
         """End the workers and forget all captures."""

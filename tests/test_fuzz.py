@@ -236,6 +236,10 @@ def _rewrite(path: Path, table: str, column: str, draw: Any) -> None:
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         rows = connection.execute(f"SELECT rowid, {column} FROM {table} ORDER BY rowid").fetchall()
         row, text = rows[draw(st.integers(0, len(rows) - 1))]
+        try:
+            json.loads(text)
+        except ValueError:  # broken by an earlier mutation
+            return
         connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (draw(mutated_json(text)), row))
 
 

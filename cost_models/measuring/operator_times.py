@@ -12,7 +12,6 @@ passes at once, and the times are those under that load.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import threading
 import time
@@ -28,6 +27,9 @@ from cost_models.hardware.devices import Device, synchronize
 
 # Seconds of a pass above which the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
+
+
+_LONGEST = 1e9  # s: longer times come from a damaged cache
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class GraphTimes:
         if {*times.forward} != {*nodes} or {*times.backward} != {*nodes}:
             raise ValueError("the cached times are of other operators")
         seconds = (*times.forward.values(), *times.backward.values(), times.loss_forward, times.loss_backward)
-        if not all(type(s) in (int, float) and 0 <= s < math.inf for s in seconds):
-            raise ValueError("cached times must be finite seconds >= 0")
+        if not all(type(s) in (int, float) and 0 <= s < _LONGEST for s in seconds):
+            raise ValueError(f"cached times must be seconds from 0 to {_LONGEST:g}")
         if not all(type(count) is int and count >= 1 for count in (times.rows, times.workers)):
             raise ValueError("cached times must be of one or more samples and workers")
         return times

@@ -1,28 +1,40 @@
-"""Pipeline and shard ordinary PyTorch models over several devices by a plan that measurement and search choose."""
+"""Pipeline and shard ordinary PyTorch models over several devices by a plan that measurement and search choose.
 
-from autopar.api import accuracy, compare, parallelize, plan, profile
-from autopar.costs.prediction_error import Accuracy
-from autopar.costs.profile import Profile
-from autopar.errors import (
-    AutoparError,
-    AutoparWarning,
-    CaptureError,
-    InfeasibleError,
-    InputError,
-    NotANumberError,
-    PlanError,
-)
-from autopar.hints.layout import Layout
-from autopar.hints.module_hints import clear_hints, keep_together, pipeline_stage, recompute
-from autopar.hints.shard import shard
-from autopar.plan.diff import PlanDiff
-from autopar.plan.plan import Plan
-from autopar.runtime.comparison import Comparison
-from autopar.runtime.module import PipelinedModule
-from autopar.runtime.step_profile import StepProfile
+The first use of a public name loads its module: `import autopar` and `autopar --version` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from autopar.version import __version__
-from cost_models import Cluster
-from cost_models.errors import DeviceError
+
+if TYPE_CHECKING:
+    from autopar.api import accuracy, compare, parallelize, plan, profile
+    from autopar.costs.prediction_error import Accuracy
+    from autopar.costs.profile import Profile
+    from autopar.errors import (
+        AutoparError,
+        AutoparWarning,
+        CaptureError,
+        InfeasibleError,
+        InputError,
+        NotANumberError,
+        PlanError,
+    )
+    from autopar.hints.layout import Layout
+    from autopar.hints.module_hints import clear_hints, keep_together, pipeline_stage, recompute
+    from autopar.hints.shard import shard
+    from autopar.plan.diff import PlanDiff
+    from autopar.plan.plan import Plan
+    from autopar.runtime.comparison import Comparison
+    from autopar.runtime.module import PipelinedModule
+    from autopar.runtime.step_profile import StepProfile
+    from cost_models import Cluster
+    from cost_models.errors import DeviceError
 
 __all__ = [
     "Accuracy",
@@ -54,3 +66,44 @@ __all__ = [
     "recompute",
     "shard",
 ]
+
+_HOMES = {  # public names whose module is not autopar.api or autopar.errors
+    "Accuracy": "autopar.costs.prediction_error",
+    "Cluster": "cost_models",
+    "Comparison": "autopar.runtime.comparison",
+    "DeviceError": "cost_models.errors",
+    "Layout": "autopar.hints.layout",
+    "PipelinedModule": "autopar.runtime.module",
+    "Plan": "autopar.plan.plan",
+    "PlanDiff": "autopar.plan.diff",
+    "Profile": "autopar.costs.profile",
+    "StepProfile": "autopar.runtime.step_profile",
+    "clear_hints": "autopar.hints.module_hints",
+    "keep_together": "autopar.hints.module_hints",
+    "pipeline_stage": "autopar.hints.module_hints",
+    "recompute": "autopar.hints.module_hints",
+    "shard": "autopar.hints.shard",
+}
+
+
+class _Package(ModuleType):
+    """This package. The names `plan` and `shard` are the calls, not folders or files of that name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+        importlib.import_module("autopar.api")  # the texts of plans and reports are registered with it
+        home = _HOMES.get(name, "autopar.errors" if name.endswith(("Error", "Warning")) else "autopar.api")
+        self.__dict__[name] = getattr(importlib.import_module(home), name)
+        return self.__dict__[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in __all__ and isinstance(value, ModuleType):
+            return  # Python stores an imported subpackage as an attribute of its package
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

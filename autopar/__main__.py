@@ -1,6 +1,19 @@
-"""`python -m autopar` runs the command line."""
+"""`autopar` and `python -m autopar` run the command line. What needs torch is imported only when a command runs."""
 
-from autopar.cli import main
+import sys
+
+from autopar.version import __version__
+
+
+def main() -> None:
+    """The console script."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"autopar {__version__}")
+        return
+    from autopar.cli import commands  # this imports torch, which takes seconds
+
+    commands.main()
+
 
 if __name__ == "__main__":
     main()

@@ -17,7 +17,7 @@ from autopar.costs.history import recall
 from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
-from autopar.errors import InputError
+from autopar.errors import InputError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
@@ -25,6 +25,7 @@ from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.planner.search_options import search_options
 from autopar.report.progress import progress_bar
 from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.call_checks import check_model
 from autopar.runtime.compare import run_comparison
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.contestants import ComparedCall
@@ -48,8 +49,8 @@ def parallelize(
     n_microbatches: int | None = None,
     schedule: str | None = None,
     max_replicas: int | None = None,
-    memory_limit: float | None = None,
-    optimizer: str = "adamw",
+    memory_limit: float | str | None = None,
+    optimizer: str | torch.optim.Optimizer = "adamw",
     batch_norm: str = "per-microbatch",
     batch_dim: BatchDim = None,
     tune: int = 0,
@@ -77,9 +78,10 @@ def parallelize(
         n_microbatches: number of micro-batches per batch.
         schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1".
         max_replicas: maximum number of devices per stage; 1 for a pure pipeline.
-        memory_limit: usable memory of each device in bytes (default: what the device has free).
-        optimizer: the optimizer whose state must fit in memory: "none", "sgd", "momentum", "adam", "adamw" or
-            "adafactor".
+        memory_limit: usable memory of each device: bytes, or a text such as "8GB", "8GiB" or "500MB" (default: what
+            the device has free).
+        optimizer: the optimizer whose state must fit in memory: one of torch.optim, or a name such as "none", "sgd",
+            "momentum", "adam", "adamw" or "adafactor" (`cost_models.OPTIMIZERS` has all).
         batch_norm: "per-microbatch": each micro-batch has its own statistics, as in DataParallel and DDP; "deferred":
             the same, but the running statistics are updated with those of the whole batch; "exact": the batch is not
             split if the model has batch norm in training mode.
@@ -192,7 +194,7 @@ def profile(
     example_kwargs: dict[str, Any] | None = None,
     target: Any = None,
     loss_fn: LossFunction | None = None,
-    optimizer: str | None = None,
+    optimizer: str | torch.optim.Optimizer | None = None,
     batch_dim: BatchDim = None,
     strict: bool = False,
     cache: bool = True,
@@ -205,19 +207,21 @@ def profile(
     `parallelize`.
     """
     _check_model(model)
-    options = PlanOptions(optimizer=optimizer or "none", batch_dim=batch_dim, strict=strict, cache=cache)
+    options = PlanOptions(
+        optimizer="none" if optimizer is None else optimizer, batch_dim=batch_dim, strict=strict, cache=cache
+    )
     args, kwargs = _need_example("profiling", example_args, example_kwargs)
     _need_target(loss_fn, target)
     if isinstance(devices, Cluster) and not devices.at_hand:
         ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict)
-        memory = training_step(ahead, optimizer, devices.node[0].device_type) if optimizer else None
+        memory = training_step(ahead, options.optimizer_name, devices.node[0].device_type) if optimizer else None
         with progress_bar() as progress:
             return summarize(estimate_costs(ahead, devices, progress=progress), memory)
     parsed = _at_hand(model, devices)
     example = capture_example(
         model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
     )
-    memory = training_step(example, optimizer, parsed[0].torch_device.type) if optimizer else None
+    memory = training_step(example, options.optimizer_name, parsed[0].torch_device.type) if optimizer else None
     with progress_bar() as progress:
         return summarize(measure_costs(example, parsed, cache=options.cache, progress=progress), memory)
 
@@ -257,16 +261,12 @@ def compare(
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     plans = {"auto": None} if plans is None else plans
     parsed = _at_hand(model, devices)
-    example = capture_example(
-        model,
-        parsed,
-        args,
-        kwargs,
-        loss_fn=loss_fn,
-        target=target,
-        batch_dim=chosen.batch_dim,
-        strict=chosen.strict,
-    )
+    given: set[Any] = set()  # warnings: every plan runs on a copy of the model, which would warn again
+    batch_dim, strict = chosen.batch_dim, chosen.strict
+    with each_warning_once(given):
+        example = capture_example(
+            model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
+        )
     example, search = search_options(example, chosen, len(parsed))
     if asks_for_sharding(example):
         sharded = plan_as_sharded(example, parsed, search) if None in plans.values() else None
@@ -274,7 +274,7 @@ def compare(
     # A plan made by hand may split the batch differently from the options: then every size is measured.
     only = search.n_microbatches if all(plan is None for plan in plans.values()) else None
     call = ComparedCall(example, RunSettings.of(chosen))
-    with progress_bar() as progress:
+    with progress_bar() as progress, each_warning_once(given):
         costs = measure_costs(example, parsed, n_microbatches=only, cache=chosen.cache, progress=progress)
         return run_comparison(call, plans, costs, search, repeats, record=chosen.cache, progress=progress)
 
@@ -315,8 +315,7 @@ def _pipelined(
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, PipelinedModule):
-        raise InputError("the model is already pipelined; pass model.unwrap()")
+    check_model(model)
 
 
 def _at_hand(model: nn.Module, devices: Devices) -> tuple[Device, ...]:

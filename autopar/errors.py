@@ -3,8 +3,12 @@
 Each message names the module path, tensor and value that is wrong, and what would be right.
 """
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
 
 from cost_models.errors import DeviceError
 
@@ -39,12 +43,46 @@ class AutoparWarning(UserWarning):
     """Something unexpected that changes results or speed. Each warning appears once."""
 
 
+_given: ContextVar[set[Any] | None] = ContextVar("given", default=None)  # warnings since the outermost context began
+
+
+@contextlib.contextmanager
+def each_warning_once(given: set[Any]) -> Iterator[None]:
+    """Inside, `warn` and `issue_again` give each warning once. `given`: those that were given before; grows.
+
+    Contexts nest: the outermost one counts, so that a call that captures and plans several times warns once.
+    """
+    token = _given.set(given if _given.get() is None else _given.get())
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def warn(message: str) -> None:
     """Issue an AutoparWarning for the line in the user's code, the first one outside autopar and torch."""
+    if not _is_new(message):
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OTHER_CODE:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, AutoparWarning, stacklevel=level)
+
+
+def issue_again(caught: Iterable[warnings.WarningMessage]) -> None:
+    """Issue recorded warnings of the user's own code for the lines that they came from."""
+    for one in caught:
+        if _is_new((str(one.message), one.category, one.filename, one.lineno)):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+def _is_new(warning: Any) -> bool:
+    given = _given.get()
+    if given is None:
+        return True
+    known = warning in given
+    given.add(warning)
+    return not known
 
 
 __all__ = [
@@ -56,5 +94,7 @@ __all__ = [
     "InputError",
     "NotANumberError",
     "PlanError",
+    "each_warning_once",
+    "issue_again",
     "warn",
 ]

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypedDict, get_type_hints
 
+import torch
+
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.schedule.builders import SCHEDULES
-from cost_models import OPTIMIZERS
+from cost_models import OPTIMIZERS, optimizer_name, parse_bytes
 
 BatchDim = int | dict[str, int | None] | None
 # Sizes that change between calls: see runtime/dynamic.py.
@@ -29,7 +31,7 @@ class CompareKeywords(TypedDict, total=False):
     n_microbatches: int | None
     schedule: str | None
     max_replicas: int | None
-    memory_limit: float | None
+    memory_limit: float | str | None
     batch_norm: str
     batch_dim: BatchDim
     strict: bool
@@ -40,7 +42,7 @@ class PlanKeywords(CompareKeywords, total=False):
     """The options of `plan`: all that there are."""
 
     max_shards: int | None
-    optimizer: str
+    optimizer: str | torch.optim.Optimizer
     tune: int
     candidates: Mapping[str, Plan] | None
     verify: bool
@@ -54,13 +56,15 @@ HELP = {  # the texts of `--help`, for the options of the command line
     "schedule": f"Pipeline schedule: {', '.join(SCHEDULES)}.",
     "max_replicas": "Maximum number of devices per stage; 1 for a pure pipeline.",
     "max_shards": "With --cluster: maximum number of devices that share the operators of a stage; 1 for no sharding.",
-    "memory_limit": "Usable memory of each device in bytes, such as 8e9.",
+    "memory_limit": "Usable memory of each device, such as 8GB, 500MiB or 8e9 (bytes).",
     "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
     "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",
     "tune": "Run this many of the best plans and use the fastest.",
     "strict": "Refuse a model with parts that cannot be captured, instead of running these as single operators.",
     "cache": "Read measurements from disk and store new ones.",
 }
+
+COMMAND_LINE_TYPES: dict[str, Any] = {"memory_limit": str | None, "optimizer": str}  # where not those of PlanOptions
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class PlanOptions:
     schedule: str | None = None
     max_replicas: int | None = None
     max_shards: int | None = None
-    memory_limit: float | None = None  # bytes on each device; None: what the device has free
-    optimizer: str = "adamw"
+    memory_limit: float | str | None = None  # on each device, bytes or "8GB"; None: what the device has free
+    optimizer: str | torch.optim.Optimizer = "adamw"  # kept as its name
     batch_norm: str = "per-microbatch"
     batch_dim: BatchDim = None
     tune: int = 0
@@ -88,6 +92,8 @@ class PlanOptions:
         problems = list(self._problems())
         if problems:
             raise InputError("; ".join(problems))
+        # The name alone: the options outlive the call, and an optimizer holds the parameters of the model.
+        object.__setattr__(self, "optimizer", self.optimizer_name)
 
     @classmethod
     def of(cls, call: str, known: type, keywords: Mapping[str, Any]) -> Self:
@@ -106,6 +112,16 @@ class PlanOptions:
         return cls(**keywords)
 
     @property
+    def memory_bytes(self) -> float | None:
+        """The usable memory of each device in bytes; None: what the device has free."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    @property
+    def optimizer_name(self) -> str:
+        """One of OPTIMIZERS."""
+        return optimizer_name(self.optimizer)
+
+    @property
     def that_run(self) -> list[str]:
         """Options in use that run plans, and so need the devices."""
         return [name for name in ("tune", "candidates") if getattr(self, name)]
@@ -115,15 +131,19 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and not _whole(value, least=1):
                 yield f"{name} must be a whole number of at least 1, got {value!r}"
-        for name, choices in (("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("batch_norm", BATCH_NORM)):
+        for name, choices in (("schedule", SCHEDULES), ("batch_norm", BATCH_NORM)):
             value = getattr(self, name)
             if value not in choices and not (name == "schedule" and value is None):
                 yield f"{name} must be one of {', '.join(choices)}, got {value!r}"
-        limit = self.memory_limit
-        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
-            yield f"memory_limit must be a positive number of bytes, got {limit!r}"
         if not isinstance(self.strict, bool):
             yield f"strict must be True or False, got {self.strict!r}"
+        for name, read in (("optimizer", optimizer_name), ("memory_limit", parse_bytes)):
+            value = getattr(self, name)
+            try:
+                if value is not None or name == "optimizer":
+                    read(value)
+            except ValueError as error:
+                yield f"{name} cannot be used: {error}"
         if not isinstance(self.compile, (bool, str)):
             yield f"compile must be True, False or the name of a backend, got {self.compile!r}"
         yield from _dynamic_problems(self.dynamic)

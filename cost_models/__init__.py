@@ -15,7 +15,8 @@ from cost_models.kernels.efficiency_curves import Efficiency
 from cost_models.kernels.roofline import OperatorEstimate, Rates, estimate
 from cost_models.measuring.cache import MeasurementCache, signature_key
 from cost_models.measuring.calibration import Calibration, calibrate
-from cost_models.memory.optimizer_state import OPTIMIZERS, optimizer_state_bytes
+from cost_models.memory.byte_sizes import bytes_text, parse_bytes
+from cost_models.memory.optimizer_state import OPTIMIZERS, optimizer_name, optimizer_state_bytes
 
 __all__ = [
     "COLLECTIVES",
@@ -35,6 +36,7 @@ __all__ = [
     "OperatorEstimate",
     "Rates",
     "available_memory",
+    "bytes_text",
     "calibrate",
     "collective_seconds",
     "efficiency_of",
@@ -45,7 +47,9 @@ __all__ = [
     "measure_collectives",
     "measure_link",
     "measure_links",
+    "optimizer_name",
     "optimizer_state_bytes",
+    "parse_bytes",
     "parse_devices",
     "rates_of",
     "signature_key",

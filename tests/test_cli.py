@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar import Plan
 from autopar import demo as demo_room
-from autopar.cli import app
+from autopar.cli.commands import app
 from autopar.options import HELP, CompareKeywords, PlanKeywords, PlanOptions
 
 FACTORIES = """
@@ -56,7 +56,32 @@ class Decides(nn.Module):
 
 def uncapturable():
     return Decides(), (torch.ones(4, 8),)
+
+def takes_arguments(width, *, depth):
+    return net(), (torch.ones(4, 8),)
+
+def raises():
+    return nn.Linear(2, 3)(torch.ones(4, 5))
+
+def exits():
+    raise SystemExit(3)
+
+def talks():
+    print("building the model")
+    return with_args()
+
+def bad_loss(output, target):
+    return output + torch.ones(3, 5)
+
+def loss_raises():
+    return {"model": net(), "example_args": (torch.ones(4, 8),), "target": torch.ones(4, 8), "loss_fn": bad_loss}
 """
+
+
+def line_of(text: str, file: str = "factories.py") -> str:
+    """`file:line` of the first line with this text."""
+    lines = Path(file).read_text().splitlines()
+    return f"{file}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +121,8 @@ def test_a_command_has_every_option_of_its_call_with_the_same_default() -> None:
         wanted = {key: getattr(PlanOptions(), key) for key in HELP if key in get_type_hints(known)}
         assert wanted.items() <= defaults.items()
     run("plan", "factories:with_args", "--devices", "cpu", "--optimizer", "sgd", "--batch-norm", "exact")
-    _, err = run("plan", "factories:with_args", "--devices", "cpu", "--optimizer", "lion", status=1)
-    assert "optimizer must be one of none, sgd" in err
+    _, err = run("plan", "factories:with_args", "--devices", "cpu", "--optimizer", "lion", status=2)
+    assert "known are none, sgd" in err
 
 
 def test_a_plan_is_tuned_and_explained_on_request() -> None:
@@ -131,20 +156,25 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "message", "status"),
     [
-        (("plan", "factories:uncapturable", "--strict", "--devices", "cpu"), "cannot capture"),
-        (("plan", "factories:nonsense"), "must return"),
-        (("plan", "factories:misspelt"), "args"),
-        (("plan", "factories:with_args", "--devices", "tpu"), "tpu"),
-        (("plan", "factories:with_args", "--devices", "cpu", "--memory-limit", "1"), "no plan fits"),
-        (("compare", "factories:with_args", "--devices", "cpu", "--plan", "bad=factories.py"), "not a plan"),
+        (("plan", "factories:uncapturable", "--strict", "--devices", "cpu"), "cannot capture", 1),
+        (("plan", "factories:with_args", "--devices", "cpu", "--memory-limit", "1"), "no plan fits", 1),
+        (("plan", "factories:nonsense"), "must return", 2),
+        (("plan", "factories:misspelt"), "args", 2),
+        (("plan", "factories:with_args", "--devices", "tpu"), "tpu", 2),
+        (("plan", "factories:with_args", "--memory-limit", "8 apples"), "'8 apples'", 2),
+        (("compare", "factories:with_args", "--devices", "cpu", "--plan", "bad=factories.py"), "not a plan", 2),
+        (("plan", "factories:with_args", "--cluster", "H100x8"), "did you mean '8xH100'?", 2),
+        (("plan", "factories:with_args", "--cluster", "factories.toml"), "no file", 2),
+        (("diff", "no_such_file.json", "no_such_file.json"), "no_such_file.json", 2),
     ],
 )
-def test_errors_of_autopar_are_on_stderr_with_status_1(arguments: tuple[str, ...], message: str) -> None:
-    out, err = run(*arguments, status=1)
+def test_errors_are_on_stderr_with_a_status_that_says_whose_they_are(
+    arguments: tuple[str, ...], message: str, status: int
+) -> None:
+    out, err = run(*arguments, status=status)
     assert out == ""
-    assert err.startswith("error: ")
     assert message in err
     assert "Traceback" not in err
 
@@ -170,10 +200,82 @@ def test_wrong_usage_has_status_2(arguments: tuple[str, ...]) -> None:
     assert err != ""
 
 
-def test_an_error_in_the_users_own_code_keeps_its_traceback() -> None:
-    Path("broken.py").write_text("import no_such_dependency\n")
-    result = CliRunner().invoke(app, ["plan", "broken:factory"])
-    assert isinstance(result.exception, ModuleNotFoundError)
+@pytest.mark.parametrize(
+    ("code", "line", "message"),
+    [
+        ("def factory(:\n    pass\n", 1, "SyntaxError: "),
+        ("\nimport no_such_dependency\n", 2, "ModuleNotFoundError: No module named 'no_such_dependency'"),
+        ("import torch\nfrom torch import no_such_name\n", 2, "ImportError: cannot import name 'no_such_name'"),
+        ("\n\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit('usage: ...')\n", 2, "__name__ == '__main__'"),
+    ],
+)
+def test_an_error_in_the_users_file_is_one_line_with_the_file_and_the_line(code: str, line: int, message: str) -> None:
+    name = f"broken_{abs(hash(code))}"
+    Path(f"{name}.py").write_text(code)
+    out, err = run("plan", f"{name}:factory", status=2)
+    assert out == ""
+    assert err.startswith(f"error: {name}.py:{line}: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("factory", "where", "message"),
+    [
+        ("takes_arguments", "def takes_arguments", "takes width, depth, but a factory is called without arguments"),
+        ("raises", "nn.Linear(2, 3)", "RuntimeError: "),
+        ("exits", "SystemExit(3)", "exit 3"),
+        ("nonsense", "def nonsense", "must return (model, args)"),
+        ("loss_raises", "output + torch.ones(3, 5)", "RuntimeError: The size of tensor"),
+    ],
+)
+def test_a_wrong_factory_is_one_line_with_the_file_and_the_line(factory: str, where: str, message: str) -> None:
+    _, err = run("compare", f"factories:{factory}", "--devices", "cpu", status=2)
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: {line_of(where)}: ")
+    assert message in last
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("factories.py:with_args", "factories:with_args"),
+        ("folder/models.py:net", "folder.models:net"),
+        ("factories:with_args()", "factories:with_args"),
+        ("factories.with_args", "factories:with_args"),
+        ("factories.py", "factories:factory"),
+        ("factories:with_arg", "factories:with_args"),
+        ("factores:with_args", "factories"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(given: str, meant: str) -> None:
+    _, err = run("plan", given, status=2)
+    assert meant in err
+
+
+def test_what_a_factory_prints_does_not_mix_with_the_result() -> None:
+    out, _ = run("plan", "factories:talks", "--devices", "cpu", "--json")
+    assert Plan.from_json(out).used_devices == ("cpu:0",)
+
+
+@pytest.mark.parametrize("path", ["no_such_folder/plan.json", ".", "factories.py/plan.json"])
+def test_a_path_that_cannot_be_written_is_refused_before_the_search(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopar, "plan", None)
+    _, err = run("plan", "factories:with_args", "--save", path, status=2)
+    assert err.startswith(f"error: --save {path}: ")
+    assert err.count("\n") == 1
+
+
+def test_a_failure_of_autopar_is_one_line_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise KeyError("forgotten")
+
+    fails.__code__ = fails.__code__.replace(co_filename=autopar.api.__file__)
+    monkeypatch.setattr(autopar, "plan", fails)
+    _, err = run("plan", "factories:with_args", "--devices", "cpu", status=1)
+    assert err.startswith("error: inside autopar: KeyError: 'forgotten' (api.py:")
+    assert err.count("\n") == 1
 
 
 def test_the_demo_plans_reports_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,3 +310,34 @@ def test_the_module_runs_as_a_program_with_json_alone_on_stdout() -> None:
 def test_the_version_is_printed() -> None:
     out, _ = run("--version")
     assert out == f"autopar {autopar.__version__}\n"
+
+
+def test_the_version_is_printed_without_importing_torch() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['autopar', '--version']; "
+        "runpy.run_module('autopar', run_name='__main__'); assert 'torch' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(autopar.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (0, f"autopar {autopar.__version__}\n"), done.stderr
+
+
+def test_all_public_names_are_there_and_are_the_calls() -> None:
+    code = (
+        "import ast, inspect, autopar.plan.plan, autopar; from autopar import *; "
+        "tree = ast.parse(inspect.getsource(autopar)); "
+        "block = next(node for node in tree.body if isinstance(node, ast.If)); "
+        "homes = {alias.name: node.module for node in block.body for alias in node.names}; "
+        "assert {*homes, '__version__'} == {*autopar.__all__} <= {*dir(autopar)}; "
+        "modules = {name: __import__(home, fromlist=[name]) for name, home in homes.items()}; "
+        "assert all(getattr(autopar, n) is getattr(modules[n], n) is globals()[n] for n in homes)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(autopar.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help"), ("plan",), ("plan", "factories:nonsense")])
+def test_help_and_errors_are_plain_text(arguments: tuple[str, ...]) -> None:
+    result = CliRunner(env={"NO_COLOR": "1", "FORCE_COLOR": "1"}).invoke(app, arguments, color=True)
+    assert "\x1b" not in result.output

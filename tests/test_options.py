@@ -39,7 +39,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
             n_microbatches=0,
             schedule="zigzag",
             max_shards=True,
-            memory_limit="8e9",  # type: ignore[arg-type]
+            memory_limit="8 apples",
             optimizer="lion",
             compile=1,  # type: ignore[arg-type]
             tune=-1,
@@ -65,3 +65,41 @@ def test_an_unknown_option_is_refused_with_the_closest_known_one(
 ) -> None:
     with pytest.raises(InputError, match=message):
         call(nn.Linear(8, 8), ["cpu"], **CALL, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8GB", 8e9), ("8 GB", 8e9), ("8gib", 8 * 2**30), ("500MB", 5e8), ("1.5TB", 1.5e12), ("8e9", 8e9), ("64", 64)],
+)
+def test_an_amount_of_memory_may_be_a_text(text: str, nbytes: float) -> None:
+    assert PlanOptions(memory_limit=text).memory_bytes == nbytes
+
+
+@pytest.mark.parametrize(
+    "nonsense", ["8 apples", "", "GB", "8G", "-8GB", "0GB", "1e400", "nan", "8GBs", True, -1, 0, [8]]
+)
+def test_any_other_amount_of_memory_is_refused(nonsense: Any) -> None:
+    with pytest.raises(InputError, match="memory_limit"):
+        PlanOptions(memory_limit=nonsense)
+
+
+def test_every_call_takes_an_amount_of_memory_as_text_and_an_optimizer_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    adam = torch.optim.Adam(model.parameters(), amsgrad=True)
+    refused = pytest.raises(autopar.InfeasibleError, match="no plan fits")
+    for call in (autopar.parallelize, autopar.plan):
+        call(model, ["cpu"], **CALL, memory_limit="1GB", optimizer=adam)
+        with refused:
+            call(model, ["cpu"], **CALL, memory_limit="1kB", optimizer=adam)
+    with refused:
+        autopar.compare(model, ["cpu"], **CALL, memory_limit="1kB")
+    with refused:
+        autopar.plan(model, autopar.Cluster.preset("2xH100"), **CALL, memory_limit="1kB", optimizer=adam)
+    profile = autopar.profile(model, ["cpu"], **CALL, optimizer=adam)
+    assert profile.memory is not None
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert profile.memory.step.optimizer >= 3 * parameters
+
+
+def test_options_do_not_keep_the_optimizer_and_its_parameters() -> None:
+    assert PlanOptions(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)).optimizer == "sgd"

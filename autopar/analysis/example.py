@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.analysis.batching import Batching, study
 from autopar.analysis.loss import LossSplit, study_loss
+from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, capture
@@ -88,7 +89,10 @@ def study_call(
     bound = program.bind(args, kwargs)
     assert bound is not None, "a captured program takes the call that it was captured from"
     with untouched(model), neutral_state(device_types), torch.device("cpu"):
-        return study(program, bound[0], verify=verify)
+        batching = study(program, bound[0], verify=verify)
+    first = all(i.batch_dim in (0, None) for i in program.inputs)
+    hint = sequence_first_hint(model, args, kwargs) if first and batching.obstacle and program.batch_size > 1 else ""
+    return replace(batching, obstacle=f"{batching.obstacle}; {hint}") if hint else batching
 
 
 def capture_symbolic(

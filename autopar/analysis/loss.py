@@ -193,7 +193,7 @@ class _LossModule(nn.Module):
         return self.loss_fn(output, target)
 
 
-def _title(loss_fn: Any) -> str:
+def title_of(loss_fn: Any) -> str:
     """How messages name a loss function: its name, file and line."""
     code = getattr(loss_fn, "__code__", None)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
@@ -255,7 +255,10 @@ class _LossStudy:
                 "it is made for one batch size, or reads tensors of the batch from outside its arguments"
             )
         if loss.n_outputs != 1:
-            return self._whole("it returns several values")
+            raise InputError(
+                f"{title_of(self._module.loss_fn)} must return one tensor with one element, got {loss.n_outputs} "
+                "values; return the loss alone"
+            )
         placeholders = [n for n in loss.graph.nodes if n.op == "placeholder"]
         if any("val" not in n.meta for n in placeholders):
             return self._whole("it cannot be captured by torch.export")
@@ -295,10 +298,13 @@ class _LossStudy:
                 return LossSplit("mean", self._dims, count)
             case Mixed(node, why) | Unproven(node, why):
                 return self._whole(f"{node.target} {why}")
-        return self._whole("it returns one value per sample, not one number")
+        raise InputError(
+            f"{title_of(self._module.loss_fn)} must return one tensor with one element, got one value per sample; "
+            "reduce it, for example by .mean()"
+        )
 
     def _whole(self, why: str) -> LossSplit:
-        return LossSplit("whole", why=f"{_title(self._module.loss_fn)}: {why}")
+        return LossSplit("whole", why=f"{title_of(self._module.loss_fn)}: {why}")
 
     def _example(self) -> tuple[dict[str, Any], dict[str, int | None]]:
         """Arguments of `_LossModule` and their batch dimensions, for an unusual number of samples.

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
 from autopar.capture.uncaptured_trace import RefusedError
-from autopar.errors import CaptureError, InputError, warn
+from autopar.errors import CaptureError, InputError, issue_again, warn
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,7 @@ def trace(
             return _symbolic_trace(model, args, kwargs)
         except Exception as second:
             raise _refused(model, error) from second
-    for warning in caught:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    issue_again(caught)
     return traced
 
 

@@ -43,7 +43,7 @@ from autopar.hints.shard import hinted_modules
 
 log = logging.getLogger(__name__)
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def module_path(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """`file:line` of the user's code that created `node`; "" if unknown."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name and not name.startswith(_PACKAGE)]
+    lines = [(name, line) for name, line in lines if not name.startswith(_OWN_FILES)]
+    outside = [(name, line) for name, line in lines if "/torch/nn/" not in name and "/torch/export/" not in name]
     chosen = (outside or lines)[-1:]
     return f"{chosen[0][0]}:{chosen[0][1]}" if chosen else ""
 
@@ -153,7 +154,7 @@ def source_line(node: fx.Node) -> str:
 def users_frames(node: fx.Node) -> str:
     """The traceback of the user's code that created `node`, without autopar's own frames."""
     frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
-    return "".join(f for f in frames if f.strip() and f'File "{_PACKAGE}' not in f).rstrip()
+    return "".join(f for f in frames if f.strip() and f'File "{_OWN_FILES}' not in f).rstrip()
 
 
 def describe(node: fx.Node) -> str:
@@ -193,6 +194,7 @@ def capture(
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
+    _refuse_packed_sequences(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     call = _Call(model, args, kwargs, in_spec, dims, batch, frozenset(open_sizes))
@@ -334,6 +336,21 @@ def _uncaptured_parts(module: fx.GraphModule, opaque: Opaque) -> tuple[str, ...]
         why = f" ({opaque.reasons[part.path]})" if part.held is not None else ", with its own backward"
         sentences.append(f"{part.place} runs uncaptured, as one operator{why}")
     return tuple(dict.fromkeys(sentences))
+
+
+def _refuse_packed_sequences(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    names = [*inspect.signature(model.forward).parameters][: len(args)]
+    names += [f"args[{index}]" for index in range(len(names), len(args))]
+
+    def is_packed(value: Any) -> bool:
+        return isinstance(value, nn.utils.rnn.PackedSequence)
+
+    for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
+        if any(map(is_packed, torch_private.tree_leaves(value, is_leaf=is_packed))):
+            raise InputError(
+                f"input '{name}' is a PackedSequence, in which the steps of all samples are mixed, so that it has no "
+                "batch to divide; give the padded tensor and the lengths (torch.nn.utils.rnn.pad_packed_sequence)"
+            )
 
 
 def _input(path: str, node: fx.Node, leaf: Any, dim: int | None) -> Input:

@@ -200,6 +200,16 @@ def compile_for_threads(function: Callable[..., Any], backend: str) -> Callable[
     return compiled
 
 
+def inside_function_transform() -> bool:
+    """Whether the caller is inside torch.func.grad, vmap, jvp ... (no public query exists)."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def inside_forward_mode() -> bool:
+    """Whether the caller is inside torch.autograd.forward_ad.dual_level (no public query exists)."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
 def register_output_type(error: BaseException, model: nn.Module) -> bool:
     """Register the output class that torch.export does not know according to `error`. Returns whether it succeeded.
 

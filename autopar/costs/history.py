@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -34,6 +35,16 @@ log = logging.getLogger(__name__)
 MOST_RECORDS = 10_000
 
 _FORMAT = 1  # of a record's JSON; records of another are skipped
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("autopar", "torch", "model", "fingerprint", "schedule", "source", "costs"), (str,)),
+    **dict.fromkeys(("batch_size", "stages", "devices", "n_microbatches", "steps"), (int,)),
+    **dict.fromkeys(("predicted", "measured"), (int, float)),
+    **dict.fromkeys(("predicted_memory", "measured_memory"), (int, type(None))),
+    "training": (bool,),
+}
+"""The types of a record's fields in JSON, `time` and `device_kinds` left out."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,11 @@ class Record:
             usable = data["predicted"] >= 0 and data["measured"] > 0 and data["time"].tzinfo is not None
         except TypeError as error:
             raise ValueError(f"a field of the wrong type: {error}") from error
+        wrong = [name for name, types in _TYPES.items() if type(data[name]) not in types]
+        if wrong or not all(isinstance(kind, str) for kind in data["device_kinds"]):
+            raise ValueError(f"fields of the wrong type: {', '.join(wrong) or 'device_kinds'}")
+        if not all(data[name] < math.inf for name in ("predicted", "measured")):
+            raise ValueError("predicted and measured seconds must be finite")
         if not usable:
             raise ValueError("predicted or measured seconds are missing, or the time has no zone")
         return cls(**data)
@@ -159,7 +175,7 @@ def remember(records: Sequence[Record], path: Path | None = None) -> None:
             if aside is not None:
                 log.warning("history %s is damaged (%s); moved to %s", path, error, aside)
             _append(path, rows)
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
         log.warning("predicted and measured steps are not recorded in %s: %s", path, error)
 
 
@@ -171,7 +187,7 @@ def recall(path: Path | None = None) -> tuple[Record, ...]:
     try:
         with closing(_connect(f"{path.resolve().as_uri()}?mode=ro")) as connection:
             rows = connection.execute("SELECT record FROM records ORDER BY number").fetchall()
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
         log.warning("history %s cannot be read: %s", path, error)
         return ()
     found, skipped = [], 0

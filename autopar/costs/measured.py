@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -105,7 +106,7 @@ class Measured:
     def accumulate(self) -> float:
         first = self.devices[0]
         key = signature_key("accumulate", first.kind, first.threads)
-        known = self._cache.get(key, float) if self._cache is not None else None
+        known = self._cache.get(key, _seconds_from_json) if self._cache is not None else None
         if known is not None:
             return known
         with operator_threads(first.threads):
@@ -115,9 +116,18 @@ class Measured:
         return seconds
 
 
+def _seconds_from_json(value: Any) -> float:
+    """Cached seconds; raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"cached times must be finite seconds >= 0, got {value!r}")
+    return float(value)
+
+
 def _links_from_json(value: Any, devices: Sequence[Device]) -> dict[tuple[str, str], Link]:
     """The cached links of every ordered pair of `devices`; raises TypeError or ValueError for anything else."""
-    links = {(a, b): Link(latency, float(bandwidth)) for a, b, latency, bandwidth in value}
+    links = {(a, b): Link(_seconds_from_json(latency), float(bandwidth)) for a, b, latency, bandwidth in value}
+    if not all(link.bandwidth > 0 for link in links.values()):
+        raise ValueError("the cached bandwidths are not above 0")
     if links.keys() != set(permutations([device.name for device in devices], 2)):
         raise ValueError("the cached links are of other devices")
     return links
@@ -161,7 +171,7 @@ class _Measuring:
     def run(self, jobs: Sequence[tuple[Device, int, int]], progress: Progress) -> list[tuple[Device, GraphTimes]]:
         """Times for every (device, busy workers, samples), from the cache or measured and then cached."""
         keys = [signature_key("times", self._signature, d.kind, d.threads, workers, rows) for d, workers, rows in jobs]
-        known = self._known(keys)
+        known = self._known(keys, jobs)
         found: list[GraphTimes] = []
         for index, (key, (device, workers, rows)) in enumerate(zip(keys, jobs, strict=True)):
             progress(f"profiling {device.kind}: {rows} samples, {workers} busy", index / len(jobs))
@@ -195,11 +205,13 @@ class _Measuring:
             )
         return times
 
-    def _known(self, keys: Sequence[str]) -> dict[str, GraphTimes]:
-        """The cached times of those of `keys` that have some."""
+    def _known(self, keys: Sequence[str], jobs: Sequence[tuple[Device, int, int]]) -> dict[str, GraphTimes]:
+        """The cached times of those of `keys` that have some, for the numbers of workers and samples of their jobs."""
         if self._cache is None:
             return {}
-        return self._cache.get_many(keys, partial(GraphTimes.from_json, nodes=self._reduced.like.keys()))
+        known = self._cache.get_many(keys, partial(GraphTimes.from_json, nodes=self._reduced.like.keys()))
+        wanted = {key: (workers, rows) for key, (_, workers, rows) in zip(keys, jobs, strict=True)}
+        return {key: times for key, times in known.items() if (times.workers, times.rows) == wanted[key]}
 
     def _measure(self, device: Device, workers: int, rows: int) -> GraphTimes:
         log.info("profiling %s: %d samples, %d busy", device.kind, rows, workers)

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from autopar.hints.module_paths import nearest
 from autopar.plan.placeholders import is_ordinal
 from autopar.schedule.builders import SCHEDULES
 from autopar.sharding.stage_sharding import problems
@@ -150,6 +151,13 @@ def _split(plan: Any) -> Iterator[str]:
         yield f"no module is put on stage {', '.join(map(str, empty))}; number the stages 0, 1, 2, ..."
     for path in _twice(path for path, _ in plan.split):
         yield f"'{path}' is put on two stages"
+    split = dict(plan.split)
+    for s, stage in enumerate(plan.stages):
+        for key in stage.operators or ():
+            path = nearest(key.rpartition("/")[0], split)
+            if path is not None and split[path] != s:
+                yield f"stage {s} lists operator {key}, but the split puts '{path}' on stage {split[path]}"
+                break
 
 
 def _transfers(plan: Any) -> Iterator[str]:

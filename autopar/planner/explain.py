@@ -184,11 +184,18 @@ def _idle(plan: Plan) -> list[str]:
     return [name for name in plan.devices if name not in plan.used_devices]
 
 
+def why_no_more(searching: Searching, chosen: Candidate) -> str:
+    """Why no candidate uses more devices than `chosen`: the search looks no further at plans that are slower."""
+    if searching.some_plan_uses_more(chosen.arrangement.n_groups):
+        return "no plan on more devices is predicted to be as fast"
+    return "no feasible plan uses more"
+
+
 def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     """How much slower the best plan on more devices is, and why."""
     more = [c for c in candidates if c.arrangement.n_groups > chosen.arrangement.n_groups]
     if not more:
-        return "no plan that fits uses more devices"
+        return why_no_more(searching, chosen)
     rival = min(more, key=lambda c: c.timeline.step_time)
     free = rival.step.timeline(link_speed=float("inf"))
     work, own = sum(rival.timeline.busy), sum(chosen.timeline.busy)

@@ -28,7 +28,7 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
     if options.max_shards == 1:
         best = make_plan(costs, search)
     else:
-        subject = subject_of(example, options.optimizer)
+        subject = subject_of(example, options.optimizer_name)
         best = plan_with_meshes(costs, search, subject, max_shards=options.max_shards, progress=progress)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
     notes = (note, *example.program.uncaptured, *best.notes)

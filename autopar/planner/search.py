@@ -14,15 +14,17 @@ from dataclasses import replace
 from autopar.costs.cost_graph import CostGraph
 from autopar.errors import InfeasibleError, InputError
 from autopar.plan.plan import Plan, RunnerUp
-from autopar.planner.explain import explanation
+from autopar.planner.explain import explanation, why_no_more
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.memory_formula import ResidentBytes, resident_bytes
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
 from autopar.planner.inter_op.partition import explain_infeasible
 from autopar.planner.intra_op.explain import InsideExplained, Solved, operator_explainer
 from autopar.planner.predict import as_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
+from cost_models import bytes_text
 
 # A plan on several devices must be faster than one device by this share of the step.
 _WORTH = 0.01
@@ -66,7 +68,7 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan
         bound, sentence = searching.proof(candidate)
         plan = replace(
             plan,
-            notes=_notes(costs, options, candidate, candidates),
+            notes=_notes(searching, candidate, candidates),
             objective=candidate.solution.objective,
             bound=bound,
             optimality=sentence,
@@ -128,10 +130,8 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(found.values())
 
 
-def _notes(
-    costs: CostGraph, options: SearchOptions, best: Candidate, candidates: Sequence[Candidate]
-) -> tuple[str, ...]:
-    notes = []
+def _notes(searching: Searching, best: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    costs, options, notes = searching.costs, searching.options, []
     if options.one_microbatch_because:
         notes.append(f"one micro-batch: {options.one_microbatch_because}")
     elif options.unproven and best.arrangement.n_microbatches > 1:
@@ -151,7 +151,7 @@ def _notes(
                 f"{rival.timeline.step_time * 1e3:.2f} ms a step, this one {best.timeline.step_time * 1e3:.2f} ms"
             )
         else:
-            notes.append(f"uses {used} of {offered} devices: no feasible plan uses more")
+            notes.append(f"uses {used} of {offered} devices: {why_no_more(searching, best)}")
     return tuple(notes)
 
 
@@ -198,12 +198,29 @@ def _infeasible(searching: Searching) -> InfeasibleError:
     names = [name for atom in inside for name in searching.atoms.nodes[atom]]
     names.sort(key=lambda name: costs.operators[name].position)
     modules = [p for p in dict.fromkeys(costs.operators[n].module for n in names) if p] or ["the whole model"]
+    kind = problem.kinds[found.stage.kind]
+    parts = _resident(searching, frozenset(inside.tolist()), kind.name)
+    held = {
+        "weights": parts.parameter,
+        "gradients": parts.gradient,
+        f"optimizer ({searching.options.optimizer})": parts.optimizer,
+    }
+    held["activations"] = max(0.0, found.needed - parts.total)
+    split = ", ".join(f"{what} {bytes_text(nbytes)}" for what, nbytes in held.items() if nbytes)
     return InfeasibleError(
-        f"no plan fits the memory: with {m} micro-batches, stage {found.index} ({modules[0]} .. {modules[-1]}) needs "
-        f"{_megabytes(found.needed)} on {problem.kinds[found.stage.kind].name} and has {_megabytes(found.available)}, "
-        f"{_megabytes(lack)} too little; give more memory or devices, a smaller batch, or an optimizer with less state"
+        f"no plan fits the memory: with {m} micro-batch{'es' if m > 1 else ''}, stage {found.index} ({modules[0]} .. "
+        f"{modules[-1]}) on {kind.name} needs {bytes_text(found.needed)}, has {bytes_text(found.available)} ({split}); "
+        f"{bytes_text(lack)} are lacking: give more memory or devices, a smaller batch, or an optimizer with less state"
     )
 
 
-def _megabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.4g} MB"
+def _resident(searching: Searching, inside: frozenset[int], kind: str) -> ResidentBytes:
+    """What a device of the stage with the atoms `inside` holds all the time."""
+    held = [
+        resident_bytes(weight, searching.options.optimizer, searching.costs.training)
+        for shared, weight in searching.atoms.of(kind).parameters
+        if not inside.isdisjoint(shared.atoms)
+    ]
+    return ResidentBytes(
+        sum(one.parameter for one in held), sum(one.gradient for one in held), sum(one.optimizer for one in held)
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass, replace
 
@@ -12,8 +11,6 @@ from autopar.options import PlanOptions
 from autopar.planner.arrangement import Conditions
 from autopar.planner.hint_constraints.stage_hints import resolve
 from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,15 +46,14 @@ def search_options(example: Example, options: PlanOptions, n_devices: int) -> tu
         why = f"batch_norm='exact' and '{batching.batch_norms[0]}' normalises by the whole batch's statistics"
     n_microbatches = options.n_microbatches
     if why and (n_microbatches or 1) > 1:
-        log.warning("n_microbatches=%s cannot be followed: %s", n_microbatches, why)
-        n_microbatches = 1
+        n_microbatches = 1  # a note in the plan gives the reason, and so does a warning where the plan runs
     hints = resolve(read_hints(example.model), example.program, n_devices, batching.storages)
     search = SearchOptions(
         n_microbatches,
         options.schedule,
         options.max_replicas,
-        options.memory_limit,
-        options.optimizer,
+        options.memory_bytes,
+        options.optimizer_name,
         one_microbatch_because=why,
         unproven=batching.unproven,
         least_rows=batching.least_rows,

@@ -14,10 +14,12 @@ def _comparison(comparison: Comparison) -> str:
         f"One {step} of {comparison.batch_size} samples on {', '.join(comparison.devices)}, "
         f"median of {len(comparison.single.steps)} steps, plans in turn"
     )
-    columns = ["plan", "stages", "micro-\nbatches", "schedule", "predicted\nms", "measured\nms", "range\nms"]
-    columns += ["error", "speed-up", "peak MB\npredicted", "peak MB\nmeasured"]
+    columns = ["plan", "stages", "micro-\nbatches", "schedule", "predic-\nted ms", "meas-\nured ms", "range\nms"]
+    columns += ["error", "speed-up", "peak MB\npredic-\nted", "peak MB\nmeas-\nured"]
     foot = "error: predicted / measured - 1. peak MB: of the device with the highest peak, without optimizer state."
-    return "\n\n".join([head, table(columns, [_cells(comparison, row) for row in comparison.rows], words=2), foot])
+    rows = [_cells(comparison, row) for row in comparison.rows]
+    shown_table = table(columns, rows, words=2, first_to_go=["schedule", "range\nms"])
+    return "\n\n".join([head, shown_table, paragraph(foot)])
 
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:

@@ -32,21 +32,25 @@ def explanation_text(explained: Explanation) -> str:
     if explained.idle:
         parts.append("\n".join(bullet(f"{name} has nothing to do: {why}") for name, why in explained.idle))
     if explained.partial and plan.predicted_step_time is not None:
-        parts.append("This uses the plan's own numbers; only a new search can tell what limits and more memory change.")
+        parts.append(
+            paragraph(
+                "This uses the plan's own numbers; only a new search can tell what limits and more memory change."
+            )
+        )
     return "\n\n".join(parts)
 
 
 def _headline(explained: Explanation) -> str:
     bottleneck = explained.bottleneck
     if bottleneck is None and any(stage.sharding for stage in explained.plan.stages):
-        return "The plan does not predict its step; explain(path) explains the strategies in a module."
+        return paragraph("The plan does not predict its step; explain(path) explains the strategies in a module.")
     if bottleneck is None:
-        return "The plan has no predictions: it was made by hand, and autopar.compare has not priced it."
+        return paragraph("The plan has no predictions: it was made by hand, and autopar.compare has not priced it.")
     shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
     where = replicas(bottleneck.devices)
     step = milliseconds(explained.plan.predicted_step_time)
     head = f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}."
-    return f"{paragraph(head)}\nIts step of {step} ms is {shares}."
+    return f"{paragraph(head)}\n{paragraph(f'Its step of {step} ms is {shares}.')}"
 
 
 def _changes(title: str, changes: tuple[Change, ...], plan: Plan, verb: str) -> str:

@@ -15,7 +15,7 @@ from autopar.plan.validation import replicas
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.sharding import sharding_parts
 from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
-from autopar.runtime.module import PipelinedModule
+from autopar.runtime.module import PLAN_COMES, PipelinedModule
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.micro_batches import split_sizes
 
@@ -42,7 +42,9 @@ def plan_text(plan: Plan) -> str:
     if reasons:
         parts.append("\n".join(map(bullet, reasons)))
     if plan.predicted_step_time is not None:
-        parts.append("Times, activations and transfers are predictions per micro-batch; peak MB is per device.")
+        parts.append(
+            paragraph("Times, activations and transfers are predictions per micro-batch; peak MB is per device.")
+        )
     elif any(stage.operators for stage in plan.stages):
         parts.append(paragraph("This plan has no predictions; autopar.plan(model, devices, plan=...) makes them."))
     return "\n\n".join(parts)
@@ -56,7 +58,7 @@ def _pipelined_module(module: PipelinedModule) -> str:
 def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
     """What `PipelinedModule.report()` shows: the plan, its timeline, and what is in every stage's module."""
     if plan is None:
-        return "no plan yet: call the module once, or give parallelize example_args= or example_kwargs="
+        return paragraph(f"no plan yet: {PLAN_COMES}")
     step = step_of_plan(plan)
     if step is not None:
         drawing = f"Predicted timeline\n\n{step.timeline()}"
@@ -125,7 +127,7 @@ def _headline(plan: Plan) -> str:
                 numbers.append(f"speed-up {plan.single_device_time / plan.predicted_step_time:.2f}x")
         if plan.bubble is not None:
             numbers.append(f"bubble {plan.bubble:.1%}")
-        lines.append(", ".join(numbers))
+        lines.append(paragraph(", ".join(numbers), others="  "))
     return "\n".join(lines)
 
 
@@ -160,10 +162,10 @@ def _stages(plan: Plan) -> str:
         for s, stage in enumerate(plan.stages)
     ]
     numbers = [
-        *("opera-\ntors", "forward\nms", "backward\nms", "parameters\nMB"),
-        *("activations\nMB", "peak\nMB", "sends\nMB"),
+        *("opera-\ntors", "forward\nms", "backward\nms", "param-\neters\nMB"),
+        *("activa-\ntions\nMB", "peak\nMB", "sends\nMB"),
     ]
-    return table([*columns, *numbers], rows, words=3)
+    return table([*columns, *numbers], rows, words=3, first_to_go=numbers[:1])
 
 
 def _module_row(index: int, module: fx.GraphModule) -> list[str]:

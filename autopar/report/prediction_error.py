@@ -25,7 +25,7 @@ def _accuracy(accuracy: Accuracy) -> str:
     )
     whole = accuracy.overall
     if whole is None:
-        return f"No prediction{chosen} has been measured yet: {_HOW}."
+        return textwrap.fill(f"No prediction{chosen} has been measured yet: {_HOW}.", WIDTH)
     first, last = accuracy.records[0].time, accuracy.records[-1].time
     head = f"Predicted against measured steps{chosen}, from {first:%Y-%m-%d} to {last:%Y-%m-%d}"
     rows = [["all", "", *_cells(whole)]]

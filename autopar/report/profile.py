@@ -6,7 +6,7 @@ import math
 
 from autopar.costs.profile import Cost, Pass, Profile
 from autopar.plan.display import shown
-from autopar.report.tables import megabytes, milliseconds, table
+from autopar.report.tables import megabytes, milliseconds, paragraph, table
 
 _MOST_MODULES = 30  # rows of the table; modules are shown to the depth that fits
 _MOST_OPERATORS = 12
@@ -16,7 +16,7 @@ _MOST_OPERATORS = 12
 def _profile(profile: Profile) -> str:
     modules = _modules_that_fit(profile)
     title = f"{'Forward and backward' if profile.training else 'Forward'} of {profile.batch_size} samples"
-    parts = [f"{title} on {', '.join(profile.kinds)}: {len(profile.operators)} operators"]
+    parts = [paragraph(f"{title} on {', '.join(profile.kinds)}: {len(profile.operators)} operators")]
     parts.append(_table(profile, "module", modules))
     shown = profile.slowest(_MOST_OPERATORS)
     if len(profile.operators) > len(shown):
@@ -51,7 +51,7 @@ def _table(profile: Profile, what: str, costs: tuple[Cost, ...] | list[Cost]) ->
     for kind in profile.kinds:
         on = f"\n{kind}" if several else "\nms"
         columns += [f"forward{' ms' * several}{on}"] + [f"backward{' ms' * several}{on}"] * profile.training
-    columns += ["share", "parameters\nMB", "activations\nMB", "output\nMB"]
+    columns += ["share", "param-\neters\nMB", "activa-\ntions\nMB", "output\nMB"]
     whole = profile.model.seconds(profile.kinds[0]) or 1.0
     rows = []
     for cost in costs:

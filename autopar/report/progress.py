@@ -1,7 +1,8 @@
-"""A progress bar for long work, on terminals only."""
+"""A progress bar for long work, on terminals that accept escapes only: not with NO_COLOR, nor TERM=dumb."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """A function (what is being done, fraction done) that shows a bar on a terminal's stderr."""
-    if not sys.stderr.isatty():
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if plain or not sys.stderr.isatty():
         yield lambda what, done: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -19,9 +19,13 @@ def _step_profile(profile: StepProfile) -> str:
     columns += ["backward\nms", "predicted\nms", "waiting\nms", "busy"]
     parts = [paragraph(head), table(columns, [_cells(profile, s) for s in profile.stages], words=2)]
     if profile.one_worker:
-        parts.append("One thread ran the actions of all devices in turn: the operators are too small for more threads.")
+        parts.append(
+            paragraph(
+                "One thread ran the actions of all devices in turn: the operators are too small for more threads."
+            )
+        )
     if profile.synchronized:
-        parts.append("Profiling waits for the GPU after every action: an ordinary step is faster.")
+        parts.append(paragraph("Profiling waits for the GPU after every action: an ordinary step is faster."))
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Tables and numbers as plain text: no colours, at most 120 columns, control characters escaped."""
+"""Tables and numbers as plain text: no colours, 80 columns or, with layouts, 120; control characters escaped."""
 
 from __future__ import annotations
 
@@ -13,30 +13,74 @@ from rich.text import Text
 
 from autopar.plan.display import printable
 
-WIDTH = 120
+WIDTH = 80
+WIDE = 120  # for tables whose names of operators and layouts would be cut at 80
 _NAME = 20  # characters of the first column that do not wrap
+_WORDS = 12  # characters that other columns of text keep at least
 
 _RULE_UNDER_HEAD = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Lines of a table. The first `words` columns are text and may wrap; the others are numbers, to the right."""
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    words: int = 1,
+    first_to_go: Sequence[str] = (),
+    width: int = WIDTH,
+) -> str:
+    """Lines of a table. The first `words` columns are text and may wrap; the others are numbers, to the right.
+
+    Numbers that do not fit the width are left out, and a line below names them: first the columns `first_to_go`, then
+    from the last column on.
+    """
+    kept = _columns_that_fit(columns, rows, words, first_to_go, width)
     shown = Table(box=_RULE_UNDER_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, column in enumerate(columns):
+    for index in kept:
         text = index < words
         longest = max((len(row[index]) for row in rows), default=0)
         shown.add_column(
-            column,
+            columns[index],
             justify="left" if text else "right",
             no_wrap=not text,
             overflow="fold",
             min_width=min(longest, _NAME) if index == 0 else None,
         )
     for row in rows:
-        shown.add_row(*(Text(printable(cell)) for cell in row))
+        shown.add_row(*(Text(printable(row[index])) for index in kept))
     out = StringIO()
-    Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(shown)
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(shown)
+    lines = [line.rstrip() for line in out.getvalue().rstrip().splitlines()]
+    missing = [_title(column) for index, column in enumerate(columns) if index not in kept]
+    if missing:
+        lines.append(paragraph(f"(left out for want of width: {', '.join(missing)})"))
+    return "\n".join(lines)
+
+
+def _columns_that_fit(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, first_to_go: Sequence[str], width: int
+) -> list[int]:
+    """The columns that have room side by side; text always stays."""
+    least = []
+    for index, column in enumerate(columns):
+        longest = max((len(printable(row[index])) for row in rows), default=0)
+        head = max(map(len, column.split("\n")))
+        most = (_NAME if index == 0 else _WORDS) if index < words else longest
+        least.append(max(min(longest, most), head))
+    numbers = range(words, len(columns))
+    going = [index for index in numbers if columns[index] in first_to_go]
+    going += [index for index in reversed(numbers) if index not in going]
+    kept = list(range(len(columns)))
+    for index in going:
+        if sum(least[i] for i in kept) + len(kept) - 1 <= width:
+            break
+        kept.remove(index)
+    return kept
+
+
+def _title(column: str) -> str:
+    """The head of a column in one line: a word that was divided at a hyphen is whole again."""
+    return column.replace("-\n", "").replace("\n", " ")
 
 
 def bullet(text: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autopar.capture import torch_private
+from autopar.errors import AutoparError
 from autopar.runtime.run import Run
 
 
@@ -64,8 +65,14 @@ class PipelinedCall(torch.autograd.Function):
         return tuple(x for _, x in outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # of a backward with create_graph=True
+            with torch.no_grad():
+                return _refusing_second_derivatives(PipelinedCall.first_derivatives(ctx, *gradients))
+        return PipelinedCall.first_derivatives(ctx, *gradients)
+
+    @staticmethod
+    def first_derivatives(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         run: Run = ctx.run
         of_outputs: list[torch.Tensor | None] = [None] * len(run.call.outputs)
         for place, gradient in zip(ctx.places, gradients, strict=True):
@@ -89,6 +96,33 @@ class PipelinedTrainStep(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         return _gradients(ctx.run, ctx.keys, ctx.indices)
+
+
+class SecondDerivative(torch.autograd.Function):
+    """Passes gradients on. Its backward, a second derivative, raises: without it, the gradients would count as
+    constants, and what is computed from them (a gradient penalty) would train nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AutoparError(
+            "a pipelined module has no second derivatives (create_graph=True), as gradient penalties and Hessians need "
+            "them; call pm.unwrap(), the model itself, for that part of the loss"
+        )
+
+
+def _refusing_second_derivatives(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same gradients; a backward through them raises AutoparError."""
+    places = [i for i, gradient in enumerate(gradients) if isinstance(gradient, torch.Tensor)]
+    if not places:
+        return gradients
+    with torch.enable_grad():
+        passed = SecondDerivative.apply(*(gradients[i].detach().requires_grad_() for i in places))
+    by_place = dict(zip(places, passed, strict=True))
+    return tuple(by_place.get(i, gradient) for i, gradient in enumerate(gradients))
 
 
 def _gradients(run: Run, keys: list[int], indices: tuple[int, ...]) -> tuple[Any, ...]:

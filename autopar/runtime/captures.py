@@ -22,6 +22,7 @@ from autopar.capture import torch_private
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, flattened, leaf_names
 from autopar.runtime.bound_signature import BoundSignature, RunSettings, model_state
+from autopar.runtime.call_checks import check_model, check_parameters
 from autopar.runtime.dynamic import describe_size, differing, open_sizes, value_of
 from autopar.runtime.loss_splits import TargetDim
 from autopar.runtime.user_warnings import OneTimeWarnings
@@ -91,6 +92,8 @@ class Captures:
                     self.known.remove(signature)
                     self.known.append(signature)
                 return BoundCall(signature, *bound)
+        check_parameters(self._model)
+        check_model(self._model)  # a module may have been replaced since it was wrapped
         args, kwargs = ordinary((call.args, call.kwargs))
         call = replace(call, args=args, kwargs=kwargs)
         signature = self._specialised(call, state) or self._captured(call, state, leaves, spec)

@@ -7,6 +7,7 @@ warm up| these steps count
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from autopar.analysis.example import Example, untouched
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import without_hooks
 from autopar.costs.cost_table import Progress
-from autopar.errors import InputError
+from autopar.errors import InputError, issue_again
 from autopar.plan.plan import Plan
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.memory_watch import DeviceContext, MemoryWatch
@@ -82,11 +83,21 @@ def steps_in_turn(
 ) -> list[tuple[float, ...]]:
     """For each contestant, the seconds of `repeats` steps, after one that warms up."""
     steps: list[list[float]] = [[] for _ in contestants]
-    for turn in range(repeats + 1):
-        for contestant, seconds in zip(contestants, steps, strict=True):
-            progress(f"measuring {contestant.name}", turn / (repeats + 1))
-            seconds.append(timed_step(contestant, devices))
+    with _no_repeated_warnings():
+        for turn in range(repeats + 1):
+            for contestant, seconds in zip(contestants, steps, strict=True):
+                progress(f"measuring {contestant.name}", turn / (repeats + 1))
+                seconds.append(timed_step(contestant, devices))
     return [tuple(seconds[1:]) for seconds in steps]
+
+
+@contextmanager
+def _no_repeated_warnings() -> Iterator[None]:
+    """The model's own code has given its warnings when it was captured; the plain model would repeat them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    issue_again(caught)
 
 
 def timed_step(contestant: Contestant, devices: Sequence[Device]) -> float:
@@ -101,7 +112,7 @@ def measured_memory(contestant: Contestant, devices: Sequence[Device]) -> dict[s
     contestant.model.zero_grad(set_to_none=True)
     watch = MemoryWatch([d for d in devices if d.name in contestant.plan.used_devices])
     resident = [*contestant.model.parameters(), *contestant.model.buffers()]
-    with watch.step(resident), contestant.device_context(watch):
+    with watch.step(resident), contestant.device_context(watch), _no_repeated_warnings():
         contestant.step()
     return watch.peaks
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.batching import Batching
-from autopar.analysis.loss import LossSplit, study_loss
+from autopar.analysis.loss import LossSplit, study_loss, title_of
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.errors import InputError
@@ -52,12 +52,16 @@ class LossSplits:
         return self._known[key][0]
 
 
-def checked_loss(loss: Any) -> torch.Tensor:
-    """`loss`, if it is what a backward can start from. Raises InputError."""
+def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any]) -> torch.Tensor:
+    """`loss`, which `loss_fn` returned, if a backward can start from it. Raises InputError."""
     if not isinstance(loss, torch.Tensor):
-        raise InputError(f"loss_fn must return one tensor with one element, got {type(loss).__name__}")
+        hint = "; return the loss alone" if isinstance(loss, (tuple, list, dict)) else ""
+        what = f"a {type(loss).__name__}" + (f" of {len(loss)} values" if hint else "")
+        raise InputError(f"{title_of(loss_fn)} must return one tensor with one element, got {what}{hint}")
     if loss.numel() != 1:
-        raise InputError(f"loss_fn must return one tensor with one element, got shape {tuple(loss.shape)}; reduce it")
+        raise InputError(
+            f"{title_of(loss_fn)} must return one tensor with one element, got shape {tuple(loss.shape)}; reduce it"
+        )
     return loss
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, overload
@@ -15,12 +16,13 @@ from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
 from autopar.capture.thread_state import CallerState
 from autopar.costs.history import Record, costs_of, remember
-from autopar.errors import InputError
-from autopar.plan.display import shown
+from autopar.errors import InputError, warn
+from autopar.plan.display import printable, shown
 from autopar.plan.plan import Plan
 from autopar.runtime import autograd
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.call import PipelineCall
+from autopar.runtime.call_checks import Pipelined, check_process, check_tensors
 from autopar.runtime.captures import BoundCall, CallArguments
 from autopar.runtime.loss_splits import TargetDim, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
@@ -43,11 +45,14 @@ _SHARED = (  # tables of torch.nn.Module that the pipelined module shares with t
 )
 
 
-class PipelinedModule(nn.Module):
+PLAN_COMES = "the first call makes it; to have it at once, give parallelize example_args= or example_kwargs="
+
+
+class PipelinedModule(Pipelined, nn.Module):
     """The model, pipelined. Called like the model; parameters, names and `state_dict` are the model's own.
 
-    `plan`: the plan in force (None until the first call). `stages`: one torch.fx.GraphModule per stage. `last_profile`:
-    the last step that `train_step` profiled (None if there is none).
+    `plan`: the plan in force (None until the first call, which makes it; `print(pm)` says so). `stages`: one
+    torch.fx.GraphModule per stage. `last_profile`: the last step that `train_step` profiled (None if there is none).
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class PipelinedModule(nn.Module):
         self.__dict__["_forward_function"] = PipelinedModule.__dict__["forward"].like(model)
         for table in _SHARED:  # shared, not copied: later changes to the model show here
             self.__dict__[table] = model.__dict__[table]
+        self._process = os.getpid()
         self._devices = tuple(devices)
         self._decide = decide
         self._signatures = Signatures(model, devices, decide, plan, settings or RunSettings())
@@ -90,9 +96,6 @@ class PipelinedModule(nn.Module):
     def __class__(self, value: type) -> None:
         """torch gives a module with parametrizations a class of its own."""
         self.unwrap().__class__ = value
-
-    def __repr__(self) -> str:
-        return PipelinedModule.__name__ + super().__repr__().removeprefix(self._get_name())
 
     @property
     def training(self) -> bool:
@@ -160,6 +163,12 @@ class PipelinedModule(nn.Module):
         model: nn.Module = self.__dict__["_model"]
         return model
 
+    def __repr__(self) -> str:
+        """The plan in a line, or when there will be one, and the model."""
+        plan = self.plan
+        head = f"plan of {plan.places}, {plan.schedule}" if plan is not None else f"no plan yet: {PLAN_COMES}"
+        return f"{PipelinedModule.__name__}({printable(head)})\n{self.unwrap()!r}"
+
     def report(self) -> str:
         """The plan, its stages and predictions as text."""
         text: str = shown.dispatch(PipelinedModule)(self)  # a plain call would look for reports on the model's class
@@ -174,6 +183,7 @@ class PipelinedModule(nn.Module):
         target: Any = None,
     ) -> Plan:
         """Capture, profile and plan for a call like this one, without running it."""
+        check_process(self._process)
         self._signatures.bind(CallArguments(args, kwargs, loss_fn, target))
         assert self.plan is not None
         return self.plan
@@ -201,9 +211,18 @@ class PipelinedModule(nn.Module):
         """End the worker threads; the next call starts new ones."""
         self._signatures.close()
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the module as it is, with a warning: torch.compile cannot see into a pipeline."""
+        warn(
+            "compile() does nothing for a pipelined module; autopar.parallelize(..., compile=True) compiles its stages"
+        )
+
     @ModelForward
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
+        check_process(self._process)
+        check_tensors(args, kwargs)
         if takes_cache(args, kwargs):
             with self._unpipelined("a call with a key-value cache", "a captured model could not update it in place"):
                 return self.unwrap().forward(*args, **kwargs)
@@ -238,6 +257,7 @@ class PipelinedModule(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor: ...
 
+    @torch.compiler.disable
     def train_step(
         self,
         *args: Any,
@@ -269,6 +289,8 @@ class PipelinedModule(nn.Module):
         its prediction. The step computes the same. Capture and planning at a first call do not count, but a first step
         still warms up. On GPUs, workers wait for every action, so that a profiled step is slower than others.
         """
+        check_process(self._process)
+        check_tensors(args, kwargs)
         if (target is None) != (loss_fn is None):
             missing, what = ("target", "what loss_fn(output, target) compares the output with")
             if loss_fn is None:
@@ -349,7 +371,7 @@ class PipelinedModule(nn.Module):
         output = PipelinedModule.forward(self, *call.args, **call.kwargs)
         device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
         target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
-        loss = checked_loss(call.loss(output, target))
+        loss = checked_loss(call.loss(output, target), call.loss)
         loss.backward()
         return loss.detach(), detached(output)
 

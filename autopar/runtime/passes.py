@@ -145,7 +145,7 @@ class Passes:
         target = self._call.targets[microbatch]
         if device.type != "cpu":  # the caller cannot know on which device the plan puts the last stage
             target = torch_private.tree_map(lambda x: moved(x, device), target)
-        loss = checked_loss(function(output, target))
+        loss = checked_loss(function(output, target), self._call.loss or function)
         self._tensors.losses[microbatch] = loss.detach()
         return loss
 

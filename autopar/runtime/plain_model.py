@@ -35,9 +35,8 @@ def plain_step(
     passes."""
     with _recorded(recorder, Phase.FORWARD, device):
         output = plain_call(model, device, args, kwargs)
-        loss = checked_loss(
-            (loss_fn if recorder is None else recorder.timed_loss(loss_fn))(output, _moved(target, device))
-        )
+        timed = loss_fn if recorder is None else recorder.timed_loss(loss_fn)
+        loss = checked_loss(timed(output, _moved(target, device)), loss_fn)
     with _recorded(recorder, Phase.BACKWARD, device):
         loss.backward()
     return loss.detach(), detached(output)

@@ -16,7 +16,7 @@ from torch import nn
 from autopar.analysis.example import Example, has_backward, ordinary, under_default_device
 from autopar.analysis.loss import LossSplit
 from autopar.capture.program import Program
-from autopar.errors import InputError
+from autopar.errors import InputError, each_warning_once
 from autopar.plan.plan import Plan, with_notes
 from autopar.runtime.bound_signature import (
     BoundSignature,
@@ -80,7 +80,7 @@ class Signatures:
         """Start with the plan that `other` has in force, and do not repeat its warnings."""
         self.plan, self._decisions = other.plan, dict(other._decisions)
         self._user_plan_completed = other._user_plan_completed
-        self.warnings.given = other.warnings.given
+        self.warnings.given = set(other.warnings.given)
 
     def close(self) -> None:
         """End the workers and forget all captures."""
@@ -99,6 +99,10 @@ class Signatures:
     def bind(self, call: CallArguments) -> BoundCall:
         """Capture, plan and place for `call`, as far as that is not done yet. Raises InputError for an empty batch."""
         self._drop_abandoned()
+        with each_warning_once(self.warnings.given):
+            return self._bound(call)
+
+    def _bound(self, call: CallArguments) -> BoundCall:
         bound = self._captures.find(call)
         signature = bound.signature
         if bound.batch_size == 0 and signature.program.batch_size:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from autopar.analysis.batching import Batching
 from autopar.capture.program import Program
-from autopar.errors import warn
+from autopar.errors import each_warning_once, warn
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
 
@@ -14,8 +15,8 @@ from autopar.plan.plan import Plan
 class OneTimeWarnings:
     """Warnings of one module; it gives each of them once. `given`: those so far."""
 
-    def __init__(self, given: frozenset[str] = frozenset()) -> None:
-        self.given = given
+    def __init__(self, given: Iterable[Any] = ()) -> None:
+        self.given: set[Any] = set(given)
 
     def uncaptured(self, program: Program) -> None:
         """(An autograd.Function loses nothing as one operator: the plan names it.)"""
@@ -69,6 +70,5 @@ class OneTimeWarnings:
         )
 
     def _once(self, message: str) -> None:
-        if message not in self.given:
-            self.given |= {message}
+        with each_warning_once(self.given):
             warn(message)

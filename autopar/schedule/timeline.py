@@ -9,7 +9,7 @@ from typing import NamedTuple
 from autopar.schedule.clock import Event, Phase, Send
 from autopar.schedule.table import Schedule, held
 
-CHART_COLUMNS = 88  # of time; labels and the busy share make it about 100
+CHART_COLUMNS = 66  # of time; labels and the busy share make it at most 80
 
 _LETTERS = {
     Phase.FORWARD: "0123456789",

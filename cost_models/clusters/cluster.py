@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from cost_models.clusters.cluster_file import (
+    MOST_DEVICES,
     ClusterFile,
     choose_network,
     format_cluster_file,
@@ -68,6 +69,10 @@ class Cluster:
         if not self.node or self.nodes < 1:
             raise DeviceError(
                 f"a cluster needs 1 or more devices a node and nodes, got {len(self.node)} and {self.nodes}"
+            )
+        if len(self.node) * self.nodes > MOST_DEVICES:
+            raise DeviceError(
+                f"a cluster has at most {MOST_DEVICES} devices, got {len(self.node)} in each of {self.nodes} nodes"
             )
         for spec in self.node:
             if self.specs[spec.name] != spec:
@@ -238,13 +243,19 @@ class Cluster:
         """The devices in short: "16 nodes of 8xH100"."""
         return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {node_text(self.node)}"
 
-    def to_toml(self) -> str:
+    def to_toml(self, path: str | Path | None = None) -> str:
         """The text of a file that `from_toml` reads back as an equal cluster, without measurements and devices at hand.
+
+        `path`: write the text to this file, too; a file that exists is replaced.
 
         Raises:
             DeviceError: networks of one name differ, or a device's name holds "+".
+            OSError: the file cannot be written.
         """
-        return format_cluster_file(ClusterFile(self.node, self.nodes, self.intra_node, self.inter_node))
+        text = format_cluster_file(ClusterFile(self.node, self.nodes, self.intra_node, self.inter_node))
+        if path is not None:
+            Path(path).write_bytes(text.encode())  # as bytes: line ends stay as they are
+        return text
 
     def __str__(self) -> str:
         rows = [("device", "a node", "memory", "bandwidth", "peak TFLOP/s (reached)")]

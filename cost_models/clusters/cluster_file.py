@@ -14,7 +14,9 @@ latency = 20e-6
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,10 +26,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cost_models.errors import DeviceError
-from cost_models.hardware.device_specs import DeviceSpec, device_spec, read_devices
+from cost_models.hardware.device_specs import DeviceSpec, device_spec, known_devices, read_devices
 from cost_models.hardware.networks import Network, network, read_networks
 from cost_models.hardware.toml_tables import fields_of
 
+MOST_DEVICES = 100_000  # of a cluster; planning lists them one by one
+_MOST_DIGITS = 9
 _KEYS = ("node", "nodes", "intra_node", "inter_node", "devices", "networks")
 
 
@@ -115,11 +119,32 @@ def parse_node(text: str, own: Mapping[str, DeviceSpec]) -> tuple[DeviceSpec, ..
     for part in text.split("+"):
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(.*?)\s*", part, re.DOTALL)
         assert match is not None  # the pattern matches any text
-        count, name = match.groups()
-        specs += [device_spec(name, own)] * int(count or 1)
+        digits, name = match.groups()
+        count = int((digits or "1")[-_MOST_DIGITS:]) if len((digits or "").lstrip("0")) <= _MOST_DIGITS else math.inf
+        if len(specs) + count > MOST_DEVICES:
+            raise DeviceError(f"{text!r} has more than {MOST_DEVICES} devices; give fewer")
+        try:
+            spec = device_spec(name, own)
+        except DeviceError as error:
+            meant = _meant(part, own)
+            raise DeviceError(f"{error}; did you mean {meant!r}?" if meant else str(error)) from None
+        specs += [spec] * int(count)
     if not specs:
         raise DeviceError(f"{text!r} has no devices; give a count of 1 or more")
     return tuple(specs)
+
+
+def _meant(part: str, own: Mapping[str, DeviceSpec]) -> str | None:
+    """The right notation of "H100x8", "8*H100", "8 H100" or a misspelt name; None if it is not clear."""
+    count, name = "", part.strip()
+    for pattern in (r"(?P<name>.+?)\s*[x*:]\s*(?P<count>\d{1,5})", r"(?P<count>\d{1,5})\s*[x*:]?\s*(?P<name>.+)"):
+        match = re.fullmatch(pattern, name, re.IGNORECASE)
+        if match:
+            count, name = f"{match['count']}x", match["name"]
+            break
+    known = {device.lower(): device for device in {**known_devices(), **own}}
+    close = difflib.get_close_matches(name.lower(), known, 1)
+    return f"{count}{known[close[0]]}" if close else None
 
 
 def node_text(node: Sequence[DeviceSpec]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +56,11 @@ class Calibration:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """What `to_json` wrote. Raises AttributeError, LookupError, TypeError or ValueError for anything else."""
         peaks = {getattr(torch, name): peak for name, peak in value["peak_flops"].items()}
+        numbers = (*peaks.values(), value["bandwidth"], value["launch"])
+        if not all(isinstance(dtype, torch.dtype) for dtype in peaks) or not all(0 <= n < math.inf for n in numbers):
+            raise ValueError("cached rates must be finite numbers >= 0 by dtype")
         rates = Rates(peaks, value["bandwidth"], value["launch"])
         return cls(rates, Efficiency.from_json(value["efficiency"]))
 

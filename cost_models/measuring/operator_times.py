@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import statistics
 import threading
 import time
@@ -35,6 +34,9 @@ _ROUNDS = 3
 
 # Seconds of a pass above which the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
+
+
+_LONGEST = 1e9  # s: longer times come from a damaged cache
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,17 @@ class GraphTimes:
         """The times of `nodes` that `to_json` wrote.
 
         Raises:
-            TypeError: `value` has other fields or types.
-            ValueError: it has times of other nodes, or times that are not finite seconds >= 0.
+            TypeError, AttributeError: `value` has other fields or types.
+            ValueError: it has times of other nodes, times that are not finite seconds >= 0, or no samples or workers.
         """
         times = cls(**value)
         if {*times.forward} != {*nodes} or {*times.backward} != {*nodes}:
             raise ValueError("the cached times are of other operators")
         seconds = (*times.forward.values(), *times.backward.values(), times.loss_forward, times.loss_backward)
-        if not all(0 <= s < math.inf for s in seconds):
-            raise ValueError("cached times must be finite seconds >= 0")
+        if not all(type(s) in (int, float) and 0 <= s < _LONGEST for s in seconds):
+            raise ValueError(f"cached times must be seconds from 0 to {_LONGEST:g}")
+        if not all(type(count) is int and count >= 1 for count in (times.rows, times.workers)):
+            raise ValueError("cached times must be of one or more samples and workers")
         return times
 
 

@@ -19,7 +19,7 @@ Not counted: what libraries allocate for their kernels (workspaces of cuBLAS, cu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -31,7 +31,7 @@ from torch import fx, nn
 from cost_models.graphs import Loss, on_meta, private_copy, run_nodes, tensors_in
 from cost_models.kernels.device_kernels import DeviceKernels
 from cost_models.memory.allocations import Allocations
-from cost_models.memory.optimizer_state import optimizer_state_elements
+from cost_models.memory.optimizer_state import OPTIMIZER_KINDS, optimizer_state_elements
 from cost_models.memory.recomputation import recomputing
 from cost_models.memory.training_memory import FRAGMENTATION, Precision, TrainingMemory
 
@@ -43,14 +43,6 @@ _MOMENTS = ("forward", "backward", "step")
 # Columns of tables, in the order of the fields of TrainingMemory.
 _ROLES = 6
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _BUFFERS, _ACTIVATIONS, _TRANSIENT = range(_ROLES)
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "momentum": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,
-}
 
 
 @dataclass(frozen=True)
@@ -103,8 +95,8 @@ def step_memory(
 
     starts without gradients and holds `outputs` until it ends. `loss` is called with meta tensors; without it, the
     backward starts from all scalar outputs, or from all outputs if none is a scalar.
-    `optimizer`: "none", or "sgd", "momentum", "adam", "adamw" or "adafactor" of torch.optim with its defaults: it
-    updates the parameters one by one on a CPU, and all at once on CUDA.
+    `optimizer`: "none", or a name of `OPTIMIZER_KINDS`, with torch's defaults: it updates the parameters one by one on
+    a CPU, and all at once on CUDA.
     `precision`: of parameters, gradients and states; None: as in the graph. Activations have the graph's dtypes.
     `zero`: the stage of ZeRO, see `training_memory`.
     `recompute`: groups of operators (names of nodes, see `nodes_inside`) that keep only their inputs and run again
@@ -238,7 +230,8 @@ class _Rehearsal:
                 self.device_type == "cuda" and optimizer != "adafactor"
             )  # torch's Adafactor is not foreach by default: it saves memory
             with self.allocations:
-                steps = _OPTIMIZERS[optimizer](self.trained, lr=1e-3, foreach=foreach)
+                kind = OPTIMIZER_KINDS[optimizer]
+                steps = kind.maker(self.trained, lr=1e-3, foreach=foreach, **kind.settings)  # type: ignore[call-arg]
                 steps.step()
             states = tensors_in([list(state.values()) for state in steps.state.values()])
             self.states = [state for state in states if state.is_meta]  # counters of steps are on the CPU

@@ -323,3 +323,20 @@ def test_a_recurrent_module_computes_with_the_parameters_put_into_its_tables() -
         rnn._parameters[name] = parameter
     torch_private.refresh_flat_weights([rnn, nn.Linear(1, 1)])
     assert torch.equal(rnn(x)[0], other(x)[0])
+
+
+def test_transforms_of_functions_and_forward_mode_are_seen() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch_private.inside_function_transform(), torch_private.inside_forward_mode()))
+        return x.sum()
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(torch.ones(2, 2))
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    look(x)
+    assert seen == [(False, False), (True, False), (True, False), (False, True), (False, False)]

@@ -1,28 +1,29 @@
 """Memory: optimizer state as torch.optim allocates it, and bytes that are free."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
-from cost_models import OPTIMIZERS, DeviceError, available_memory, optimizer_state_bytes
+from cost_models import DeviceError, available_memory, optimizer_name, optimizer_state_bytes
 from cost_models.hardware import devices
+from cost_models.memory.optimizer_state import OPTIMIZER_KINDS
 
-MAKERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
+NAMES = sorted(OPTIMIZER_KINDS.keys() - {"adafactor"})
 
 
-@pytest.mark.parametrize("optimizer", sorted(MAKERS))
+def made(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    kind = OPTIMIZER_KINDS[name]
+    return kind.maker(parameters, lr=0.1, **kind.settings)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("optimizer", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_optimizer_state_is_what_torch_allocates(optimizer: str, dtype: torch.dtype) -> None:
     model = torch.nn.Linear(7, 5, dtype=dtype)
-    steps = MAKERS[optimizer](model.parameters())
+    steps = made(optimizer, model.parameters())
     model(torch.ones(2, 7, dtype=dtype)).sum().backward()
     steps.step()
     allocated = sum(
@@ -37,7 +38,30 @@ def test_optimizer_state_is_what_torch_allocates(optimizer: str, dtype: torch.dt
 
 def test_no_optimizer_has_no_state() -> None:
     assert optimizer_state_bytes("none", 4096, (32, 32)) == 0
-    assert set(OPTIMIZERS) == {"none", "adafactor", *MAKERS}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZER_KINDS))
+def test_an_optimizer_is_recognised_with_the_settings_of_its_state(name: str) -> None:
+    parameters = list(torch.nn.Linear(3, 3).parameters())
+    optimizer = made(name, parameters)
+    assert optimizer_name(optimizer) == name
+    own = type("Own", (type(optimizer),), {})
+    optimizer.__class__ = own
+    assert optimizer_name(optimizer) == name
+
+
+def test_the_group_of_parameters_with_the_most_state_counts() -> None:
+    a, b = torch.nn.Linear(3, 3).parameters()
+    groups = [{"params": [a]}, {"params": [b], "momentum": 0.9}]
+    assert optimizer_name(torch.optim.SGD(groups, lr=0.1)) == "momentum"
+
+
+def test_an_optimizer_of_unknown_state_is_answered_with_the_known_names() -> None:
+    parameters = list(torch.nn.Linear(3, 3).parameters())
+    with pytest.raises(ValueError, match=r"LBFGS is not known.*none, sgd, momentum, adam"):
+        optimizer_name(torch.optim.LBFGS(parameters))
+    with pytest.raises(ValueError, match=r"give Adam\(model.parameters\(\)\)"):
+        optimizer_name(torch.optim.Adam)  # type: ignore[arg-type]
 
 
 def test_an_unknown_optimizer_is_answered_with_the_known_ones() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import Plan
-from autopar.cli import app
+from autopar.cli.commands import app
 from autopar.plan.diff import MovedModule, Recomputed, Setting
 from autopar.plan.plan import Stage
 
@@ -106,7 +106,7 @@ def test_what_is_shown_reads_well() -> None:
     assert "schedule 1f1b gpipe" in words
     assert "step, ms 200 100 0.5x" in words
     assert "bubble 25.0% 20.0% 0.8x" in words
-    assert all(len(line) <= 120 and line.isascii() for line in lines)
+    assert all(len(line) <= 80 and line.isascii() for line in lines)
 
 
 def test_equal_decisions_with_other_predictions_say_so() -> None:
@@ -168,10 +168,10 @@ def test_the_command_prints_the_difference_with_status_0_the_same_or_not(files: 
     assert json.loads(done.stdout) == json.loads(before.diff(after).to_json())
 
 
-def test_the_command_fails_with_status_1_where_a_file_holds_no_plan(files: tuple[Plan, Plan, str, str]) -> None:
+def test_the_command_fails_with_status_2_where_a_file_holds_no_plan(files: tuple[Plan, Plan, str, str]) -> None:
     *_, first, _ = files
     done = CliRunner().invoke(app, ["diff", first, "missing.json"])
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "error: missing.json" in done.stderr
     assert CliRunner().invoke(app, ["diff", first]).exit_code == 2
 

@@ -279,3 +279,10 @@ def test_planning_needs_a_model_and_an_example() -> None:
         autopar.parallelize(torch.relu, ["cpu"])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="example_args="):
         autopar.plan(mlp(), ["cpu"])
+
+
+def test_a_split_that_contradicts_the_operators_is_refused() -> None:
+    stages = (Stage(("cpu:0",), ("0/linear#0",)), Stage(("cpu:1",), ("1.inner/linear#0",)))
+    Plan(stages, n_microbatches=1, split=(("0", 0), ("1", 1)))
+    with pytest.raises(PlanError, match=r"stage 1 lists operator 1\.inner/linear#0, but the split puts '1' on stage 0"):
+        Plan(stages, n_microbatches=1, split=(("0", 1), ("1", 0)))

@@ -8,6 +8,7 @@ import gc
 import itertools
 import math
 import pickle
+import re
 import weakref
 from typing import Any
 
@@ -30,7 +31,7 @@ from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 from benchmarks.planning import Case, synthetic_costs
-from cost_models import Link
+from cost_models import Link, parse_bytes
 
 STEP = SearchOptions(loss_inside=True)
 
@@ -182,7 +183,7 @@ def test_hints_are_followed() -> None:
         (lambda c: dataclasses.replace(c, devices=()), "no devices"),
         (lambda c: spoiled(c, math.nan), "time of layers.0/norm#0 on kind a is nan s"),
         (lambda c: spoiled(c, -1.0), "time of layers.0/norm#0 on kind a is -1.0 s"),
-        (lambda c: timeless(c), "no operator of the cost graph takes any time"),
+        (lambda c: timeless(c), "no operator of the model takes any time"),
         (lambda c: cyclic(c), "the cost graph has a cycle: .*layer0_norm"),
     ],
 )
@@ -216,8 +217,31 @@ def test_more_micro_batches_than_samples_are_refused() -> None:
 
 
 def test_a_memory_limit_below_any_operator_names_stage_and_lack() -> None:
-    with pytest.raises(InfeasibleError, match=r"no plan fits the memory: .* stage \d \(layers.*\) needs .* too little"):
+    with pytest.raises(InfeasibleError, match=r"no plan fits the memory: .* stage \d \(layers.*\) on .* needs") as e:
         make_plan(costs_of(), dataclasses.replace(STEP, memory_limit=1e6))
+    needed, available = re.search(r"needs ([\d.]+ \w+), has ([\d.]+ \w+) \(", str(e.value)).groups()  # type: ignore[union-attr]
+    parts = re.findall(r"(weights|gradients|optimizer \(adamw\)|activations) ([\d.]+ \w+)", str(e.value))
+    assert parse_bytes(available) == 1e6
+    assert [name for name, _ in parts] == ["weights", "gradients", "optimizer (adamw)", "activations"]
+    assert sum(parse_bytes(nbytes) for _, nbytes in parts) == pytest.approx(parse_bytes(needed), rel=1e-2)
+    weights, gradients, states, _ = (parse_bytes(nbytes) for _, nbytes in parts)
+    assert weights == gradients
+    assert states == pytest.approx(2 * weights, rel=1e-2)
+
+
+def test_only_plans_that_do_not_fit_are_called_infeasible() -> None:
+    """With a link this slow, the search drops plans on two devices early; with one stage and one replica there are
+    none."""
+    slow = costs_of()
+    slow = dataclasses.replace(slow, links=dict.fromkeys(slow.links, Link(10.0, 1e3)))
+    alone = make_plan(slow, dataclasses.replace(STEP, max_replicas=1))
+    assert len(alone.used_devices) == 1
+    assert "uses 1 of 2 devices: no plan on more devices is predicted to be as fast" in alone.notes
+    together = dataclasses.replace(STEP.constraints, together=(tuple(slow.operators),))
+    whole = make_plan(slow, dataclasses.replace(STEP, max_replicas=1, constraints=together))
+    assert "uses 1 of 2 devices: no feasible plan uses more" in whole.notes
+    for plan, why in ((alone, "as fast"), (whole, "no feasible plan")):
+        assert all(why in idle for _, idle in plan.explain().idle)
 
 
 def test_atoms_stand_in_an_order_in_which_they_can_run() -> None:

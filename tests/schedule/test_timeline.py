@@ -5,10 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulations import Case, cases, uniform
 
+from autopar.schedule import timeline
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Phase, Transfer
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import StageMemory
+
+
+@pytest.fixture(autouse=True)
+def _columns_that_the_times_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "CHART_COLUMNS", 88)
+
 
 F, B, W = Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT
 

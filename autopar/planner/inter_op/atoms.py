@@ -80,7 +80,7 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
     seconds = _seconds(costs)
     line = [name for name, operator in costs.operators.items() if not operator.replicable]
     if not line or not sum(seconds[name] for name in line) > 0:
-        raise InputError("no operator of the cost graph takes any time; measure the model or give its times")
+        raise InputError(_nothing_to_divide(costs))
     groups = [*graph.graph["fused"], *constraints.together, *_by_pin(constraints.stage_of)]
     # The last operator is in the last stage, which returns the outputs: nothing runs after it.
     ends = [(name, line[-1]) for name in line[:-1] if not any(user in seconds for user in graph.successors(name))]
@@ -91,6 +91,17 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
     ordered = [merged[atom] for atom in runs]
     own = {c.name: gather(replace(costs, graph=c.graph), ordered, constraints, order) for c in costs.configurations}
     return replace(gather(costs, ordered, constraints, order), by_configuration=own)
+
+
+def _nothing_to_divide(costs: CostGraph) -> str:
+    operators = [operator.key for operator in costs.operators.values()]
+    if not operators:
+        return "there is nothing to divide over devices: the model has no operators; call the model itself"
+    named = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
+    return (
+        f"there is nothing to divide over devices: no operator of the model takes any time worth a device ({named}); "
+        "call the model itself"
+    )
 
 
 def gather(

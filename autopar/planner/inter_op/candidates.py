@@ -230,6 +230,16 @@ class Searching:
                     tolerance=self.effort.tolerance,
                 )
 
+    def some_plan_uses_more(self, n_groups: int) -> bool:
+        """Whether a plan on more than `n_groups` device groups fits the memory and the options, however slow it is."""
+        vectors = self._device_counts() if sum(self.full) <= _FEW_DEVICES else [self.full]
+        return any(
+            solve(self.problem(m, self.schedules[0], counts), counts, cutoff=math.inf, tolerance=1.0, exactly=True)
+            for counts in vectors
+            if sum(counts) > n_groups
+            for m in self.counts
+        )
+
     def _candidates(self, config: Config, found: PartitionResult) -> Iterator[Candidate]:
         """The partition under its schedule, and under gpipe where the schedule is free and gpipe was not searched."""
         stages = tuple(tuple(np.flatnonzero(inside).tolist()) for inside in found.stages())

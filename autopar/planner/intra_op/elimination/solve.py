@@ -33,6 +33,7 @@ from autopar.planner.intra_op.elimination.beam import TOLERANCE, search, views
 from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, planned
 from autopar.planner.intra_op.elimination.reduction import reduced
+from cost_models import bytes_text
 
 # Prices next to the best one, as parts of it: they tell which of the choices that it takes for equally good leave too
 # many bytes to the rest, or too few. States further off are bounded by prices tried on the way to the best one.
@@ -102,8 +103,8 @@ def _within(
         least = small.bytes if plan.exact else smallest.value
         if least > memory:
             raise InfeasibleError(
-                f"no choice of options fits into {memory:.6g} bytes: the smallest takes "
-                f"{'' if plan.exact else 'at least '}{least:.6g}"
+                f"no choice of options fits into {bytes_text(memory)}: the smallest takes "
+                f"{'' if plan.exact else 'at least '}{bytes_text(least)}"
             )
         if plan.exact:
             best, priced = _dual(choices, plan, fastest, small, memory, deadline)
@@ -130,7 +131,7 @@ def _within(
         width *= _WIDER
     if best is None:
         why = "there is none" if proven else f"none was found in time; each takes at least {bound:.6g} s"
-        raise InfeasibleError(f"no choice of options is allowed and fits into {memory:.6g} bytes: {why}")
+        raise InfeasibleError(f"no choice of options is allowed and fits into {bytes_text(memory)}: {why}")
     bound = best.seconds if proven else min(bound, best.seconds)
     return Selection(best.options, best.seconds, best.bytes, bound, plan.width, proven)
 

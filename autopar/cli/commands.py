@@ -1,45 +1,69 @@
 """The command line: `autopar demo`, `profile`, `plan`, `compare`, `diff` and `accuracy`.
 
 Results go to stdout, as text or with --json as JSON; progress, warnings and errors go to stderr. Exit status: 0 for
-success, 1 for an error of autopar (the message gives the reason), 2 for wrong usage.
+success; 2 for what the user wrote (options, files, the factory), in one line with the file and line where there is one;
+1 for what went wrong inside (no plan fits, the model cannot be captured, a failure of autopar).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-import operator
 import os
-import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from torch import nn
 from typer.core import TyperGroup
 
 import autopar
-from autopar import AutoparError, Cluster, DeviceError, InputError, Plan
+from autopar import AutoparError, Cluster, DeviceError, InputError, Plan, PlanError
+from autopar.cli.factory import first_line, load_call, users_line
 from autopar.demo import DEMOS, run_demo
-from autopar.options import HELP, CompareKeywords, PlanOptions
+from autopar.errors import each_warning_once
+from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
+from autopar.plan.display import printable
+
+# What typer handles itself: it brings its own click, or uses click.
+_OF_TYPER: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, *typer.BadParameter.__bases__)
+_TRACEBACK = "AUTOPAR_TRACEBACK"  # environment variable: print the traceback of every error
 
 
 class _Group(TyperGroup):
-    """Prints the messages of autopar's own errors without a traceback."""
+    """Prints errors without a traceback, and exits with the status that says whose they are."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except (AutoparError, DeviceError) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
+            with each_warning_once(set()):
+                return super().invoke(ctx)
+        except _OF_TYPER:
+            raise
+        except Exception as error:
+            if os.environ.get(_TRACEBACK):
+                traceback.print_exc()
+            message, status = _message_and_status(error)
+            typer.echo(f"error: {message}", err=True)
+            raise typer.Exit(status) from error
+
+
+def _message_and_status(error: Exception) -> tuple[str, int]:
+    if isinstance(error, (AutoparError, DeviceError)):
+        wrote = isinstance(error, (InputError, PlanError, DeviceError))
+        return "\n".join(map(printable, str(error).splitlines())), 2 if wrote else 1
+    where = users_line(error)
+    if where is not None:  # the user's model or loss function raised it
+        return f"{where}: {printable(first_line(error))}", 2
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"inside autopar: {printable(first_line(error))} ({place}); {_TRACEBACK}=1 shows the traceback", 1
 
 
 app = typer.Typer(
     cls=_Group,
+    rich_markup_mode=None,
     help="Pipeline PyTorch models over several devices by a plan that measurement and search choose.",
     no_args_is_help=True,
     add_completion=False,
@@ -85,7 +109,7 @@ def _takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=defaults[name],
-                annotation=Annotated[types[name], typer.Option(help=HELP[name])],
+                annotation=Annotated[COMMAND_LINE_TYPES.get(name, types[name]), typer.Option(help=HELP[name])],
             )
             for name in names
         ]
@@ -155,7 +179,7 @@ def profile(
 ) -> None:
     """Show seconds and bytes of every module and operator on every device type, and the links between the devices."""
     place = _devices(devices, cluster, nodes)
-    result = autopar.profile(devices=place, optimizer=optimizer, **options, **_load(factory))
+    result = autopar.profile(devices=place, optimizer=optimizer, **options, **load_call(factory))
     typer.echo(result.to_json() if json else result)
 
 
@@ -179,10 +203,12 @@ def plan(
     options: dict[str, Any],
 ) -> None:
     """Find the fastest plan for a model, on the devices here or on a cluster that is elsewhere."""
-    place, given_plan = _devices(devices, cluster, nodes), None if given is None else Plan.load(given)
-    best = autopar.plan(devices=place, plan=given_plan, **options, **_load(factory))
     if save is not None:
-        best.save(save)
+        _check_writable(save)  # before the search, which may take minutes
+    place, given_plan = _devices(devices, cluster, nodes), None if given is None else Plan.load(given)
+    best = autopar.plan(devices=place, plan=given_plan, **options, **load_call(factory))
+    if save is not None:
+        _save(best, save)
     typer.echo(best.to_json() if json else best)
     if explain:
         typer.echo(f"\n{best.explain()}", err=json)  # stdout holds the JSON alone
@@ -206,7 +232,7 @@ def compare(
     """Compare predicted and measured steps of the automatic plan ("auto"), saved plans and one device."""
     plans: dict[str, Plan | None] = {"auto": None}
     plans |= dict(_named_plan(entry) for entry in plan or ())
-    result = autopar.compare(devices=devices, plans=plans, repeats=repeats, **options, **_load(factory))
+    result = autopar.compare(devices=devices, plans=plans, repeats=repeats, **options, **load_call(factory))
     typer.echo(result.to_json() if json else result)
 
 
@@ -233,6 +259,24 @@ def diff(
     typer.echo(result.to_json() if json else result)
 
 
+def _check_writable(path: Path) -> None:
+    """Raise InputError if no file can be written there."""
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise InputError(f"--save {path}: this is a directory; give the name of a file")
+    if not folder.is_dir():
+        raise InputError(f"--save {path}: there is no directory {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"--save {path}: it cannot be written; choose another path or change its permissions")
+
+
+def _save(plan: Plan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--save {path}: the plan cannot be written: {error}") from error
+
+
 def _devices(devices: str | None, cluster: str | None, nodes: int) -> str | Cluster | None:
     """The devices at hand, or the cluster with this name or file."""
     if cluster is None:
@@ -245,7 +289,10 @@ def _devices(devices: str | None, cluster: str | None, nodes: int) -> str | Clus
         return Cluster.preset(cluster, nodes)
     if not Path(cluster).is_file():
         raise typer.BadParameter(f"there is no file {cluster!r}", param_hint="--cluster")
-    loaded = Cluster.from_toml(cluster)
+    try:
+        loaded = Cluster.from_toml(cluster)
+    except OSError as error:
+        raise InputError(f"--cluster {cluster}: it cannot be read: {error.strerror}") from error
     return dataclasses.replace(loaded, nodes=nodes) if nodes > 1 else loaded
 
 
@@ -256,46 +303,3 @@ def _named_plan(entry: str) -> tuple[str, Plan]:
     if not Path(path).is_file():
         raise typer.BadParameter(f"there is no file {path!r}", param_hint="--plan")
     return name, Plan.load(path)
-
-
-def _load(factory: str) -> dict[str, Any]:
-    """The model and the example call that the factory returns, as keyword arguments of the public calls."""
-    module_name, colon, path = factory.partition(":")
-    if not (module_name and colon and path):
-        raise typer.BadParameter(f"{factory!r} is not MODULE:FACTORY", param_hint="MODULE:FACTORY")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # something that the user's module imports
-        raise typer.BadParameter(f"there is no module {error.name!r}", param_hint="MODULE:FACTORY") from error
-    try:
-        function = operator.attrgetter(path)(module)
-    except AttributeError as error:
-        raise typer.BadParameter(f"{module_name} has no {path!r}", param_hint="MODULE:FACTORY") from error
-    if not callable(function):
-        name = type(function).__name__
-        raise typer.BadParameter(f"{factory!r} is a {name}, not a callable", param_hint="MODULE:FACTORY")
-    return _as_call(factory, function())
-
-
-def _as_call(factory: str, result: Any) -> dict[str, Any]:
-    match result:
-        case {"model": nn.Module()}:
-            known = ("model", "example_args", "example_kwargs", "target", "loss_fn")
-            unknown = set(result) - set(known)
-            if unknown:
-                raise InputError(f"{factory} returned {sorted(unknown)}; give only {', '.join(known)}")
-            return dict(result)
-        case (nn.Module() as model, tuple() as args, dict() as kwargs):
-            return {"model": model, "example_args": args, "example_kwargs": kwargs}
-        case (nn.Module() as model, tuple() as args):
-            return {"model": model, "example_args": args}
-        case (nn.Module() as model, dict() as kwargs):
-            return {"model": model, "example_kwargs": kwargs}
-    raise InputError(
-        f"{factory} must return (model, args), (model, kwargs), (model, args, kwargs) or a dict with 'model', "
-        f"where args is a tuple and kwargs a dict; got {type(result).__name__}"
-    )

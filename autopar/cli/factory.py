@@ -1,0 +1,176 @@
+"""The model and the example call that a user's factory returns, for the command line: `module:factory`.
+
+Whatever goes wrong in the user's file becomes an InputError of one line that starts with the file and the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import operator
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+import cost_models
+from autopar.errors import AutoparError, InputError
+
+_KNOWN = ("model", "example_args", "example_kwargs", "target", "loss_fn")
+
+
+def load_call(name: str) -> dict[str, Any]:
+    """What the factory `name` returns, as keyword arguments of the public calls. Raises InputError."""
+    module_name, path = _parts(name)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the command's result
+        factory = _attribute(_module(module_name), path, name)
+        _check_takes_no_arguments(factory, name)
+        with _named(f"{name} raises "):
+            result = factory()
+    return _as_call(result, f"{_home(factory)}{name}")
+
+
+def users_line(error: BaseException) -> str | None:
+    """`file:line` of the innermost line in a traceback that is neither autopar's nor an installed package's."""
+    if isinstance(error, SyntaxError) and error.filename and not _is_installed(error.filename):
+        return f"{_short(error.filename)}:{error.lineno}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f"{_short(file)}:{line}" for file, line in reversed(frames) if not _is_installed(file)), None)
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}".splitlines()[0].removesuffix(": ")
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """The module and the path in it that `name` gives. Raises InputError, with the name that was probably meant."""
+    module_name, colon, path = name.partition(":")
+    plain = module_name.removeprefix("./")
+    meant, wanted = plain.removesuffix(".py").replace("/", "."), path.removesuffix("()")
+    if colon and meant and wanted and (meant, wanted) != (module_name, path):
+        raise InputError(f"{name!r} is not MODULE:FACTORY; did you mean {meant}:{wanted}?")
+    if module_name and path and not module_name.startswith("."):
+        return module_name, path
+    inside, dot, last = plain.rpartition(".")
+    example = f"{meant if plain.endswith('.py') else inside if dot and not colon else meant or 'models'}"
+    example += f":{last if dot and not colon and last != 'py' else 'factory'}"
+    raise InputError(f"{name!r} is not MODULE:FACTORY; give a module and a callable in it, such as {example}")
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        with _named(f"the module {name} "):
+            return importlib.import_module(name)
+    except InputError as error:
+        cause = error.__cause__
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if missing is None or not (name + ".").startswith(missing + "."):
+            raise
+        files = sorted(path.stem for path in Path().glob("*.py"))
+        close = difflib.get_close_matches(name, files, 1)
+        hint = f"; did you mean {close[0]}?" if close else f" in {os.getcwd()} or among the installed packages"
+        raise InputError(f"there is no module {missing!r}{hint}") from cause
+
+
+def _attribute(module: ModuleType, path: str, name: str) -> Callable[[], Any]:
+    file = _short(module.__file__ or "")
+    try:
+        factory = operator.attrgetter(path)(module)
+    except AttributeError:
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        close = difflib.get_close_matches(path, callables, 1)
+        hint = f"; did you mean {module.__name__}:{close[0]}?" if close else ""
+        raise InputError(f"{file}: there is no {path!r} in the module{hint}") from None
+    if not callable(factory):
+        raise InputError(f"{file}: {name} is a {type(factory).__name__}, not a callable that returns a model")
+    return factory
+
+
+def _check_takes_no_arguments(factory: Callable[..., Any], name: str) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # a callable written in C: calling it will tell
+        return
+    needed = [
+        p.name
+        for p in signature.parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise InputError(
+            f"{_home(factory)}{name} takes {', '.join(needed)}, but a factory is called without arguments; "
+            "give them defaults, or wrap it in a function without parameters"
+        )
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Inside, every error of the user's code becomes an InputError that starts with its file and line."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except SystemExit as error:
+        where = users_line(error)
+        raise InputError(
+            f"{where + ': ' if where else ''}{what}ends the program (exit {error.code}); "
+            "put what runs as a program under if __name__ == '__main__':"
+        ) from error
+    except Exception as error:
+        where = users_line(error)
+        raise InputError(f"{where}: {first_line(error)}" if where else f"{what}{first_line(error)}") from error
+
+
+def _home(factory: Callable[..., Any]) -> str:
+    """`file:line: ` of a callable; "" if it is not known."""
+    try:
+        code = inspect.unwrap(factory)
+        return f"{_short(inspect.getsourcefile(code) or '?')}:{inspect.getsourcelines(code)[1]}: "
+    except (OSError, TypeError, ValueError):
+        return ""
+
+
+def _short(file: str) -> str:
+    """A path relative to the current directory, if it lies inside."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else file
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file belongs to Python, to an installed package or to autopar."""
+    own = [str(Path(str(module.__file__)).parent) for module in (sys.modules["autopar"], cost_models)]
+    paths = sysconfig.get_paths()
+    folders = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")] + own
+    return file.startswith("<") or any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+def _as_call(result: Any, where: str) -> dict[str, Any]:
+    match result:
+        case {"model": nn.Module()}:
+            unknown = set(result) - set(_KNOWN)
+            if unknown:
+                names = ", ".join(map(repr, sorted(unknown, key=str)))
+                raise InputError(f"{where} returned {names}; give only {', '.join(_KNOWN)}")
+            return dict(result)
+        case (nn.Module() as model, tuple() as args, dict() as kwargs):
+            return {"model": model, "example_args": args, "example_kwargs": kwargs}
+        case (nn.Module() as model, tuple() as args):
+            return {"model": model, "example_args": args}
+        case (nn.Module() as model, dict() as kwargs):
+            return {"model": model, "example_kwargs": kwargs}
+    raise InputError(
+        f"{where} must return (model, args), (model, kwargs), (model, args, kwargs) or a dict with 'model', "
+        f"where args is a tuple and kwargs a dict; got {type(result).__name__}"
+    )

@@ -1,0 +1,82 @@
+"""What a pipelined module cannot do, refused in words before anything runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import torch_private
+from autopar.errors import AutoparError, InputError
+
+_UNWRAP = "call pm.unwrap(), the model itself, for that"
+
+
+class Pipelined:
+    """Marks a module that is pipelined already."""
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise InputError for modules that no capture sees into: pipelined ones and TorchScript."""
+    if isinstance(model, Pipelined):
+        raise InputError("the model is already pipelined; pass model.unwrap()")
+    for path, module in model.named_modules():
+        where = f"module '{path}'" if path else "the model"
+        if isinstance(module, Pipelined):
+            raise InputError(
+                f"{where} is already pipelined, and pipelines do not nest; put its unwrap() there, and parallelize "
+                "the whole model"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{where} is TorchScript ({module.original_name}), which has no Python code to capture; use the "
+                "module that it was made from"
+            )
+
+
+def check_process(process: int) -> None:
+    """Raise AutoparError in a process that was forked after the module was made in `process`.
+
+    The worker threads exist in that process only: a call would wait for them for ever.
+    """
+    if os.getpid() != process:
+        raise AutoparError(
+            f"this process ({os.getpid()}) was forked from the one that made the pipelined module ({process}), and its "
+            "worker threads stayed there; call autopar.parallelize here, or call the module in its own process only"
+        )
+
+
+def check_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise AutoparError for derivatives that a pipeline does not compute: those of torch.func, and forward-mode ones.
+
+    The pipeline is one node of the autograd graph, whose backward is all that there is.
+    """
+    if torch_private.inside_function_transform():
+        raise AutoparError(
+            "a pipelined module cannot be called inside torch.func.grad, vmap, jvp, jacrev and the like, because its "
+            f"workers do not see what these transform; {_UNWRAP}"
+        )
+    if torch_private.inside_forward_mode() and any(
+        isinstance(leaf, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(leaf).tangent is not None
+        for leaf in torch_private.tree_leaves((args, kwargs))
+    ):
+        raise AutoparError(f"a pipelined module has no forward-mode derivatives (torch.autograd.forward_ad); {_UNWRAP}")
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise InputError if a parameter is replaced by a tensor that needs a gradient, as by torch.func.functional_call.
+
+    The gradient would not reach the tensor: the pipeline accumulates those of the model's own parameters.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for path, module in model.named_modules():
+        for name, value in module._parameters.items():
+            if value is not None and not isinstance(value, nn.Parameter) and value.requires_grad:
+                raise InputError(
+                    f"'{f'{path}.{name}'.lstrip('.')}' is replaced by a tensor that needs a gradient, as "
+                    "torch.func.functional_call does, and a pipelined module has gradients of the model's own "
+                    f"parameters only; {_UNWRAP}, or call it under torch.no_grad()"
+                )

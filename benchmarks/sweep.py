@@ -30,7 +30,7 @@ from autopar.plan.plan import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.predict import predict
-from autopar.runtime import signatures
+from autopar.runtime import captures
 from benchmarks.models import Workload
 from benchmarks.timing import Step, ratio
 
@@ -210,5 +210,5 @@ def _captured_once() -> Iterator[None]:
             known.append(examine(*args, **kwargs))
         return known[0]
 
-    with patch.object(signatures, "examine", once):
+    with patch.object(captures, "examine", once):
         yield

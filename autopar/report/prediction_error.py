@@ -36,4 +36,10 @@ def _accuracy(accuracy: Accuracy) -> str:
 
 
 def _cells(one: Distribution) -> list[str]:
-    return [str(one.n), f"{one.median:.1%}", f"{one.p95:.1%}", f"{one.worst:.1%}", f"{one.signed_median:+.1%}"]
+    errors = [_percent(one.median), _percent(one.p95), _percent(one.worst), _percent(one.signed_median, "+")]
+    return [str(one.n), *errors]
+
+
+def _percent(fraction: float, sign: str = "") -> str:
+    """Without the many digits of errors by a factor of a hundred and more, for which the table has no room."""
+    return f"{fraction:{sign}.1%}" if abs(fraction) < 100 else f"{fraction * 100:{sign}.0e}%"

@@ -51,7 +51,7 @@ def test_states_are_what_torch_allocates(optimizer: str, dtype: torch.dtype, pre
 
 
 def test_an_unknown_optimizer_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'lion'.*none, sgd, momentum, adam, adamw, adafactor"):
+    with pytest.raises(ValueError, match=r"'lion'.*none, sgd, momentum, adam, adamw, .*adafactor"):
         optimizer_state_elements("lion", (2, 3))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autopar.capture import torch_private
-from autopar.capture.program import leaf_names
+from autopar.capture.call_inputs import leaf_names
 
 
 def sequence_first_hint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

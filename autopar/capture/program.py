@@ -9,7 +9,6 @@ and evaluation are two captures, because dropout and batch norm are fixed in the
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import logging
 import operator
@@ -23,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import module_hooks, shard_regions, torch_private
+from autopar.capture.call_inputs import find_batch, refuse_packed_sequences
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace, warn_of_assignments, warn_of_out_arguments
 from autopar.capture.module_state import Attributes, Generators
@@ -38,7 +38,7 @@ from autopar.capture.uncaptured_trace import (
     rehearsed,
     traced_as_calls,
 )
-from autopar.errors import CaptureError, InputError
+from autopar.errors import CaptureError
 from autopar.hints.shard import hinted_modules
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def capture(
     """
     kwargs = dict(sorted(kwargs.items()))
     check_call(model, args, kwargs)
-    _refuse_packed_sequences(model, args, kwargs)
+    refuse_packed_sequences(model, args, kwargs)
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     call = _Call(model, args, kwargs, in_spec, dims, batch, frozenset(open_sizes))
@@ -338,21 +338,6 @@ def _uncaptured_parts(module: fx.GraphModule, opaque: Opaque) -> tuple[str, ...]
     return tuple(dict.fromkeys(sentences))
 
 
-def _refuse_packed_sequences(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    names = [*inspect.signature(model.forward).parameters][: len(args)]
-    names += [f"args[{index}]" for index in range(len(names), len(args))]
-
-    def is_packed(value: Any) -> bool:
-        return isinstance(value, nn.utils.rnn.PackedSequence)
-
-    for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
-        if any(map(is_packed, torch_private.tree_leaves(value, is_leaf=is_packed))):
-            raise InputError(
-                f"input '{name}' is a PackedSequence, in which the steps of all samples are mixed, so that it has no "
-                "batch to divide; give the padded tensor and the lengths (torch.nn.utils.rnn.pad_packed_sequence)"
-            )
-
-
 def _input(path: str, node: fx.Node, leaf: Any, dim: int | None) -> Input:
     if isinstance(leaf, torch.Tensor):
         return Input(path, node.name, None, tuple(leaf.shape), leaf.dtype, dim)
@@ -363,63 +348,6 @@ def _is_symbolic(node: fx.Node, dim: int) -> bool:
     """Whether an input's size is symbolic in the graph (after symbolic_trace, every size is)."""
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor) or isinstance(value.shape[dim], torch.SymInt)
-
-
-def find_batch(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    leaves: list[Any],
-    batch_dim: int | dict[str, int | None] | None,
-) -> tuple[list[int | None], int]:
-    """The batch dimension of every leaf (None: shared) and the batch size (0: none).
-
-    The batch is the size at `batch_dim` of the first tensor that has such a dimension; other tensors are batched
-    if they have the same size there.
-    """
-    names = leaf_names(model, args, kwargs)
-    chosen: list[int | None]
-    if isinstance(batch_dim, dict):
-        unknown = set(batch_dim) - set(names)
-        if unknown:
-            raise InputError(f"batch_dim names {sorted(unknown)}, but the inputs are {sorted(set(names))}")
-        chosen = [batch_dim.get(name) for name in names]
-    else:
-        chosen = [0 if batch_dim is None else batch_dim] * len(leaves)
-    size: int | None = None
-    dims: list[int | None] = []
-    for leaf, name, dim in zip(leaves, names, chosen, strict=True):
-        fits = isinstance(leaf, torch.Tensor) and dim is not None and -leaf.dim() <= dim < leaf.dim()
-        if not fits:
-            if isinstance(batch_dim, dict) and dim is not None:
-                raise InputError(f"batch_dim gives input '{name}' dimension {dim}, but the input has no such dimension")
-            dims.append(None)
-            continue
-        assert dim is not None
-        dim %= leaf.dim()
-        if size is None:
-            size = leaf.shape[dim]
-            if size == 0:
-                raise InputError(f"input '{name}' has no samples: shape {tuple(leaf.shape)}; give at least one")
-        if leaf.shape[dim] == size:
-            dims.append(dim)
-        elif isinstance(batch_dim, dict):
-            raise InputError(f"input '{name}' has {leaf.shape[dim]} samples at dimension {dim}, others have {size}")
-        else:
-            dims.append(None)
-    return dims, size or 0
-
-
-def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """For every leaf, the parameter of `forward` that it was passed for."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    names = []
-    for index, arg in enumerate(args):
-        named = index < len(parameters) and parameters[index].kind is not inspect.Parameter.VAR_POSITIONAL
-        names += [parameters[index].name if named else f"args[{index}]"] * len(torch_private.tree_leaves(arg))
-    for key, value in kwargs.items():
-        names += [key] * len(torch_private.tree_leaves(value))
-    return names
 
 
 def is_getitem(node: fx.Node) -> bool:

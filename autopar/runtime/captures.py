@@ -19,8 +19,9 @@ from autopar.analysis.batching import Batching, study_again
 from autopar.analysis.example import LossFunction, capture_symbolic, examine, ordinary, study_call
 from autopar.analysis.loss import LossSplit
 from autopar.capture import torch_private
+from autopar.capture.call_inputs import leaf_names
 from autopar.capture.open_sizes import SymbolicProgram
-from autopar.capture.program import OpenSize, Program, flattened, leaf_names
+from autopar.capture.program import OpenSize, Program, flattened
 from autopar.runtime.bound_signature import BoundSignature, RunSettings, model_state
 from autopar.runtime.call_checks import check_model, check_parameters
 from autopar.runtime.dynamic import describe_size, differing, open_sizes, value_of

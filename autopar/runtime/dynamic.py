@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.program import Input, OpenSize, leaf_names
+from autopar.capture.call_inputs import leaf_names
+from autopar.capture.program import Input, OpenSize
 from autopar.errors import InputError
 from autopar.options import Dynamic
 

@@ -23,7 +23,8 @@ from autopar.analysis.operators import (
     requires_grad_nodes,
     written_arguments,
 )
-from autopar.capture.program import Program, capture, describe, find_batch, module_path, source_line
+from autopar.capture.call_inputs import find_batch
+from autopar.capture.program import Program, capture, describe, module_path, source_line
 from autopar.capture.torch_private import tree_unflatten
 from cost_models.graphs import get_attribute
 

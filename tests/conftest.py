@@ -53,24 +53,51 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
-# Files whose tests keep the same promise for many models: every third case runs by default, the others in the slow
+# Files whose tests keep the same promise for many models: every fourth case runs by default, the others in the slow
 # set.
-EVERY_THIRD_CASE = (
+EVERY_FOURTH_CASE = (
+    "analysis/test_batch_proof.py",
+    "analysis/test_batching.py",
     "analysis/test_loss.py",
     "analysis/test_unruled.py",
     "capture/test_module_hooks.py",
     "capture/test_rnn.py",
+    "cost_models/test_cache.py",
     "cost_models/test_graph_bytes.py",
+    "cost_models/test_roofline.py",
+    "cost_models/test_step_memory.py",
+    "integrations/test_examples.py",
+    "integrations/test_trainer.py",
+    "lower/test_batch_norm.py",
     "lower/test_priced_transfers.py",
+    "lower/test_random_operators.py",
+    "lower/test_sharded_corners.py",
+    "lower/test_sharded_execution.py",
     "lower/test_sharded_models.py",
+    "plan/test_serialization.py",
     "planner/test_meshes.py",
     "planner/test_planning_ahead.py",
     "planner/test_recompute.py",
+    "planner/test_search.py",
     "planner/test_sharding_explain.py",
+    "planner/test_strategy_search.py",
+    "runtime/test_autograd.py",
+    "runtime/test_batches.py",
+    "runtime/test_compile.py",
+    "runtime/test_ending.py",
     "runtime/test_faults_at_random.py",
+    "runtime/test_losses.py",
     "runtime/test_models.py",
+    "runtime/test_recompute_memory.py",
+    "runtime/test_runtime.py",
+    "runtime/test_schedules_run.py",
+    "runtime/test_step_profile.py",
+    "runtime/test_thread_state.py",
+    "runtime/test_train_step.py",
     "runtime/test_transformers.py",
-    "integrations/test_trainer.py",
+    "runtime/test_transparency.py",
+    "runtime/test_uncaptured_corners.py",
+    "runtime/test_uncaptured_runs.py",
 )
 
 
@@ -78,9 +105,9 @@ EVERY_THIRD_CASE = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, int] = {}
     for item in items:
-        if "/".join(item.path.parts[-2:]) in EVERY_THIRD_CASE:
+        if "/".join(item.path.parts[-2:]) in EVERY_FOURTH_CASE:
             test = item.nodeid.partition("[")[0]
-            if cases.setdefault(test, 0) % 3:
+            if cases.setdefault(test, 0) % 4:
                 item.add_marker(pytest.mark.slow)
             cases[test] += 1
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}

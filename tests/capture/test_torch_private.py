@@ -159,6 +159,7 @@ def test_a_dataclass_that_export_does_not_know_is_registered_and_then_exported()
     torch.testing.assert_close(output.more, model(**inputs).more)
 
 
+@pytest.mark.slow
 def test_a_compiled_function_is_called_while_another_thread_compiles() -> None:
     seen: list[torch.Tensor | BaseException] = []
 

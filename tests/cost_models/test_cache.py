@@ -153,6 +153,7 @@ def write_slowly(path: Path, found: Event, replaced: Event) -> None:
         store._write("INSERT OR REPLACE INTO measurements VALUES (?, ?, ?)", rows())
 
 
+@pytest.mark.slow
 def test_a_process_that_finds_damage_late_leaves_the_file_that_replaced_it(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"this is no database " * 100)

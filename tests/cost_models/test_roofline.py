@@ -417,6 +417,7 @@ def test_every_sort_of_kernel_is_probed_by_one_that_is_a_single_kernel() -> None
         assert all(kinds.count(kind) >= 3 for kind in COMPUTE_KINDS + MEMORY_KINDS)
 
 
+@pytest.mark.slow
 def test_this_machine_can_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     probes = [probe for probe in calibration._probes(large=False) if sum(map(np.prod, probe.shapes)) < 1 << 17]
     monkeypatch.setattr(calibration, "_probes", lambda large: probes)

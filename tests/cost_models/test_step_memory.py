@@ -86,7 +86,7 @@ def text(batch: int = BATCH) -> torch.Tensor:
     return torch.randint(VOCABULARY, (batch, LENGTH))
 
 
-MODELS = {"ResNet-50": resnet50, "GPT-2": gpt2, "BERT": bert, "T5": t5}
+MODELS = {"GPT-2": gpt2, "ResNet-50": resnet50, "BERT": bert, "T5": t5}
 
 
 @cache
@@ -173,6 +173,7 @@ def test_gradients_of_an_earlier_micro_batch_are_counted_from_the_start() -> Non
     assert counted.forward.gradients == counted.peak.gradients == nbytes(model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the most resident memory")
 def test_the_peak_is_also_what_the_system_counts_as_resident() -> None:
     """An oracle that shares nothing with PyTorch: pages of a process that gives freed memory back at once."""

@@ -194,6 +194,7 @@ def test_metrics_get_the_predictions_of_the_plain_model(tmp_path: Path) -> None:
     torch.testing.assert_close(*(torch.tensor(p.label_ids) for p in seen))
 
 
+@pytest.mark.slow
 def test_a_seq2seq_trainer_predicts_with_generate(tmp_path: Path) -> None:
     family = FAMILIES["t5"]
     arguments = transformers.Seq2SeqTrainingArguments(
@@ -221,6 +222,7 @@ class OwnModel(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_trains(tmp_path: Path) -> None:
     family = Family(OwnModel, FAMILIES["gpt2"].sample, {"embed": 0, "head": 1})
     both = [

@@ -51,6 +51,7 @@ def test_what_may_be_left_out_may_also_be_null_or_empty(plan: Plan) -> None:
     assert Plan.from_json(json.dumps(data)) == plan
 
 
+@pytest.mark.slow
 def test_an_automatic_plan_survives_json_and_files_and_gives_the_same_stages(tmp_path: Path) -> None:
     model, inputs = gpt2(), {"input_ids": tokens(4)}
     made = autopar.plan(model, ["cpu", "cpu"], example_kwargs=inputs, max_replicas=1, n_microbatches=2)

@@ -70,6 +70,7 @@ def test_what_fits_no_device_is_split_over_meshes() -> None:
     assert (found.stages[0].peak_memory or 0) <= 80e9
 
 
+@pytest.mark.slow
 def test_meshes_are_told_with_their_devices_collectives_and_work(llama: nn.Module) -> None:
     cluster = Cluster.preset("8xH100")
     plan = planned(cluster, model=llama, max_replicas=1, n_microbatches=2, memory_limit=20e9)
@@ -90,11 +91,13 @@ def test_meshes_are_told_with_their_devices_collectives_and_work(llama: nn.Modul
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_the_same_inputs_give_the_same_plan(llama: nn.Module) -> None:
     cluster = Cluster.preset("2xH100")
     assert planned(cluster, model=llama) == planned(cluster, model=llama)
 
 
+@pytest.mark.slow
 def test_workers_of_cpus_are_no_meshes(llama: nn.Module) -> None:
     """They do their shards one after another."""
     plan = planned(Cluster.preset("4xcpu"), model=llama)

@@ -256,6 +256,7 @@ def test_a_model_without_values_is_not_run(call: Any) -> None:
         call(on_meta(gpt2), ["cpu", "cpu"], example_kwargs=call_of(gpt2))
 
 
+@pytest.mark.slow
 def test_a_cluster_at_hand_is_measured_like_its_devices() -> None:
     model = gpt2()
     cluster = dataclasses.replace(Cluster.preset("2xcpu"), at_hand=parse_devices(["cpu", "cpu"]))
@@ -294,6 +295,7 @@ def test_a_profile_of_a_cluster_estimates_every_operator() -> None:
     assert "0.0:H100 -> 1.0:H100" in str(fast)
 
 
+@pytest.mark.slow
 def test_a_profile_tells_what_a_training_step_has_in_memory() -> None:
     model = gpt2().train()
     given = {"example_kwargs": call_of(gpt2), "target": torch.zeros(8, 12, 64), "loss_fn": squared}

@@ -298,6 +298,7 @@ def test_a_backward_that_the_user_wrote_is_refused_by_name_if_strict() -> None:
         pm(torch.randn(5, 8))
 
 
+@pytest.mark.slow
 def test_forwards_without_backward_do_not_pile_up() -> None:
     pm, x = pipelined(mlp()), torch.randn(5, 16)
 

@@ -98,6 +98,7 @@ def test_without_dynamic_every_length_is_captured_by_itself(traced: list[str]) -
     assert traced == ["examine"] * 3
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 40)), min_size=2, max_size=6))
 def test_any_sequence_of_batches_and_lengths_is_exact(calls: list[tuple[int, int]]) -> None:

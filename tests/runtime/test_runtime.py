@@ -98,6 +98,7 @@ def test_outputs_have_the_originals_type_and_values(result: Callable[..., Any], 
         assert_same_gradients(gradients(model), wanted)
 
 
+@pytest.mark.slow
 def test_transformers_outputs_keep_their_class() -> None:
     model = bert()
     plan = Plan.from_split({"bert.embeddings": 0, "bert.encoder.layer.1": 1}, n_microbatches=2)

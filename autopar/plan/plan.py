@@ -253,9 +253,14 @@ class Plan:
 
         Raises PlanError for an operator that the plan lists before one of its inputs.
         """
-        if self.split or program.training != self.training:
+        listed = [stage.operators for stage in self.stages]
+        if not any(listed) or program.training != self.training:
             return self
-        stage_of = by_operators([stage.operators for stage in self.stages], program, storages, strict=True)
+        stage_of = (
+            by_modules(dict(self.split), program, storages)
+            if self.split
+            else by_operators(listed, program, storages, strict=True)
+        )
         operators = operators_of_stages(stage_of, program, len(self.stages))
         if not all(operators):
             return self  # a stage without operators is refused where the plan is lowered

@@ -8,7 +8,7 @@ from hypothesis import settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fast")
 
-settings.register_profile("fast", deadline=None, max_examples=30)
+settings.register_profile("fast", deadline=None, max_examples=20)
 settings.register_profile("thorough", deadline=None, max_examples=300)
 
 

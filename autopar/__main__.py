@@ -10,9 +10,9 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         print(f"autopar {__version__}")
         return
-    from autopar.cli import commands  # this imports torch, which takes seconds
+    from autopar import cli  # this imports torch, which takes seconds
 
-    commands.main()
+    cli.main()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,15 @@ Each message names the module path, tensor and value that is wrong, and what wou
 
 import contextlib
 import sys
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
+import cost_models
 from cost_models.errors import DeviceError
 
 _OTHER_CODE = ("autopar", "torch", "contextlib")  # packages whose lines a warning does not name
@@ -98,3 +102,31 @@ __all__ = [
     "issue_again",
     "warn",
 ]
+
+
+def users_line(error: BaseException) -> str | None:
+    """`file:line` of the innermost line in a traceback that is neither autopar's nor an installed package's."""
+    if isinstance(error, SyntaxError) and error.filename and not _is_installed(error.filename):
+        return f"{short_path(error.filename)}:{error.lineno}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f"{short_path(file)}:{line}" for file, line in reversed(frames) if not _is_installed(file)), None)
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}".splitlines()[0].removesuffix(": ")
+
+
+def short_path(file: str) -> str:
+    """A path relative to the current directory, if it lies inside."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else file
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file belongs to Python, to an installed package or to autopar."""
+    own = [str(Path(str(module.__file__)).parent) for module in (sys.modules["autopar"], cost_models)]
+    paths = sysconfig.get_paths()
+    folders = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")] + own
+    return file.startswith("<") or any(Path(file).is_relative_to(folder) for folder in folders)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar import Plan
 from autopar import demo as demo_room
-from autopar.cli.commands import app
+from autopar.cli import app
 from autopar.options import HELP, CompareKeywords, PlanKeywords, PlanOptions
 
 FACTORIES = """

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar import AutoparError, Cluster, DeviceError, PipelinedModule, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
-from autopar.cli.commands import app
+from autopar.cli import app
 from autopar.costs.history import Record, recall, remember
 from autopar.plan.display import printable
 from autopar.sharding.stage_sharding import (

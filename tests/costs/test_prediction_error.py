@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import Accuracy, Plan
-from autopar.cli.commands import app
+from autopar.cli import app
 from autopar.costs.history import Record, costs_of, history_path, recall, remember
 from autopar.costs.prediction_error import Distribution
 from autopar.plan.plan import Stage

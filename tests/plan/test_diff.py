@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import Plan
-from autopar.cli.commands import app
+from autopar.cli import app
 from autopar.plan.diff import MovedModule, Recomputed, Setting
 from autopar.plan.plan import Stage
 

@@ -1,7 +1,7 @@
-"""Names of devices that are not here yet. `Plan.on` replaces them by devices that are.
+"""Names of devices that are not here yet, `NODE.DEVICE:TYPE`. `Plan.on` replaces them by devices that are.
 
-#2          the third device offered, of whatever type: in plans made by hand that name no devices
 0.3:H100    any device of this type: device 3 of node 0 of a cluster that was planned for ahead (`Cluster.devices`)
+0.2:any     the third device offered, of whatever type: in plans made by hand that name no devices
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from cost_models.hardware.device_specs import describes
 
-_ORDINAL = re.compile(r"#\d+")
-_CLUSTER_DEVICE = re.compile(r"\d+\.\d+:.+")
+_ANY = "any"
+_ORDINAL = re.compile(rf"0\.\d+:{_ANY}")
+_CLUSTER_DEVICE = re.compile(rf"\d+\.\d+:(?!{_ANY}$).+")
 
 
 def ordinal(index: int) -> str:
     """The placeholder of the device offered at this place."""
-    return f"#{index}"
+    return f"0.{index}:{_ANY}"
 
 
 def is_ordinal(name: str) -> bool:
@@ -51,9 +52,9 @@ def devices_of_type(
 
 
 def devices_in_order(groups: Sequence[Sequence[str]], offered: Sequence[str], in_turn: bool) -> dict[str, str]:
-    """The device of every placeholder `#i`; `groups` are the devices of each stage.
+    """The device of every placeholder `0.i:any`; `groups` are the devices of each stage.
 
-    With `in_turn` (interleaved stages), a plan that uses `#0` to `#3` goes round two devices: 0 1 0 1.
+    With `in_turn` (interleaved stages), a plan that uses places 0 to 3 goes round two devices: 0 1 0 1.
     """
     n = len(groups) if goes_round(groups, offered, in_turn) else len(offered)
     return {ordinal(i): offered[i % len(offered)] for i in range(n) if offered}

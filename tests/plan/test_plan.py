@@ -151,8 +151,8 @@ def test_all_that_is_wrong_with_the_devices_is_said_at_once() -> None:
     plan = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2, devices=[["cpu:0", "cpu:1"], "tpu:3"])
     with pytest.raises(PlanError, match=r"uses 3 devices, but 2 are given.*uses tpu:3, but the devices are"):
         plan.on(["cpu:0", "cpu:1"])
-    with pytest.raises(PlanError, match=r"uses #5, but the devices are cpu:0, cpu:1"):
-        Plan.from_split({"0": 0}, n_microbatches=2, devices=["#5"]).on(["cpu:0", "cpu:1"])
+    with pytest.raises(PlanError, match=r"uses 0.5:any, but the devices are cpu:0, cpu:1"):
+        Plan.from_split({"0": 0}, n_microbatches=2, devices=["0.5:any"]).on(["cpu:0", "cpu:1"])
 
 
 @pytest.mark.parametrize("change", ["none", "values", "dtype", "eval", "frozen"])

@@ -53,9 +53,9 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
-# Files whose tests keep the same promise for many models: every fourth case runs by default, the others in the slow
+# Files whose tests keep the same promise for many models: every fifth case runs by default, the others in the slow
 # set.
-EVERY_FOURTH_CASE = (
+EVERY_FIFTH_CASE = (
     "analysis/test_batch_proof.py",
     "analysis/test_batching.py",
     "analysis/test_loss.py",
@@ -105,9 +105,9 @@ EVERY_FOURTH_CASE = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, int] = {}
     for item in items:
-        if "/".join(item.path.parts[-2:]) in EVERY_FOURTH_CASE:
+        if "/".join(item.path.parts[-2:]) in EVERY_FIFTH_CASE:
             test = item.nodeid.partition("[")[0]
-            if cases.setdefault(test, 0) % 4:
+            if cases.setdefault(test, 0) % 5:
                 item.add_marker(pytest.mark.slow)
             cases[test] += 1
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}

@@ -298,6 +298,7 @@ def test_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install" in err
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_program_with_json_alone_on_stdout() -> None:
     command = [sys.executable, "-m", "autopar", "plan", "factories:with_args", "--devices", "cpu,cpu", "--json"]
     root = Path(autopar.__file__).parents[1]

@@ -262,6 +262,7 @@ def test_what_is_not_installed_has_no_row_and_is_told(without_gpipe: None) -> No
         assert set(told) == set(peers.SYSTEMS) - {AUTOPAR}
 
 
+@pytest.mark.slow
 def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_plain_model_does() -> None:
     with operator_threads(1):
         _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None)

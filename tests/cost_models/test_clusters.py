@@ -304,6 +304,7 @@ def test_calibrated_curves_are_used_and_kept_in_files(monkeypatch: pytest.Monkey
         Cluster.from_toml(tmp_path / "here.toml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "float32"),
     [

@@ -235,6 +235,7 @@ def _measure(rank: int, rendezvous: str, results: "multiprocessing.Queue[Measure
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_processes_measure_every_collective_and_agree(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[MeasuredCollectives] = context.Queue()

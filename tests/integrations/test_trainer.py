@@ -150,6 +150,7 @@ def test_a_trainer_with_default_arguments_trains_evaluates_saves_and_resumes(fam
     assert_same(*resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [

@@ -73,6 +73,7 @@ def test_inputs_may_be_real_where_the_model_is_not() -> None:
     assert plan.batch_size == 8
 
 
+@pytest.mark.slow
 def test_a_model_made_under_fake_tensor_mode_is_planned_for() -> None:
     inputs = call_of(gpt2)
     with FakeTensorMode():

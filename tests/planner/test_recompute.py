@@ -128,6 +128,7 @@ def test_a_stage_that_recomputes_holds_the_activations_of_one_micro_batch() -> N
     assert peak(False) - peak(True) >= ((n_microbatches - 1) * (depth - 1) - 1) * activation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_leaves_no_tensor_behind(schedule: str, recompute: bool) -> None:

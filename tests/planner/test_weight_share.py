@@ -105,6 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_of_products_are_spared_by_the_share(name: str) -> None:
     make, inputs = MODELS[name]

@@ -35,6 +35,7 @@ def table_in(text: str, head: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in lines[start:end]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "room"), [("gpt2", 1.0), ("llama", 1.0), ("llama", 0.6), ("mlp", 0.5)])
 def test_a_stage_lists_every_chosen_collective_as_often_as_it_happens(name: str, room: float) -> None:
     plan, problem, found, keys, _ = chosen(name, room)

@@ -220,6 +220,7 @@ def watching_lines(step: Act, look: Callable[[tuple[str, int]], None]) -> None:
         sys.settrace(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["a call", "train_step"])
 def test_ctrl_c_at_any_line_of_the_caller_leaves_nothing_behind(way: str, ctrl_c: CtrlC) -> None:
     trial = Trial(pipelined("1f1b", ["cpu:0", "cpu:1"]), 2, ctrl_c, random.Random(0))

@@ -16,6 +16,7 @@ from autopar.plan.display import printable
 WIDTH = 80
 WIDE = 120  # for tables whose names of operators and layouts would be cut at 80
 _NAME = 20  # characters of the first column that do not wrap
+_GAP = 2  # characters between columns
 _WORDS = 12  # characters that other columns of text keep at least
 
 _RULE_UNDER_HEAD = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
@@ -38,13 +39,14 @@ def table(
     shown = Table(box=_RULE_UNDER_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index in kept:
         text = index < words
-        longest = max((len(row[index]) for row in rows), default=0)
+        longest = max((len(printable(row[index])) for row in rows), default=0)
+        least = min(longest, _NAME) if index == 0 else None if text else longest  # digits are never cut
         shown.add_column(
             columns[index],
             justify="left" if text else "right",
             no_wrap=not text,
             overflow="fold",
-            min_width=min(longest, _NAME) if index == 0 else None,
+            min_width=least,
         )
     for row in rows:
         shown.add_row(*(Text(printable(row[index])) for index in kept))
@@ -72,7 +74,7 @@ def _columns_that_fit(
     going += [index for index in reversed(numbers) if index not in going]
     kept = list(range(len(columns)))
     for index in going:
-        if sum(least[i] for i in kept) + len(kept) - 1 <= width:
+        if sum(least[i] for i in kept) + _GAP * (len(kept) - 1) <= width:
             break
         kept.remove(index)
     return kept

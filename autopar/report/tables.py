@@ -36,17 +36,16 @@ def table(
     from the last column on.
     """
     kept = _columns_that_fit(columns, rows, words, first_to_go, width)
+    widths = _widths(columns, rows, words, kept, width)
     shown = Table(box=_RULE_UNDER_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index in kept:
         text = index < words
-        longest = max((len(printable(row[index])) for row in rows), default=0)
-        least = min(longest, _NAME) if index == 0 else None if text else longest  # digits are never cut
         shown.add_column(
             columns[index],
             justify="left" if text else "right",
             no_wrap=not text,
             overflow="fold",
-            min_width=least,
+            width=widths[index],
         )
     for row in rows:
         shown.add_row(*(Text(printable(row[index])) for index in kept))
@@ -78,6 +77,22 @@ def _columns_that_fit(
             break
         kept.remove(index)
     return kept
+
+
+def _widths(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, kept: Sequence[int], width: int
+) -> dict[int, int]:
+    """Characters of each kept column: numbers whole, text with the room that is left, from the first column on."""
+    longest = {i: max([*map(len, columns[i].split("\n")), *(len(printable(row[i])) for row in rows)]) for i in kept}
+    least = {i: max(map(len, columns[i].split("\n")), default=0) for i in kept}
+    floor = {i: max(least[i], min(longest[i], _NAME if i == 0 else _WORDS)) if i < words else longest[i] for i in kept}
+    spare = width - sum(floor.values()) - _GAP * (len(kept) - 1)
+    widths = dict(floor)
+    for i in kept:
+        more = max(0, min(longest[i] - floor[i], spare))
+        widths[i] += more
+        spare -= more
+    return widths
 
 
 def _title(column: str) -> str:

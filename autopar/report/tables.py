@@ -82,13 +82,13 @@ def _columns_that_fit(
 def _widths(
     columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, kept: Sequence[int], width: int
 ) -> dict[int, int]:
-    """Characters of each kept column: numbers whole, text with the room that is left, from the first column on."""
+    """Characters of each kept column: numbers whole, text with the room that is left, short text first."""
     longest = {i: max([*map(len, columns[i].split("\n")), *(len(printable(row[i])) for row in rows)]) for i in kept}
     least = {i: max(map(len, columns[i].split("\n")), default=0) for i in kept}
     floor = {i: max(least[i], min(longest[i], _NAME if i == 0 else _WORDS)) if i < words else longest[i] for i in kept}
     spare = width - sum(floor.values()) - _GAP * (len(kept) - 1)
     widths = dict(floor)
-    for i in kept:
+    for i in sorted(kept, key=lambda i: longest[i]):
         more = max(0, min(longest[i] - floor[i], spare))
         widths[i] += more
         spare -= more

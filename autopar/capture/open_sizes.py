@@ -20,9 +20,7 @@ import torch
 from torch import fx
 
 from autopar.capture import torch_private
-from autopar.capture.program import Input, OpenSize, Program, flattened
-
-_LEAST = 2  # the tracer takes every symbolic size to be at least this: sizes of 0 and 1 broadcast
+from autopar.capture.program import Input, OpenSize, Program, fitting_batch, flattened
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class SymbolicProgram:
         leaves, spec = flattened(args, kwargs)
         if spec != self.program.in_spec:
             return None
-        batch = self._fits(leaves)
-        if batch is None:
+        batch = fitting_batch(leaves, self.program.inputs, self.sizes)
+        if batch is None or (batch != self.program.batch_size and (not self.program.any_batch or batch == 1)):
             return None
         try:
             self.program.guards(*leaves)
@@ -95,29 +93,6 @@ class SymbolicProgram:
             if isinstance(traced, torch.SymInt) and torch_private.at_sizes(traced, known) != size:
                 return None
         return known
-
-    def _fits(self, leaves: Sequence[Any]) -> int | None:
-        """The batch size of a call whose fixed sizes are those of the capture; otherwise None."""
-        batches = set()
-        for place, (leaf, one) in enumerate(zip(leaves, self.program.inputs, strict=True)):
-            if one.shape is None:
-                if type(leaf) is not type(one.value):
-                    return None
-                if leaf != one.value and (OpenSize(place, None) not in self.sizes or leaf < 0):
-                    return None
-                continue
-            if not isinstance(leaf, torch.Tensor) or leaf.dtype != one.dtype or leaf.dim() != len(one.shape):
-                return None
-            for dim, (size, seen) in enumerate(zip(leaf.shape, one.shape, strict=True)):
-                if dim == one.batch_dim:
-                    batches.add(size)
-                elif size != seen and (OpenSize(place, dim) not in self.sizes or size < _LEAST):
-                    return None
-        if len(batches) > 1:
-            return None
-        batch: int = batches.pop() if batches else 0
-        usable = batch == self.program.batch_size or (self.program.any_batch and batch != 1)
-        return batch if usable else None
 
     @classmethod
     def of(cls, program: Program, requested: frozenset[OpenSize]) -> SymbolicProgram:

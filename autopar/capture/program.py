@@ -14,7 +14,7 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ from autopar.hints.shard import hinted_modules
 
 log = logging.getLogger(__name__)
 
+_LEAST_SIZE = 2  # the tracer takes every symbolic size to be at least this: sizes of 0 and 1 broadcast
 _OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
 
 
@@ -96,28 +97,11 @@ class Program:
         """`bind` for a call that `flattened` has taken apart."""
         if spec != self.in_spec:
             return None
-        sizes = set()
-        other_numbers = False
-        for leaf, expected in zip(leaves, self.inputs, strict=True):
-            if expected.shape is None:
-                if type(leaf) is not type(expected.value):
-                    return None
-                if leaf != expected.value:
-                    if not expected.any_number or leaf < 0:  # the tracer takes a symbol to be at least 0
-                        return None
-                    other_numbers = True
-                continue
-            if not isinstance(leaf, torch.Tensor) or leaf.dtype != expected.dtype or leaf.dim() != len(expected.shape):
-                return None
-            for dim, (size, seen) in enumerate(zip(leaf.shape, expected.shape, strict=True)):
-                if dim == expected.batch_dim:
-                    sizes.add(size)
-                elif size != seen:
-                    return None
-        if len(sizes) > 1:
+        numbers = frozenset(OpenSize(place, None) for place, one in enumerate(self.inputs) if one.any_number)
+        batch = fitting_batch(leaves, self.inputs, numbers)
+        if batch is None:
             return None
-        batch = sizes.pop() if sizes else 0
-        if batch == self.batch_size and not other_numbers:
+        if batch == self.batch_size and all(leaves[one.leaf] == self.inputs[one.leaf].value for one in numbers):
             return leaves, batch
         if batch != self.batch_size and (not self.any_batch or batch == 1):  # export specialises a size of 1
             return None
@@ -126,6 +110,32 @@ class Program:
         except AssertionError:
             return None
         return leaves, batch
+
+
+def fitting_batch(leaves: Sequence[Any], inputs: Sequence[Input], opened: Collection[OpenSize]) -> int | None:
+    """The number of samples of a call that differs from the captured `inputs` in the batch and in `opened` alone.
+
+    0 where no input has a batch dimension, None for any other call.
+    """
+    batches = set()
+    for place, (leaf, seen) in enumerate(zip(leaves, inputs, strict=True)):
+        if seen.shape is None:
+            if type(leaf) is not type(seen.value):
+                return None
+            # The tracer takes the symbol of a number to be at least 0.
+            if leaf != seen.value and (OpenSize(place, None) not in opened or leaf < 0):
+                return None
+            continue
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype != seen.dtype or leaf.dim() != len(seen.shape):
+            return None
+        for dim, (size, captured) in enumerate(zip(leaf.shape, seen.shape, strict=True)):
+            if dim == seen.batch_dim:
+                batches.add(size)
+            elif size != captured and (OpenSize(place, dim) not in opened or size < _LEAST_SIZE):
+                return None
+    if len(batches) > 1:
+        return None
+    return int(batches.pop()) if batches else 0
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch_private.TreeSpec]:

@@ -17,7 +17,7 @@ from autopar.plan.plan import Plan, RunnerUp
 from autopar.planner.explain import explanation, why_no_more
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.inter_op.candidates import Candidate, Searching
-from autopar.planner.inter_op.memory_formula import ResidentBytes, resident_bytes
+from autopar.planner.inter_op.memory_formula import ResidentBytes, resident_bytes, split_text
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
 from autopar.planner.inter_op.partition import explain_infeasible
 from autopar.planner.intra_op.explain import InsideExplained, Solved, operator_explainer
@@ -200,13 +200,7 @@ def _infeasible(searching: Searching) -> InfeasibleError:
     modules = [p for p in dict.fromkeys(costs.operators[n].module for n in names) if p] or ["the whole model"]
     kind = problem.kinds[found.stage.kind]
     parts = _resident(searching, frozenset(inside.tolist()), kind.name)
-    held = {
-        "weights": parts.parameter,
-        "gradients": parts.gradient,
-        f"optimizer ({searching.options.optimizer})": parts.optimizer,
-    }
-    held["activations"] = max(0.0, found.needed - parts.total)
-    split = ", ".join(f"{what} {bytes_text(nbytes)}" for what, nbytes in held.items() if nbytes)
+    split = split_text(parts, found.needed, searching.options.optimizer)
     return InfeasibleError(
         f"no plan fits the memory: with {m} micro-batch{'es' if m > 1 else ''}, stage {found.index} ({modules[0]} .. "
         f"{modules[-1]}) on {kind.name} needs {bytes_text(found.needed)}, has {bytes_text(found.available)} ({split}); "

@@ -10,7 +10,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.validation import replicas
 from autopar.planner.intra_op.explain import Alternative, InsideExplained, OperatorExplained
 from autopar.report.sharding import axis_text, cut_short, mesh_text, when
-from autopar.report.tables import WIDE, bullet, megabytes, milliseconds, paragraph, table
+from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
 from autopar.sharding.stage_sharding import Exchange, StageSharding, parse_strategy
 
 _SAME = 1e-9  # relative; seconds that differ less are equal
@@ -37,7 +37,7 @@ def inside_text(explained: InsideExplained) -> str:
         rows = [_short(plan, one) for one in short]
         columns = ["other operators there" if full else "operators", "split", "layouts"]
         numbers = ["collectives", "ms", "repeated\nms"]
-        parts.append(table([*columns, *numbers], cut_short(rows), words=3, width=WIDE))
+        parts.append(table([*columns, *numbers], cut_short(rows), words=3))
     if len(short) == 1 and not full and short[0].exchanges:
         parts.append("\n".join(map(bullet, _exchanges(short[0]))))
     if not full and any(plan.stages[one.stage].sharding is not None for one in short):
@@ -55,7 +55,7 @@ def _full(plan: Plan, one: OperatorExplained) -> Iterator[str]:
     if one.more:
         rows.append([f"... and {one.more} more", *[""] * (len(rows[0]) - 1)])
     columns = ["", *sharding.axes, "layouts", "own\nms", "collectives\nms", "kept\nMB", "whole\nms", "whole\nMB"]
-    yield table(columns, rows, words=2 + len(sharding.axes), width=WIDE)
+    yield table(columns, rows, words=2 + len(sharding.axes))
     reasons = [_why(sharding, one), *(f"it causes {text}" for text in _exchanges(one))]
     reasons += [f"whole: all {one.alike} equal operators of equal layers have this strategy"] if one.alike > 1 else []
     reasons += [f"devices repeat {milliseconds(one.repeated)} ms of it"] if one.repeated else []

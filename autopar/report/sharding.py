@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from autopar.analysis.rules import neural
 from autopar.plan.plan import Plan, Stage
 from autopar.report.layer_names import folded, operator_text
-from autopar.report.tables import WIDE, bullet, megabytes, milliseconds, paragraph, table
+from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
 from autopar.sharding.stage_sharding import Exchange, StageSharding, Stored
 
@@ -136,7 +136,7 @@ def _meshes(plan: Plan, sharded: dict[int, Stage]) -> str:
             ]
         )
     columns = ["stage", "mesh", "meshes", "collectives\nper step", "MB", "ms", "of the\nstep"]
-    return table([*columns, "repeated work\nms", "of the\nstep"], rows, words=2, width=WIDE)
+    return table([*columns, "repeated work\nms", "of the\nstep"], rows, words=2)
 
 
 def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str
             alike[name, *words, texts[key]].append(key)
     rows = [[operator_text(text), *words] for (_, *words), keys in alike.items() for text in folded(keys)]
     if rows:
-        yield table([f"operators{over}", *axes, "layouts"], cut_short(rows), words=2 + len(axes), width=WIDE)
+        yield table([f"operators{over}", *axes, "layouts"], cut_short(rows), words=2 + len(axes))
     split = {key for sharding in own for key, _ in sharding.strategies}
     whole = sum(key not in split for stage in stages for key in stage.operators)
     counts = [f"operators that keep the layouts of their operands: {n_keeping}"] if n_keeping else []
@@ -189,7 +189,7 @@ def _parameters(own: Sequence[StageSharding], over: str) -> Iterator[str]:
                 alike[words, texts[name]].append(name)
     rows = [[text, *words] for words, names in alike.items() for text in folded(names)]
     if rows:
-        yield table([f"parameters{over}", "stored", "layouts"], cut_short(rows), words=3, width=WIDE)
+        yield table([f"parameters{over}", "stored", "layouts"], cut_short(rows), words=3)
 
 
 def _collectives(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
@@ -213,7 +213,7 @@ def _collectives(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
     if lines:
         rows = [[*w, str(n), megabytes(b), milliseconds(s), share_text(s, plan)] for w, (n, b, s) in lines]
         columns = ["collective", "axis", "when", "read by", "per step", "MB", "ms", "of the\nstep"]
-        yield table(columns, rows, words=4, width=WIDE)
+        yield table(columns, rows, words=4)
 
 
 def _repeated(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Tables and numbers as plain text: no colours, 80 columns or, with layouts, 120; control characters escaped."""
+"""Tables and numbers as plain text: no colours, 80 columns, control characters escaped."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from io import StringIO
@@ -14,7 +15,6 @@ from rich.text import Text
 from autopar.plan.display import printable
 
 WIDTH = 80
-WIDE = 120  # for tables whose names of operators and layouts would be cut at 80
 _NAME = 20  # characters of the first column that do not wrap
 _GAP = 2  # characters between columns
 _WORDS = 12  # characters that other columns of text keep at least
@@ -28,15 +28,14 @@ def table(
     *,
     words: int = 1,
     first_to_go: Sequence[str] = (),
-    width: int = WIDTH,
 ) -> str:
     """Lines of a table. The first `words` columns are text and may wrap; the others are numbers, to the right.
 
     Numbers that do not fit the width are left out, and a line below names them: first the columns `first_to_go`, then
     from the last column on.
     """
-    kept = _columns_that_fit(columns, rows, words, first_to_go, width)
-    widths = _widths(columns, rows, words, kept, width)
+    kept = _columns_that_fit(columns, rows, words, first_to_go)
+    widths = _widths(columns, rows, words, kept)
     shown = Table(box=_RULE_UNDER_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index in kept:
         text = index < words
@@ -48,9 +47,9 @@ def table(
             width=widths[index],
         )
     for row in rows:
-        shown.add_row(*(Text(printable(row[index])) for index in kept))
+        shown.add_row(*(Text("\n".join(_lines(printable(row[index]), widths[index]))) for index in kept))
     out = StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(shown)
+    Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(shown)
     lines = [line.rstrip() for line in out.getvalue().rstrip().splitlines()]
     missing = [_title(column) for index, column in enumerate(columns) if index not in kept]
     if missing:
@@ -59,7 +58,7 @@ def table(
 
 
 def _columns_that_fit(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, first_to_go: Sequence[str], width: int
+    columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, first_to_go: Sequence[str]
 ) -> list[int]:
     """The columns that have room side by side; text always stays."""
     least = []
@@ -73,26 +72,36 @@ def _columns_that_fit(
     going += [index for index in reversed(numbers) if index not in going]
     kept = list(range(len(columns)))
     for index in going:
-        if sum(least[i] for i in kept) + _GAP * (len(kept) - 1) <= width:
+        if sum(least[i] for i in kept) + _GAP * (len(kept) - 1) <= WIDTH:
             break
         kept.remove(index)
     return kept
 
 
-def _widths(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, kept: Sequence[int], width: int
-) -> dict[int, int]:
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int, kept: Sequence[int]) -> dict[int, int]:
     """Characters of each kept column: numbers whole, text with the room that is left, short text first."""
     longest = {i: max([*map(len, columns[i].split("\n")), *(len(printable(row[i])) for row in rows)]) for i in kept}
     least = {i: max(map(len, columns[i].split("\n")), default=0) for i in kept}
     floor = {i: max(least[i], min(longest[i], _NAME if i == 0 else _WORDS)) if i < words else longest[i] for i in kept}
-    spare = width - sum(floor.values()) - _GAP * (len(kept) - 1)
+    spare = WIDTH - sum(floor.values()) - _GAP * (len(kept) - 1)
     widths = dict(floor)
     for i in sorted(kept, key=lambda i: longest[i]):
         more = max(0, min(longest[i] - floor[i], spare))
         widths[i] += more
         spare -= more
     return widths
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """`text` in lines of at most `width` characters. Lines end at a space, or in a path before a name, if they can."""
+    lines = [""]
+    for piece in re.split(r"(?<= )|(?<=[./_#])(?=[a-z])", text):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
 
 
 def _title(column: str) -> str:

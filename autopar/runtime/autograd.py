@@ -31,13 +31,11 @@ def call(run: Run, leaves: Sequence[Any]) -> list[Any]:
     return [next(tensors) if isinstance(x, torch.Tensor) else x for x in results]
 
 
-def train_step(run: Run, leaves: Sequence[Any]) -> torch.Tensor:
-    """Run forwards and backwards, accumulate gradients in `.grad`, and return the detached loss of the batch."""
+def step(run: Run, leaves: Sequence[Any]) -> torch.Tensor:
+    """Run forwards and backwards. Returns the batch's loss, whose `backward` accumulates the gradients in `.grad`."""
     parameters, inputs = _trained(run), _differentiable(leaves)
     loss: torch.Tensor = PipelinedTrainStep.apply(run, tuple(inputs), len(parameters), *parameters, *inputs.values())
-    result = loss.detach()
-    loss.backward()
-    return result
+    return loss
 
 
 def _trained(run: Run) -> list[nn.Parameter]:
@@ -77,8 +75,9 @@ class PipelinedCall(torch.autograd.Function):
         of_outputs: list[torch.Tensor | None] = [None] * len(run.call.outputs)
         for place, gradient in zip(ctx.places, gradients, strict=True):
             of_outputs[place] = gradient
-        run.backward(of_outputs, torch_private.backward_keeps_graph())
-        return _gradients(run, ctx.keys, ctx.indices)
+        with run.lock:
+            run.backward(of_outputs, torch_private.backward_keeps_graph())
+            return _gradients(run, ctx.keys, ctx.indices)
 
 
 class PipelinedTrainStep(torch.autograd.Function):
@@ -89,13 +88,14 @@ class PipelinedTrainStep(torch.autograd.Function):
     def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
         """`tensors`: the parameters, then the flat inputs `indices`."""
         loss = run.step()
-        ctx.run, ctx.indices, ctx.keys = run, indices, [id(p) for p in tensors[:n_parameters]]
+        ctx.gradients = _gradients(run, [id(p) for p in tensors[:n_parameters]], indices)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return _gradients(ctx.run, ctx.keys, ctx.indices)
+        gradients, ctx.gradients = ctx.gradients, ()
+        return gradients
 
 
 class SecondDerivative(torch.autograd.Function):

@@ -106,6 +106,7 @@ class CallTensors:
         self.outputs = OutputCollector(call.outputs, call.sizes)
         self.statistics = Statistics()  # of batch norms whose running statistics move once per batch
         self.losses: list[torch.Tensor | None] = [None] * call.n_microbatches
+        self.has_gradient = False  # whether the loss of a micro-batch had a gradient; the last stage writes it
         self.kept: dict[tuple[int, int], KeptForward] = {}  # (stage, micro-batch)
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
         self._call = call

@@ -65,6 +65,16 @@ def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any]) -> torch.Tensor:
     return loss
 
 
+def check_trains(has_gradient: bool, loss_fn: Callable[[Any, Any], Any]) -> None:
+    """Raise InputError if no backward can start from the loss of a batch."""
+    if not has_gradient:
+        raise InputError(
+            f"{title_of(loss_fn)} returned a loss without a gradient, so that a step would train nothing: compute the "
+            "loss from the output with torch operators, without detach(), item() or no_grad(), and let a parameter of "
+            "the model require a gradient"
+        )
+
+
 def _shape(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return _identity(leaf)

@@ -5,38 +5,31 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, overload
 
 import torch
 from torch import fx, nn
 
 from autopar.analysis.example import LossFunction
-from autopar.capture import torch_private
-from autopar.capture.thread_state import CallerState
 from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError, warn
 from autopar.plan.display import printable, shown
 from autopar.plan.plan import Plan
-from autopar.runtime import autograd
 from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.call import PipelineCall
 from autopar.runtime.call_checks import Pipelined, check_process, check_tensors
-from autopar.runtime.captures import BoundCall, CallArguments
-from autopar.runtime.loss_splits import TargetDim, checked_loss
+from autopar.runtime.call_runner import CallRunner
+from autopar.runtime.captures import CallArguments
+from autopar.runtime.loss_splits import TargetDim
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, visible_class
-from autopar.runtime.outputs import scalars_at_inputs
-from autopar.runtime.own_devices import on_own_devices, takes_cache
+from autopar.runtime.own_devices import takes_cache
 from autopar.runtime.own_loss import own_loss
-from autopar.runtime.plain_model import detached, plain_call, plain_step
-from autopar.runtime.run import Run
 from autopar.runtime.signatures import Decide, Signatures
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed
-from autopar.schedule.micro_batches import split_sizes
-from cost_models.hardware.devices import Device, find_device
+from cost_models.hardware.devices import Device
 
 _SHARED = (  # tables of torch.nn.Module that the pipelined module shares with the model
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
@@ -78,8 +71,7 @@ class PipelinedModule(Pipelined, nn.Module):
         self._devices = tuple(devices)
         self._decide = decide
         self._signatures = Signatures(model, devices, decide, plan, settings or RunSettings())
-        self._device_context: DeviceContext | None = None
-        self._recorder: StepRecorder | None = None
+        self._calls = CallRunner(model, devices, self._signatures)
         self._record = record
         self.last_profile: StepProfile | None = None
 
@@ -184,7 +176,7 @@ class PipelinedModule(Pipelined, nn.Module):
     ) -> Plan:
         """Capture, profile and plan for a call like this one, without running it."""
         check_process(self._process)
-        self._signatures.bind(CallArguments(args, kwargs, loss_fn, target))
+        self._calls.prepare(CallArguments(args, kwargs, loss_fn, target))
         assert self.plan is not None
         return self.plan
 
@@ -224,14 +216,11 @@ class PipelinedModule(Pipelined, nn.Module):
         check_process(self._process)
         check_tensors(args, kwargs)
         if takes_cache(args, kwargs):
-            with self._unpipelined("a call with a key-value cache", "a captured model could not update it in place"):
+            with self._calls.unpipelined(
+                "a call with a key-value cache", "a captured model could not update it in place"
+            ):
                 return self.unwrap().forward(*args, **kwargs)
-        bound = self._signatures.bind(CallArguments(args, kwargs))
-        if bound.signature.executable is None:
-            return plain_call(self.unwrap(), self._only_device, args, kwargs)
-        program = bound.signature.program
-        results = autograd.call(self._run(bound), bound.leaves)[: program.n_outputs]
-        return torch_private.tree_unflatten(scalars_at_inputs(results, bound.leaves), program.out_spec)
+        return self._calls.forward(CallArguments(args, kwargs))
 
     @overload
     def train_step(
@@ -300,123 +289,38 @@ class PipelinedModule(Pipelined, nn.Module):
             raise InputError("train_step does not update a key-value cache; leave past_key_values out")
         call = CallArguments(args, kwargs, loss_fn or own_loss, target, target_dim, bool(return_outputs))
         with torch.enable_grad():
-            bound = self._signatures.bind(call)
-            if profile:
-                # The time of a step includes the look-up of its signature, so look it up once more.
-                loss, outputs = self._profiled(
-                    lambda: self._train_step(self._signatures.bind(call), call), bound.batch_size
-                )
-            else:
-                loss, outputs = self._train_step(bound, call)
+            loss, outputs = self._profiled(call) if profile else self._calls.train_step(call)
         return (loss, outputs) if return_outputs else loss
 
-    @contextmanager
-    def device_context(self, context: DeviceContext) -> Iterator[None]:
+    def device_context(self, context: DeviceContext) -> AbstractContextManager[None]:
         """Inside, the worker of every device does its part of a call in `context(name of the device)`."""
-        self._device_context = context
-        try:
-            yield
-        finally:
-            self._device_context = None
+        return self._calls.device_context(context)
 
-    @contextmanager
-    def recording(self, recorder: StepRecorder) -> Iterator[None]:
+    def recording(self, recorder: StepRecorder) -> AbstractContextManager[None]:
         """Inside, `recorder` records the times of a call's actions."""
-        self._recorder = recorder
-        try:
-            yield
-        finally:
-            self._recorder = None
+        return self._calls.recording(recorder)
 
     def _generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """`generate` of the model, on the devices of its stages."""
 
         @functools.wraps(generate)
         def on_stages(*args: Any, **kwargs: Any) -> Any:
-            with self._unpipelined("generate()", "every token needs the one before it") as mode:
+            with self._calls.unpipelined("generate()", "every token needs the one before it") as mode:
                 if mode is not None and hasattr(getattr(self.unwrap(), "generation_config", None), "disable_compile"):
                     kwargs.setdefault("disable_compile", True)  # compiled code would not see the mode
                 return generate(*args, **kwargs)
 
         return on_stages
 
-    def _unpipelined(self, what: str, why: str) -> AbstractContextManager[object]:
-        """Inside, the model's own code runs on the devices of its stages. A warning says so once."""
-        if len(self._devices) > 1:
-            self._signatures.warnings.runs_unpipelined(what, why)
-        return on_own_devices(self.unwrap(), [device.torch_device for device in self._devices])
-
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _train_step(self, bound: BoundCall, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        """The loss, and the outputs if the call asks for them."""
-        if bound.signature.executable is None:
-            assert call.loss is not None
-            return plain_step(
-                self.unwrap(), self._only_device, call.args, call.kwargs, call.loss, call.target, self._recorder
-            )
-        assert bound.loss_split is not None
-        if bound.loss_split.combine == "whole" and len(self._sizes(bound)) > 1:
-            self._signatures.warnings.loss_sees_whole_batch(bound.loss_split.why)
-            return self._train_step_with_whole_loss(call)
-        run, program = self._run(bound, call), bound.signature.program
-        loss = autograd.train_step(run, bound.leaves)
-        if not call.return_outputs:
-            return loss, None
-        return loss, torch_private.tree_unflatten(run.tensors.outputs.finish()[: program.n_outputs], program.out_spec)
-
-    def _train_step_with_whole_loss(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        """All forwards, the loss on the outputs of the whole batch, all backwards."""
-        assert call.loss is not None
-        output = PipelinedModule.forward(self, *call.args, **call.kwargs)
-        device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
-        target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
-        loss = checked_loss(call.loss(output, target), call.loss)
-        loss.backward()
-        return loss.detach(), detached(output)
-
-    def _sizes(self, bound: BoundCall) -> list[int]:
-        """Samples in each micro-batch."""
-        signature = bound.signature
-        assert signature.lowered is not None
-        least, multiple = signature.batching.least_rows, signature.lowered.multiple
-        return split_sizes(bound.batch_size, signature.n_microbatches, least, multiple)
-
-    def _profiled(self, step: Callable[[], tuple[torch.Tensor, Any]], batch_size: int) -> tuple[torch.Tensor, Any]:
+    def _profiled(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        """A training step whose times go to `last_profile`."""
+        bound = self._calls.prepare(call)  # so that the time of a step does not include capture and planning
         assert self.plan is not None
         recorder = StepRecorder()
         with self.recording(recorder):
-            result, seconds = timed(step, self._devices)
-        self.last_profile = recorder.profile(self.plan, seconds, batch_size)
+            result, seconds = timed(lambda: self._calls.train_step(call), self._devices)
+        self.last_profile = recorder.profile(self.plan, seconds, bound.batch_size)
         if self._record and self.last_profile.predicted is not None:
             costs = costs_of(self.plan)
             remember([Record.of(self.plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
         return result
-
-    @property
-    def _only_device(self) -> Device:
-        """The device of a plan that uses only one."""
-        assert self.plan is not None
-        return find_device(self._devices, self.plan.used_devices[0])
-
-    def _run(self, bound: BoundCall, step: CallArguments | None = None) -> Run:
-        """A call, ready to start. `step`: of a training step, which computes the loss."""
-        signature = bound.signature
-        executable, lowered = signature.executable, signature.lowered
-        assert executable is not None
-        assert lowered is not None
-        executable.refresh()
-        devices = [d.torch_device for d in self._devices]
-        call = PipelineCall.of(
-            signature.program,
-            bound.leaves,
-            self._sizes(bound),
-            signature.batching.outputs,
-            CallerState.of_this_thread(devices, training=step is not None),
-            seed=int(torch.randint(1 << 62, (), device="cpu").item()) if lowered.random else None,
-            loss=step.loss if step is not None else None,
-            target=step.target if step is not None else None,
-            loss_split=bound.loss_split,
-            return_outputs=step is not None and step.return_outputs,
-        )
-        return Run(executable, call, device_context=self._device_context, recorder=self._recorder)

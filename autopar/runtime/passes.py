@@ -147,6 +147,7 @@ class Passes:
             target = torch_private.tree_map(lambda x: moved(x, device), target)
         loss = checked_loss(function(output, target), self._call.loss or function)
         self._tensors.losses[microbatch] = loss.detach()
+        self._tensors.has_gradient |= loss.requires_grad
         return loss
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -198,6 +199,8 @@ class Passes:
         if kept.loss is not None:
             if not self._call.loss_weights[microbatch]:
                 return []  # a mean over no targets: its gradient is NaN and counts nothing
+            if not kept.loss.requires_grad:
+                return []  # a constant, for these samples
             weight = self._executable.loss_weight(self._call.loss_weights[microbatch], kept.loss)
             if kept.outputs is not None:
                 return [(kept.loss, weight)]

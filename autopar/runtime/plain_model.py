@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
-from autopar.runtime.loss_splits import checked_loss
+from autopar.runtime.loss_splits import check_trains, checked_loss
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device
@@ -37,6 +37,7 @@ def plain_step(
         output = plain_call(model, device, args, kwargs)
         timed = loss_fn if recorder is None else recorder.timed_loss(loss_fn)
         loss = checked_loss(timed(output, _moved(target, device)), loss_fn)
+        check_trains(loss.requires_grad, loss_fn)
     with _recorded(recorder, Phase.BACKWARD, device):
         loss.backward()
     return loss.detach(), detached(output)

@@ -31,6 +31,7 @@ order of the schedule:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ import torch
 from autopar.runtime.call import CallTensors, PipelineCall
 from autopar.runtime.executable import Executable
 from autopar.runtime.execution import Execution
+from autopar.runtime.loss_splits import check_trains
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.passes import Passes
@@ -51,13 +53,16 @@ class Run:
         self,
         executable: Executable,
         call: PipelineCall,
+        lock: AbstractContextManager[Any],
         *,
         device_context: DeviceContext | None = None,
         recorder: StepRecorder | None = None,
     ) -> None:
-        """`device_context`: for a device's name, a context that its worker enters. `recorder`: times every action."""
+        """`lock`: held while the call runs: calls of several threads would mix their gradients in the workers' leaves.
+        `device_context`: for a device's name, a context that its worker enters. `recorder`: times every action."""
         self.executable = executable
         self.call = call
+        self.lock = lock
         self.tensors = CallTensors(call)
         self._device_context = device_context
         self._recorder = recorder
@@ -83,8 +88,13 @@ class Run:
         self._execute(training=True, only_backward=True, keep_graph=keep_graph)  # (9)
 
     def step(self) -> torch.Tensor:
-        """Run forwards and backwards in the order of the schedule. Returns the loss of the batch."""
+        """Run forwards and backwards in the order of the schedule. Returns the loss of the batch.
+
+        Raises InputError if the loss has no gradient.
+        """
+        assert self.call.loss is not None
         self._execute(training=True)
+        check_trains(self.tensors.has_gradient, self.call.loss)
         self._update_buffers()
         return self.tensors.loss()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from autopar.capture import export
 from autopar.plan.plan import Stage
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.stage_sharding import StageSharding
+from cost_models.memory.byte_sizes import parse_bytes
 
 # -- what is refused when the model is captured -----------------------------------------------------------------------
 
@@ -175,3 +177,23 @@ def test_a_tracer_that_starts_again_loses_no_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("autopar.capture.torch_private.register_output_type", lambda *_: True)
     _, found = chosen(Calling(autopar.shard(torch.matmul, ((4, 1), (1, 1)))), torch.randn(8, 8))
     assert cut_into(found.strategies["matmul"].inputs[0], found, 2) == (4, 1)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_too_little_memory_is_told_with_what_it_is_for(pinned: bool) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    autopar.shard(model[0], ((1, 1),), ((1, 2),))
+    for module, stage in zip(model, (0, 1, 1), strict=True):
+        if pinned:
+            autopar.pipeline_stage(module, stage)
+    devices = ["cpu"] * (4 if pinned else 2)
+    call: dict[str, Any] = {"example_args": (torch.zeros(4, 256),), "cache": False}
+    with pytest.raises(autopar.InfeasibleError, match="sharded by the hints, needs") as e:
+        autopar.plan(model, devices, memory_limit=3_000, **call)
+    found = re.search(r"needs ([\d.]+ \w+) on each device, has 3 kB", str(e.value))
+    assert found is not None
+    needed = parse_bytes(found[1])
+    held = dict(re.findall(r"(weights|gradients|optimizer|activations)[^\d,]* ([\d.]+ \w+)", str(e.value)))
+    assert [*held] == ["weights", "gradients", "optimizer", "activations"]
+    assert sum(map(parse_bytes, held.values())) == pytest.approx(needed, rel=0.01)
+    autopar.plan(model, devices, memory_limit=round(1.01 * needed), **call)  # with as much, there is a plan

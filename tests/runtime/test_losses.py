@@ -171,3 +171,41 @@ def test_a_plan_made_for_a_loss_on_the_whole_batch_has_no_loss_in_its_last_stage
         max_shards=1,
     )
     assert plan.schedule in ("gpipe", "interleaved-1f1b"), "the others need losses of micro-batches"
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+@pytest.mark.parametrize("recompute", [(), (0, 1)])
+def test_a_loss_that_is_a_constant_for_some_samples_trains_on_the_others(
+    n_microbatches: int, recompute: tuple[int, ...]
+) -> None:
+    def sum_of_positive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        chosen = output[target > 0]
+        return chosen.square().sum() if len(chosen) else torch.zeros(())
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, CLASSES))
+    original = copy.deepcopy(model)
+    plan = autopar.Plan.from_split({"0": 0, "1": 1}, n_microbatches=n_microbatches, recompute=recompute)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False)
+    x, target = torch.randn(8, 6), torch.tensor([0, 0, 1, 1, 0, 0, 1, 0])
+    pm.train_step(x, target=torch.ones(8), loss_fn=sum_of_positive)
+    sum_of_positive(original(x), torch.ones(8)).backward()
+    loss = pm.train_step(x, target=target, loss_fn=sum_of_positive)
+    expected = sum_of_positive(original(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same_gradients(gradients(model), gradients(original))
+
+
+@pytest.mark.parametrize("split", [{"0": 0, "1": 1}, {"": 0}])
+@pytest.mark.parametrize("reason", ["detached", "frozen"])
+def test_a_loss_without_a_gradient_is_refused(reason: str, split: dict[str, int]) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, CLASSES)).requires_grad_(reason == "detached")
+    plan = autopar.Plan.from_split(split, n_microbatches=len(split))
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False)
+
+    def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output.detach() if reason == "detached" else output, target)
+
+    with pytest.raises(autopar.InputError, match=r"detached.*without a gradient"):
+        pm.train_step(torch.randn(4, 6), target=torch.randn(4, CLASSES), loss_fn=detached)
+    assert all(p.grad is None for p in model.parameters())

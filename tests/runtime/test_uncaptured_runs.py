@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from uncaptured_models import CASES, WIDTH, Case, rows
 
 import autopar
@@ -274,3 +275,65 @@ def test_a_compiled_pipeline_leaves_it_uncompiled() -> None:
     pm = autopar.parallelize(copy.deepcopy(model), DEVICES, plan=plan, cache=False, compile="eager")
     torch.testing.assert_close(pm(*rows(6)), model(*rows(6)))
     pm.close()
+
+
+class Unpadded(nn.Module):
+    """Sequences cut to the longest one: a shape that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+
+class OverUnpadded(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.embed, self.encoder = nn.Embedding(16, WIDTH), Unpadded()
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2)
+        return self.head(self.encoder(x, lengths)).mean(1)
+
+
+@pytest.mark.parametrize("step", ["backward", "train_step"])
+def test_a_batch_with_a_shape_that_the_example_did_not_show_runs_by_the_model_itself(step: str) -> None:
+    model = OverUnpadded()
+    pm = autopar.parallelize(
+        copy.deepcopy(model), DEVICES, plan=Plan.from_split({"embed": 0, "head": 1}, n_microbatches=2), cache=False
+    )
+    ids, target = torch.randint(16, (4, 5)), torch.randn(4, 4)
+    for lengths, said in (
+        (torch.full((4,), 5), False),
+        (torch.tensor([5, 4, 3, 2]), True),
+        (torch.full((4,), 3), True),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", autopar.AutoparWarning)
+            pm._signatures.warnings.given.clear()
+            if step == "train_step":
+                got = pm.train_step(ids, lengths, target=target, loss_fn=nn.functional.mse_loss)
+            else:
+                got = nn.functional.mse_loss(pm(ids, lengths), target)
+                got.backward()
+        assert any("shape depends on values" in str(w.message) for w in caught) == said
+        expected = nn.functional.mse_loss(model(ids, lengths), target)
+        expected.backward()
+        torch.testing.assert_close(got, expected)
+    for (name, mine), plain in zip(pm.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad, msg=name)
+
+
+def test_a_changed_shape_is_an_error_where_running_statistics_would_count_a_batch_twice() -> None:
+    pm = autopar.parallelize(
+        OverUnpadded(norm=True), DEVICES, plan=Plan.from_split({"embed": 0, "head": 1}, n_microbatches=2), cache=False
+    )
+    ids = torch.randint(16, (4, 5))
+    pm(ids, torch.full((4,), 5))
+    with pytest.raises(autopar.CaptureError, match=r"'encoder' \(Unpadded\).*shape depends on values"):
+        pm(ids, torch.full((4,), 3))

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from autopar.analysis.example import Example
 from autopar.analysis.operators import operator_keys
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.hints.module_hints import read_hints
 from autopar.hints.shard import hinted_modules
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.explainers import Explainer, with_explainer
+from autopar.planner.hint_constraints.memory_lack import fitting
 from autopar.planner.hint_constraints.pinned_meshes_plan import plan_pinned
 from autopar.planner.hint_constraints.shard_hints import (
     ResolvedSharding,
@@ -96,11 +97,8 @@ def _solved(
     in_flight = 1 if options.loss_inside else m
     task = ShardingTask(module, inputs, rows, cluster, m, example.training, options.optimizer, in_flight)
     memory = min(options.memory_limit or float("inf"), *memories)
-    try:
-        problem = ShardingProblem(task, mesh)
-        found = problem.solve(memory, {}, resolved.constraints)
-    except InfeasibleError as error:
-        raise InfeasibleError(f"sharded by the hints, nothing fits the memory of the devices: {error}") from error
+    problem = ShardingProblem(task, mesh)
+    found = fitting(problem, memory, resolved.constraints, "the model")
     nodes = {key: node.name for node, key in operator_keys(program).items()}
     return Solved(problem, found, nodes, memory, resolved.constraints)
 

@@ -23,6 +23,7 @@ from autopar.hints.module_hints import read_hints
 from autopar.lower.stages import StageProgram, lower
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
+from autopar.planner.hint_constraints.memory_lack import fitting
 from autopar.planner.hint_constraints.shard_hints import ResolvedSharding, microbatch_on_meta, resolve_sharding
 from autopar.planner.hint_constraints.stage_hints import resolve as resolve_hints
 from autopar.planner.hint_constraints.stage_hints import violations
@@ -113,7 +114,7 @@ class _StagePlanner:
         group = [s * size + i for i in hints.order]
         problem = self._problem(lowered, hints, group)
         memory = min(self.options.memory_limit or float("inf"), *(self.devices[i].memory for i in group))
-        found = problem.solve(memory, {}, _inside(hints.constraints, problem, lowered))
+        found = fitting(problem, memory, _inside(hints.constraints, problem, lowered), f"stage {s}")
         mine = self.pinned.operators(s)
         return Stage(
             tuple(self.devices[i].name for i in group),

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from autopar.costs.operator_cost import Weight
+from cost_models import bytes_text
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
 
@@ -45,3 +46,14 @@ def activation_bytes(saved: Bytes, received: Bytes, transient: Bytes, recompute:
     if recompute:
         return received, transient + saved
     return saved + received, transient
+
+
+def split_text(resident: ResidentBytes, needed: float, optimizer: str) -> str:
+    """What `needed` bytes are for, as `weights 2 GB, gradients 2 GB, optimizer (adam) 4 GB, activations 1 GB`."""
+    held = {
+        "weights": resident.parameter,
+        "gradients": resident.gradient,
+        f"optimizer ({optimizer})": resident.optimizer,
+        "activations": max(0.0, needed - resident.total),
+    }
+    return ", ".join(f"{what} {bytes_text(nbytes)}" for what, nbytes in held.items() if nbytes)

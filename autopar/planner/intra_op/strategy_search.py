@@ -70,12 +70,13 @@ class ShardingProblem(StrategyGraph):
         super().__init__(task, mesh, facts)
         self._priced: dict[tuple[OptionCosts, float], OptionCosts] = {}
 
-    def priced(self, price: float) -> Sharding:
-        """The fastest strategies if every byte on a device costs `price` seconds.
+    def priced(self, price: float, constraints: ShardingConstraints = NO_CONSTRAINTS) -> Sharding:
+        """The fastest strategies under `constraints` if every byte on a device costs `price` seconds.
 
         By duality no choice that needs as few bytes is faster. This takes no longer than a search without a limit.
         """
-        seconds = [self._with_price(variable, price).seconds for variable in self.variables]
+        unbound = [self._with_price(variable, price).seconds for variable in self.variables]
+        seconds = narrowed(constraints, unbound, self.options, self.stored)
         found = select(SelectionProblem(seconds, self.nbytes, self.edges), float("inf"))
         taken, nbytes = cost(SelectionProblem(self.seconds, self.nbytes, self.edges), found.options)
         return self._solution(replace(found, seconds=taken, bytes=nbytes, bound=taken if found.proven else 0.0))

@@ -1,0 +1,177 @@
+"""Runs the calls of one model by the plan: forwards, training steps, and what cannot be pipelined."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import torch_private
+from autopar.capture.module_hooks import has_hooks
+from autopar.capture.thread_state import CallerState
+from autopar.capture.uncaptured import ChangedResultError, uncaptured_in
+from autopar.runtime import autograd
+from autopar.runtime.call import PipelineCall
+from autopar.runtime.captures import BoundCall, CallArguments
+from autopar.runtime.loss_splits import check_trains, checked_loss
+from autopar.runtime.memory_watch import DeviceContext
+from autopar.runtime.outputs import scalars_at_inputs
+from autopar.runtime.own_devices import on_own_devices
+from autopar.runtime.plain_model import detached, plain_call, plain_step
+from autopar.runtime.run import Run
+from autopar.runtime.signatures import Signatures
+from autopar.runtime.step_recorder import StepRecorder
+from autopar.schedule.micro_batches import split_sizes
+from cost_models.hardware.devices import Device, find_device
+
+
+class CallRunner:
+    """One thread at a time binds a call and has the workers run it; the calls of other threads wait."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[Device], signatures: Signatures) -> None:
+        self._model = model
+        self._devices = tuple(devices)
+        self._signatures = signatures
+        self._lock = threading.RLock()
+        self._device_context: DeviceContext | None = None
+        self._recorder: StepRecorder | None = None
+
+    def prepare(self, call: CallArguments) -> BoundCall:
+        """Capture, plan and place for `call`, as far as that is not done yet."""
+        with self._lock:
+            return self._signatures.bind(call)
+
+    def forward(self, call: CallArguments) -> Any:
+        """What the model returns for the whole batch."""
+        with self._lock:
+            bound = self._signatures.bind(call)
+            program = bound.signature.program
+            if bound.signature.executable is not None:
+                try:
+                    results = autograd.call(self._run(bound), bound.leaves)[: program.n_outputs]
+                except ChangedResultError as error:
+                    return self._by_the_model(bound, call, error)
+        if bound.signature.executable is None:
+            return plain_call(self._model, self._only_device, call.args, call.kwargs)
+        return torch_private.tree_unflatten(scalars_at_inputs(results, bound.leaves), program.out_spec)
+
+    def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        """The loss, and the outputs if the call asks for them, both detached. Accumulates gradients in `.grad`."""
+        assert call.loss is not None
+        with self._lock:
+            bound = self._signatures.bind(call)
+            program, split = bound.signature.program, bound.loss_split
+            assert split is not None
+            plain = bound.signature.executable is None
+            whole = split.combine == "whole" and not plain and len(self._sizes(bound)) > 1
+            if not plain and not whole:
+                run = self._run(bound, call)
+                try:
+                    loss = autograd.step(run, bound.leaves)
+                except ChangedResultError as error:
+                    output = self._by_the_model(bound, call, error)
+                    return self._trained_on(output, call)
+        if plain:
+            device = self._only_device
+            return plain_step(self._model, device, call.args, call.kwargs, call.loss, call.target, self._recorder)
+        if whole:
+            self._signatures.warnings.loss_sees_whole_batch(split.why)
+            return self._train_step_with_whole_loss(call)
+        # Without the lock: gradients of inputs may go on into another call of this model, on a thread of autograd.
+        loss.backward()
+        if not call.return_outputs:
+            return loss.detach(), None
+        outputs = run.tensors.outputs.finish()[: program.n_outputs]
+        return loss.detach(), torch_private.tree_unflatten(outputs, program.out_spec)
+
+    def unpipelined(self, what: str, why: str) -> AbstractContextManager[object]:
+        """Inside, the model's own code runs on the devices of its stages. A warning says so once."""
+        if len(self._devices) > 1:
+            self._signatures.warnings.runs_unpipelined(what, why)
+        return on_own_devices(self._model, [device.torch_device for device in self._devices])
+
+    @contextmanager
+    def device_context(self, context: DeviceContext) -> Iterator[None]:
+        """Inside, the worker of every device does its part of a call in `context(name of the device)`."""
+        self._device_context = context
+        try:
+            yield
+        finally:
+            self._device_context = None
+
+    @contextmanager
+    def recording(self, recorder: StepRecorder) -> Iterator[None]:
+        """Inside, `recorder` records the times of a call's actions."""
+        self._recorder = recorder
+        try:
+            yield
+        finally:
+            self._recorder = None
+
+    def _train_step_with_whole_loss(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        """All forwards, the loss on the outputs of the whole batch, all backwards."""
+        return self._trained_on(self.forward(CallArguments(call.args, call.kwargs)), call)
+
+    @staticmethod
+    def _trained_on(output: Any, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        """The loss of the whole batch, and its backward."""
+        assert call.loss is not None
+        device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
+        target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
+        loss = checked_loss(call.loss(output, target), call.loss)
+        check_trains(loss.requires_grad, call.loss)
+        loss.backward()
+        return loss.detach(), detached(output)
+
+    def _by_the_model(self, bound: BoundCall, call: CallArguments, error: ChangedResultError) -> Any:
+        """What the model itself returns, after a pipelined call has met a shape that the graph was not captured for.
+
+        Raises `error` if a second run of the same batch would leave the model in another state than one run.
+        """
+        assert bound.signature.lowered is not None
+        stages = bound.signature.lowered.stages
+        keeps_state = any(operator.effects.stateful for stage in stages for operator in uncaptured_in(stage.module))
+        hooked = any(has_hooks(module) for module in self._model.modules() if module is not self._model)
+        if keeps_state or hooked or any(stage.written_buffers or stage.deferred for stage in stages):
+            raise error
+        with self.unpipelined("a call", str(error)):
+            return self._model.forward(*call.args, **call.kwargs)
+
+    def _sizes(self, bound: BoundCall) -> list[int]:
+        """Samples in each micro-batch."""
+        signature = bound.signature
+        assert signature.lowered is not None
+        least, multiple = signature.batching.least_rows, signature.lowered.multiple
+        return split_sizes(bound.batch_size, signature.n_microbatches, least, multiple)
+
+    @property
+    def _only_device(self) -> Device:
+        """The device of a plan that uses only one."""
+        assert self._signatures.plan is not None
+        return find_device(self._devices, self._signatures.plan.used_devices[0])
+
+    def _run(self, bound: BoundCall, step: CallArguments | None = None) -> Run:
+        """A call, ready to start. `step`: of a training step, which computes the loss."""
+        signature = bound.signature
+        executable, lowered = signature.executable, signature.lowered
+        assert executable is not None
+        assert lowered is not None
+        executable.refresh()
+        devices = [d.torch_device for d in self._devices]
+        call = PipelineCall.of(
+            signature.program,
+            bound.leaves,
+            self._sizes(bound),
+            signature.batching.outputs,
+            CallerState.of_this_thread(devices, training=step is not None),
+            seed=int(torch.randint(1 << 62, (), device="cpu").item()) if lowered.random else None,
+            loss=step.loss if step is not None else None,
+            target=step.target if step is not None else None,
+            loss_split=bound.loss_split,
+            return_outputs=step is not None and step.return_outputs,
+        )
+        return Run(executable, call, self._lock, device_context=self._device_context, recorder=self._recorder)

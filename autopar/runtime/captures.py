@@ -24,13 +24,13 @@ from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, flattened
 from autopar.runtime.bound_signature import BoundSignature, RunSettings, model_state
 from autopar.runtime.call_checks import check_model, check_parameters
-from autopar.runtime.dynamic import describe_size, differing, open_sizes, value_of
+from autopar.runtime.dynamic import changed_floats, describe_size, differing, open_sizes, value_of
 from autopar.runtime.loss_splits import TargetDim
 from autopar.runtime.user_warnings import OneTimeWarnings
 from cost_models.hardware.devices import Device
 
 _ATTEMPTS = 2  # a capture at one value may fix a size that a capture at another value leaves open: sizes of 2 often do
-_MOST_SIZES = 64  # specialised signatures that are kept; the one that was used longest ago goes
+_MOST_KEPT = 64  # signatures that are kept; the one that was used longest ago goes
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Captures:
         self._warnings = warnings
         self._symbolic: list[_Symbolic] = []
         # The values at which captures fixed a size, by (structure of the call, size).
-        self._fixed: defaultdict[tuple[str, OpenSize], set[int]] = defaultdict(set)
+        self._fixed: defaultdict[tuple[str, OpenSize], set[int | float]] = defaultdict(set)
 
     def clear(self) -> None:
         self.known.clear()
@@ -99,7 +99,7 @@ class Captures:
         call = replace(call, args=args, kwargs=kwargs)
         signature = self._specialised(call, state) or self._captured(call, state, leaves, spec)
         self.known.append(signature)
-        self._forget_the_oldest()
+        del self.known[:-_MOST_KEPT]
         bound = signature.program.bind_flat(leaves, spec)
         assert bound is not None
         return BoundCall(signature, *bound)
@@ -137,6 +137,7 @@ class Captures:
             if signature is not None:
                 return signature
         if program is None:
+            self._note_floats(call, leaves, spec)
             settings = self._settings
             program, batching = examine(
                 self._model,
@@ -161,19 +162,34 @@ class Captures:
         symbolic = capture_symbolic(
             self._model, call.args, call.kwargs, self._types, batch_dim=batch_dim, open_sizes=requested
         )
-        fixed = requested if symbolic is None else symbolic.fixed
-        names = leaf_names(self._model, call.args, dict(sorted(call.kwargs.items())))
-        for size in sorted(fixed, key=str):
-            values = self._fixed[structure, size]
-            values.add(value_of(size, leaves))
-            if len(values) == _ATTEMPTS or isinstance(self._settings.dynamic, Mapping):
-                self._warnings.fixed_size(describe_size(size, names), sorted(values))
+        self._note_fixed(requested if symbolic is None else symbolic.fixed, call, leaves, structure)
         if symbolic is None:
             return None
         if not symbolic.sizes:
             return symbolic.program
         self._symbolic.append(_Symbolic(state, symbolic))
         return None
+
+    def _note_fixed(
+        self, fixed: frozenset[OpenSize], call: CallArguments, leaves: Sequence[Any], structure: str
+    ) -> None:
+        """Remember the values of sizes that are captured by themselves. A warning says so at the second value."""
+        names = leaf_names(self._model, call.args, dict(sorted(call.kwargs.items())))
+        for size in sorted(fixed, key=str):
+            values = self._fixed[structure, size]
+            values.add(value_of(size, leaves))
+            if len(values) == _ATTEMPTS or isinstance(self._settings.dynamic, Mapping):
+                self._warnings.fixed_size(describe_size(size, names), sorted(values))
+
+    def _note_floats(self, call: CallArguments, leaves: Sequence[Any], spec: torch_private.TreeSpec) -> None:
+        """Python floats are constants of a capture, so a float that changes is captured for every value."""
+        changed = [
+            floats
+            for signature in self.known
+            if signature.program.in_spec == spec and (floats := changed_floats(leaves, signature.program.inputs))
+        ]
+        if changed:
+            self._note_fixed(changed[-1], call, leaves, str(spec))
 
     def _changing(
         self, call: CallArguments, state: tuple[Any, ...], leaves: Sequence[Any], spec: torch_private.TreeSpec
@@ -197,11 +213,6 @@ class Captures:
 
     def _studied(self, call: CallArguments, program: Program) -> Batching:
         return study_call(self._model, program, call.args, call.kwargs, self._types, verify=self._settings.verify)
-
-    def _forget_the_oldest(self) -> None:
-        specialised = [signature for signature in self.known if signature.specialised]
-        for signature in specialised[:-_MOST_SIZES]:
-            self.known.remove(signature)
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

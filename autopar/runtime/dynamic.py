@@ -64,15 +64,24 @@ def differing(leaves: Sequence[Any], inputs: Sequence[Input]) -> frozenset[OpenS
     return frozenset(found)
 
 
+def changed_floats(leaves: Sequence[Any], inputs: Sequence[Input]) -> frozenset[OpenSize]:
+    """The Python floats in which a call differs from a captured one."""
+    return frozenset(
+        OpenSize(place, None)
+        for place, (leaf, one) in enumerate(zip(leaves, inputs, strict=True))
+        if one.shape is None and type(leaf) is type(one.value) is float and leaf != one.value
+    )
+
+
 def describe_size(size: OpenSize, names: Sequence[str]) -> str:
     """`dimension 2 of 'pixel_values'`, or `'steps'`. `names`: of the flat inputs."""
     name = names[size.leaf]
     return f"'{name}'" if size.dim is None else f"dimension {size.dim} of '{name}'"
 
 
-def value_of(size: OpenSize, leaves: Sequence[Any]) -> int:
-    """The value of a size in a call."""
-    value: int = leaves[size.leaf] if size.dim is None else leaves[size.leaf].shape[size.dim]
+def value_of(size: OpenSize, leaves: Sequence[Any]) -> int | float:
+    """The value of a size or number in a call."""
+    value: int | float = leaves[size.leaf] if size.dim is None else leaves[size.leaf].shape[size.dim]
     return value
 
 

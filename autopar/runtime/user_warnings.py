@@ -53,11 +53,12 @@ class OneTimeWarnings:
             f"into micro-batches exactly: {why}"
         )
 
-    def fixed_size(self, size: str, values: Sequence[int]) -> None:
+    def fixed_size(self, size: str, values: Sequence[int | float]) -> None:
         """`size`: as `dimension 2 of 'pixel_values'`. `values`: at which it was captured."""
+        hint = "; give it as a tensor" if any(isinstance(value, float) for value in values) else ""
         self._once(
             f"the model fixes {size} (captured at {', '.join(map(str, values))}), so every new value there is captured "
-            "anew, which takes seconds"
+            f"anew, which takes seconds{hint}"
         )
 
     def runs_unpipelined(self, what: str, why: str) -> None:

@@ -192,6 +192,30 @@ def test_what_the_model_fixes_is_said_once_and_stays_exact(traced: list[str]) ->
     assert_same_step(pm, original, torch.randn(4, 5, 9))
 
 
+class Weighted(nn.Module):
+    """Its code depends on a float, as an annealed weight does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, weight: float) -> torch.Tensor:
+        h = self.b(self.a(x).relu())
+        return h * weight if weight > 0.25 else h - weight
+
+
+def test_a_python_float_that_changes_stays_exact_is_said_once_and_does_not_fill_the_memory() -> None:
+    pm, original = pair(Weighted())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(70):
+            assert_same_step(pm, original, torch.randn(4, 8), step / 40)
+    (said,) = [str(w.message) for w in caught if "fixes" in str(w.message)]
+    assert "'weight'" in said
+    assert "give it as a tensor" in said
+    assert len(pm._signatures._captures.known) == captures._MOST_KEPT
+
+
 def test_buckets_have_plans_of_their_own() -> None:
     pm, original = pair(Tagger(), dynamic={"ids": {1: (8, 20)}}, cache=False)
     used = {}

@@ -3,10 +3,12 @@
 A plan must keep three orders, which data flow alone does not show in full:
 
     input   an operator runs on the stage of its inputs or later
-    group   operators that share a tuple of tensors, or memory that is overwritten, run on one stage
+    group   operators that share memory that is overwritten run on one stage, and so do an operator that returns a tuple
+            of tensors and those that take items out of it
     write   an operator that overwrites memory runs on the stage of the earlier readers of that memory or later
 
-Operators that the plan leaves open are moved to later stages until all three hold.
+Operators that the plan leaves open are moved to later stages until all three hold. What takes an item out of a tuple
+computes nothing: where a plan lists it later than the tuple, it runs where the tuple is, and the item is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.analysis.operators import compute_nodes, fused_groups, operator_keys, replicable_nodes, write_order
+from autopar.analysis.operators import (
+    compute_nodes,
+    fused_groups,
+    is_getitem,
+    operator_keys,
+    replicable_nodes,
+    write_order,
+)
 from autopar.capture.program import Program, describe
 from autopar.capture.uncaptured import uncaptured_in
 from autopar.errors import PlanError
@@ -91,6 +100,9 @@ def _settle(stage_of: dict[fx.Node, int], program: Program, storages: Storages) 
     bound = [node for node in stage_of if node not in free]
     groups = [[n for n in stage_of if n in group and n not in free] for group in fused_groups(program, dict(storages))]
     writes = [pair for pair in write_order(program, dict(storages)) if not free.intersection(pair)]
+    for node, stage in stage_of.items():
+        if is_getitem(node):
+            stage_of[node] = min(stage, stage_of.get(node.all_input_nodes[0], stage))
     moved: dict[fx.Node, _Move] = {}
     settled = False
 

@@ -256,3 +256,9 @@ def uncaptured_in(module: fx.GraphModule) -> list[Uncaptured]:
             child = get_attribute(module, str(node.target))
             found += uncaptured_in(child) if isinstance(child, fx.GraphModule) else []
     return found
+
+
+def opaque_around(module: fx.GraphModule, path: str) -> str | None:
+    """The path of the module that runs `path`, a module inside it, as a part of one operator; None if none does."""
+    opaque = [part.path for part in uncaptured_in(module) if part.held is not None]
+    return next((around for around in opaque if path != around and (not around or path.startswith(around + "."))), None)

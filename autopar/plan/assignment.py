@@ -27,7 +27,7 @@ from autopar.analysis.operators import (
     write_order,
 )
 from autopar.capture.program import Program, describe
-from autopar.capture.uncaptured import uncaptured_in
+from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
 from autopar.hints.module_paths import few, nearest
 
@@ -80,8 +80,7 @@ def by_modules(split: Mapping[str, int], program: Program, storages: Storages) -
     moved = _settle(stage_of, program, storages)
     named = {node: path for node, path in paths.items() if path is not None}
     _refuse(moved, {node: split[named[node]] for node in moved if node in named}, named)
-    opaque = tuple(part.path for part in uncaptured_in(program.graph_module) if part.held is not None)
-    _check_used(split, set(named.values()), sorted({key.rpartition("/")[0] for key in keys.values()}), opaque)
+    _check_used(split, set(named.values()), sorted({key.rpartition("/")[0] for key in keys.values()}), program)
     return stage_of
 
 
@@ -139,16 +138,15 @@ def _refuse(moved: Mapping[fx.Node, _Move], wanted: Mapping[fx.Node, int], names
         )
 
 
-def _check_used(split: Mapping[str, int], used: set[str], paths: Sequence[str], opaque: Sequence[str]) -> None:
-    """Raise PlanError for modules of the split that have no operators; `paths` are those that have. `opaque`: modules
-    that run uncaptured, as one operator each."""
+def _check_used(split: Mapping[str, int], used: set[str], paths: Sequence[str], program: Program) -> None:
+    """Raise PlanError for modules of the split that have no operators; `paths` are those that have."""
     unknown = [
         path
         for path in sorted(set(split) - used)
         if not any(other == path or other.startswith(path + ".") for other in paths)
     ]
     if unknown:
-        around = next((p for p in opaque if not p or unknown[0].startswith(p + ".")), None)
+        around = opaque_around(program.graph_module, unknown[0])
         if around is not None:
             raise PlanError(
                 f"'{unknown[0]}' cannot be a stage of its own: module '{around or '(root)'}' runs uncaptured, as one "

@@ -337,3 +337,49 @@ def test_a_changed_shape_is_an_error_where_running_statistics_would_count_a_batc
     pm(ids, torch.full((4,), 5))
     with pytest.raises(autopar.CaptureError, match=r"'encoder' \(Unpadded\).*shape depends on values"):
         pm(ids, torch.full((4,), 3))
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        lambda m: autopar.pipeline_stage(m.branch.linear, 1),
+        lambda m: autopar.recompute(m.branch.linear),
+        lambda m: autopar.keep_together(m.branch.linear, m.last),
+        lambda m: autopar.shard(m.branch.linear, ((1, 2),)),
+    ],
+    ids=["stage", "recompute", "together", "shard"],
+)
+def test_a_hint_on_a_part_of_an_opaque_operator_is_refused_with_the_module_to_hint(hint: Any) -> None:
+    model = HintedInside()
+    hint(model)
+    with pytest.raises(autopar.PlanError, match=r"'branch\.linear' .*inside module 'branch'"):
+        autopar.plan(model, DEVICES, example_args=rows(6), cache=False)
+
+
+def test_a_hint_on_an_opaque_operator_is_followed() -> None:
+    model = HintedInside()
+    original = copy.deepcopy(model)
+    autopar.pipeline_stage(model.branch, 1)
+    pm = autopar.parallelize(model, DEVICES, cache=False)
+    torch.testing.assert_close(pm(*rows(6)), original(*rows(6)))
+    assert pm.plan is not None
+    assert [any("branch" in key for key in stage.operators) for stage in pm.plan.stages] == [False, True]
+
+
+class BranchOnValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return torch.relu(y) if float(y.detach().sum()) > 1e9 else torch.tanh(y)
+
+
+class HintedInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(WIDTH, WIDTH), BranchOnValues(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.branch(self.first(x)))

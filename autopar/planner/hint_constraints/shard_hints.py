@@ -18,6 +18,7 @@ from autopar.analysis.operators import captured_device, on_device
 from autopar.analysis.rules.table import bind
 from autopar.capture.program import Program, describe
 from autopar.capture.shard_regions import ShardCall
+from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
 from autopar.hints.layout import Layout as NamedMesh
 from autopar.hints.layout import ShardHint, TensorLayout, TensorSplit, misfits, parts_of
@@ -115,9 +116,11 @@ class _HintResolver:
         called = {call.path for call in calls}
         for path in hinted:
             if path not in called:
-                self.problems.append(
-                    f"module '{path or '(root)'}' is sharded by a hint, but the model does not call it"
-                )
+                around = opaque_around(self.program.graph_module, path)
+                why = "the model does not call it"
+                if around is not None:
+                    why = f"it runs uncaptured inside module '{around or '(root)'}', as a part of one operator"
+                self.problems.append(f"module '{path or '(root)'}' is sharded by a hint, but {why}")
         if self._m > 1 and self.program.batch_size % self._m:
             self.problems.append(
                 f"a batch of {self.program.batch_size} samples cannot be split into {self._m} equal micro-batches"

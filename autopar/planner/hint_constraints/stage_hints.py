@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.analysis.operators import compute_nodes, fused_groups, replicable_nodes, unrepeatable_nodes, write_order
 from autopar.capture.program import Program, describe, module_path
+from autopar.capture.uncaptured import opaque_around
 from autopar.errors import PlanError
 from autopar.hints.module_hints import Hints
 from autopar.hints.module_paths import ancestors, nearest
@@ -58,7 +59,7 @@ def resolve(
     order += write_order(program, dict(storages or {}))
     linked = _linked(modules, order, [*groups, *tied])
     problems = [
-        *_without_operators(hints, set(modules.values())),
+        *_without_operators(hints, set(modules.values()), program),
         *_beyond(hints, n_devices),
         *_against_the_flow(resolved, linked),
         *_unrepeatable(resolved, linked, program),
@@ -98,7 +99,7 @@ def violations(plan_stage_of: Mapping[str, int], plan_recompute: Sequence[bool],
 # -- contradictions ---------------------------------------------------------------------------------------------------
 
 
-def _without_operators(hints: Hints, running: set[str]) -> Iterator[str]:
+def _without_operators(hints: Hints, running: set[str], program: Program) -> Iterator[str]:
     """Hinted modules whose hint has nothing to act on, under none of their paths."""
     active = {ancestor for path in running for ancestor in ancestors(path)}
     same = {path: paths for paths in hints.aliases for path in paths}
@@ -106,7 +107,14 @@ def _without_operators(hints: Hints, running: set[str]) -> Iterator[str]:
     silent = [path for path in dict.fromkeys(hinted) if not active.intersection(same.get(path, (path,)))]
     for path in silent:
         if path == same.get(path, (path,))[0]:
-            yield f"'{path}' has a hint but runs no operator in this call"
+            around = opaque_around(program.graph_module, path)
+            if around is None:
+                yield f"'{path}' has a hint but runs no operator in this call"
+            else:
+                yield (
+                    f"'{path}' has a hint but runs uncaptured inside module '{around or '(root)'}', as a part of one "
+                    "operator; put the hint on that module"
+                )
 
 
 def _beyond(hints: Hints, n_devices: int | None) -> Iterator[str]:

@@ -18,7 +18,7 @@ from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
-from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions
+from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
@@ -53,7 +53,7 @@ def parallelize(
     optimizer: str | torch.optim.Optimizer = "adamw",
     batch_norm: str = "per-microbatch",
     batch_dim: BatchDim = None,
-    tune: int = 0,
+    tune: Tune = "auto",
     candidates: Mapping[str, Plan] | None = None,
     verify: bool = True,
     strict: bool = False,
@@ -87,7 +87,9 @@ def parallelize(
             split if the model has batch norm in training mode.
         batch_dim: the batch dimension of the inputs (default 0), or a dict from input names to dimensions (None: the
             input has no batch dimension).
-        tune: run this many of the best plans for a few steps and follow the fastest; 0 trusts the prediction.
+        tune: "auto": before a plan is followed, it, the best plan on one device, the best one without replicas and the
+            plain model run for a few steps, on copies of the model, and the fastest is followed. A number: the same
+            with as many of the best plans. 0 trusts the prediction.
         candidates: your own plans by name; `tune` runs them beside the others.
         verify: check on a few samples that splitting the batch keeps the results, whatever is proven from the graph.
         strict: raise CaptureError for a model with parts that cannot be captured, instead of running these uncaptured.

@@ -108,6 +108,8 @@ def _takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         def run(**arguments: Any) -> None:
             options = {name: arguments.pop(name) for name in names}
+            if options.get("tune", "").isdigit():
+                options["tune"] = int(options["tune"])
             command(**arguments, options=options)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypedDict, get_type_hints
+from typing import Any, Literal, Self, TypedDict, get_type_hints
 
 import torch
 
@@ -22,6 +22,7 @@ from cost_models import OPTIMIZERS, optimizer_name, parse_bytes
 BatchDim = int | dict[str, int | None] | None
 # Sizes that change between calls: see runtime/dynamic.py.
 Dynamic = bool | Mapping[str, bool | int | Sequence[int] | Mapping[int, bool | Sequence[int]]] | None
+Tune = int | Literal["auto"]
 BATCH_NORM = ("per-microbatch", "deferred", "exact")
 
 
@@ -43,7 +44,7 @@ class PlanKeywords(CompareKeywords, total=False):
 
     max_shards: int | None
     optimizer: str | torch.optim.Optimizer
-    tune: int
+    tune: Tune
     candidates: Mapping[str, Plan] | None
     verify: bool
     compile: bool | str
@@ -59,12 +60,16 @@ HELP = {  # the texts of `--help`, for the options of the command line
     "memory_limit": "Usable memory of each device, such as 8GB, 500MiB or 8e9 (bytes).",
     "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
     "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",
-    "tune": "Run this many of the best plans and use the fastest.",
+    "tune": "Run this many of the best plans and use the fastest; auto: the best one beside the plain model; 0: none.",
     "strict": "Refuse a model with parts that cannot be captured, instead of running these as single operators.",
     "cache": "Read measurements from disk and store new ones.",
 }
 
-COMMAND_LINE_TYPES: dict[str, Any] = {"memory_limit": str | None, "optimizer": str}  # where not those of PlanOptions
+COMMAND_LINE_TYPES: dict[str, Any] = {  # where not those of PlanOptions
+    "memory_limit": str | None,
+    "optimizer": str,
+    "tune": str,
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class PlanOptions:
     optimizer: str | torch.optim.Optimizer = "adamw"  # kept as its name
     batch_norm: str = "per-microbatch"
     batch_dim: BatchDim = None
-    tune: int = 0
+    tune: Tune = "auto"
     candidates: Mapping[str, Plan] | None = None
     verify: bool = True
     strict: bool = False
@@ -124,7 +129,8 @@ class PlanOptions:
     @property
     def that_run(self) -> list[str]:
         """Options in use that run plans, and so need the devices."""
-        return [name for name in ("tune", "candidates") if getattr(self, name)]
+        used = {"tune": self.tune not in (0, "auto"), "candidates": bool(self.candidates)}
+        return [name for name, is_used in used.items() if is_used]
 
     def _problems(self) -> Iterator[str]:
         for name in ("n_microbatches", "max_replicas", "max_shards"):
@@ -150,10 +156,10 @@ class PlanOptions:
         yield from self._tuning_problems()
 
     def _tuning_problems(self) -> Iterator[str]:
-        if not _whole(self.tune, least=0):
-            yield f"tune must be a whole number of at least 0, got {self.tune!r}"
-        elif self.candidates and not self.tune:
-            yield "candidates are compared by running them; give tune=1 or more"
+        if self.tune != "auto" and not _whole(self.tune, least=0):
+            yield f"tune must be 'auto' or a whole number of at least 0, got {self.tune!r}"
+        elif self.candidates and self.tune == 0:
+            yield "candidates are compared by running them; give tune=1 or more, or leave it out"
         for name, plan in (self.candidates or {}).items():
             if not isinstance(plan, Plan):
                 yield f"candidates[{name!r}] must be a Plan, got {type(plan).__name__}"

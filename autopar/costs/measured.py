@@ -314,6 +314,11 @@ def graph_signature(program: Program) -> list[Any]:
     return [hashlib.sha256(text.encode()).hexdigest(), shapes, program.training]
 
 
+def call_signature(example: Example) -> list[Any]:
+    """What the measured steps of a call depend on beside the devices."""
+    return [graph_signature(example.program), example.training, _loss_identity(example.loss, example.target)]
+
+
 def _loss_identity(loss_fn: Any, target: Any) -> list[str]:
     """What the cost of a loss depends on, as far as visible: its code and the shapes of the target."""
     if loss_fn is None:
@@ -338,7 +343,7 @@ def measure_costs(
 
     `n_microbatches`: measure this division of the batch only.
     """
-    with _cache(cache) as store, untouched(example.model), torch.device("cpu"):
+    with measurement_cache(cache) as store, untouched(example.model), torch.device("cpu"):
         source = Measured(
             example.program,
             example.batching,
@@ -355,7 +360,8 @@ def measure_costs(
 
 
 @contextmanager
-def _cache(wanted: bool) -> Iterator[MeasurementCache | None]:
+def measurement_cache(wanted: bool) -> Iterator[MeasurementCache | None]:
+    """The cache on disk; None if it is not wanted."""
     if not wanted:
         yield None
         return

@@ -104,6 +104,10 @@ class Captures:
         assert bound is not None
         return BoundCall(signature, *bound)
 
+    def adopt(self, program: Program, batching: Batching) -> None:
+        """Take over a capture of a module that this one is a copy of."""
+        self.known.append(BoundSignature(model_state(_modules(self._model)), program, batching))
+
     def complete(self, call: CallArguments, signature: BoundSignature) -> None:
         """Study a signature whose study was reused, with the shapes that measuring needs."""
         if signature.reused:

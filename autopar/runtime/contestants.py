@@ -7,21 +7,28 @@ warm up| these steps count
 from __future__ import annotations
 
 import copy
+import math
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from autopar.analysis.example import Example, untouched
 from autopar.capture import torch_private
-from autopar.capture.module_hooks import without_hooks
+from autopar.capture.module_hooks import has_hooks, without_hooks
+from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Progress
 from autopar.errors import InputError, issue_again
 from autopar.plan.plan import Plan
+from autopar.planner.predict import predict_plan
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import SearchOptions
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.memory_watch import DeviceContext, MemoryWatch
 from autopar.runtime.module import PipelinedModule
@@ -78,17 +85,60 @@ def contestants(
                 contestant.close()
 
 
+class Rounds(NamedTuple):
+    """How often contestants run in turn, after one round that warms up."""
+
+    least: int  # rounds that count
+    seconds: float = 0.0  # more rounds until every contestant has run as long
+    budget: float = math.inf  # s: no more rounds after that, if one counts
+
+    def done(self, steps: Sequence[Sequence[float]], elapsed: float) -> float:
+        """The part of the rounds that is done. `steps`: seconds of each contestant, the warm-up included."""
+        counted = [seconds[1:] for seconds in steps]
+        if not all(counted):
+            return 0.0
+        if elapsed >= self.budget:
+            return 1.0
+        ran = min(sum(seconds) for seconds in counted) / self.seconds if self.seconds else 1.0
+        return min(1.0, len(counted[0]) / self.least, ran)
+
+
 def steps_in_turn(
-    contestants: Sequence[Contestant], devices: Sequence[Device], repeats: int, progress: Progress
+    contestants: Sequence[Contestant], devices: Sequence[Device], rounds: Rounds, progress: Progress
 ) -> list[tuple[float, ...]]:
-    """For each contestant, the seconds of `repeats` steps, after one that warms up."""
+    """For each contestant, the seconds of its steps that count."""
     steps: list[list[float]] = [[] for _ in contestants]
+    start, done = time.perf_counter(), 0.0
     with _no_repeated_warnings():
-        for turn in range(repeats + 1):
+        while done < 1:
             for contestant, seconds in zip(contestants, steps, strict=True):
-                progress(f"measuring {contestant.name}", turn / (repeats + 1))
+                progress(f"measuring {contestant.name}", done)
                 seconds.append(timed_step(contestant, devices))
+            done = rounds.done(steps, time.perf_counter() - start)
     return [tuple(seconds[1:]) for seconds in steps]
+
+
+def priced(
+    plans: Mapping[str, Plan | None], example: Example, costs: CostGraph, options: SearchOptions
+) -> dict[str, Plan]:
+    """The plans with their predictions, all from the same costs; None becomes the plan of the search."""
+    return {
+        name: make_plan(costs, options) if plan is None else predict_plan(plan, example, costs, options.conditions)
+        for name, plan in plans.items()
+    }
+
+
+def predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
+    """Bytes at the peak, by place (`MemoryWatch`)."""
+    places = {d.name: d.name if d.shares_process_memory else str(d.torch_device) for d in devices}
+    peaks: dict[str, int] = {}  # by device; all stages of a device have the same peak
+    for stage in plan.stages:
+        if stage.peak_memory is not None or stage.sharding is None:
+            peaks |= dict.fromkeys(stage.devices, stage.peak_memory or 0)
+    total: Counter[str] = Counter()
+    for name, peak in peaks.items():
+        total[places[name]] += peak
+    return dict(total)
 
 
 @contextmanager
@@ -142,6 +192,9 @@ def _pipelined(name: str, plan: Plan, call: ComparedCall, devices: Sequence[Devi
 
     model = without_hooks(copy.deepcopy(example.model))
     module = PipelinedModule(model, devices, decide, plan=plan, settings=call.settings)
+    # Opaque operators and hooks in a captured graph are those of the user's module.
+    if not example.program.uncaptured and not any(map(has_hooks, example.model.modules())):
+        module.adopt(example)
     module.prepare(example.args, example.kwargs, loss_fn=example.loss, target=example.target)
 
     def step() -> None:

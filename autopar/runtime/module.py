@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import fx, nn
 
-from autopar.analysis.example import LossFunction
+from autopar.analysis.example import Example, LossFunction
 from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError, warn
 from autopar.plan.display import printable, shown
@@ -179,6 +179,10 @@ class PipelinedModule(Pipelined, nn.Module):
         self._calls.prepare(CallArguments(args, kwargs, loss_fn, target))
         assert self.plan is not None
         return self.plan
+
+    def adopt(self, example: Example) -> None:
+        """Take over the capture of an example call of a module that this one is a copy of, instead of capturing it."""
+        self._signatures.adopt(example)
 
     def train(self, mode: bool = True) -> PipelinedModule:
         self.unwrap().train(mode)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.analysis.example import Example
-from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.measured import measure_costs
 from autopar.options import PlanOptions
@@ -14,28 +14,26 @@ from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_alone, plan_as_sharded
 from autopar.planner.predict import predict_plan
-from autopar.planner.search import find_plans, make_plan
-from autopar.planner.search_options import SearchOptions, search_options
-from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.compare import tune
-from autopar.runtime.contestants import ComparedCall
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import search_options
+from autopar.runtime.tuning import tuned
 from cost_models import Device
-
-_TUNING_STEPS = 5  # of every plan that is tuned, after one that warms up
 
 
 def plan_at_hand(
     example: Example, devices: Sequence[Device], options: PlanOptions, progress: Progress = SILENT
 ) -> Plan:
     """The fastest plan for a call of a model on `devices`. Raises PlanError and InfeasibleError."""
+    start = time.perf_counter()
     example, search = search_options(example, options, len(devices))
-    checked_alone(example, tune=options.tune, candidates=options.candidates)
+    checked_alone(example, tune=options.tune not in (0, "auto"), candidates=options.candidates)
     if asks_for_sharding(example):
         return plan_as_sharded(example, devices, search)
     # Candidates may split the batch differently from the options: then every size is measured.
     only = None if options.candidates else search.n_microbatches
     costs = measure_costs(example, devices, n_microbatches=only, cache=options.cache, progress=progress)
-    best = _tuned(example, costs, options, search, progress) if options.tune else make_plan(costs, search)
+    spent = time.perf_counter() - start
+    best = tuned(example, costs, options, search, spent, progress) if options.tune else make_plan(costs, search)
     return replace(best, model=fingerprint(example.model))
 
 
@@ -47,17 +45,3 @@ def priced_at_hand(
     example, search = search_options(example, options, len(devices))
     costs = measure_costs(example, devices, cache=options.cache, progress=progress)
     return replace(predict_plan(plan, example, costs, search.conditions), model=fingerprint(example.model))
-
-
-def _tuned(example: Example, costs: CostGraph, options: PlanOptions, search: SearchOptions, progress: Progress) -> Plan:
-    """The plan that ran fastest, of the best predicted ones and the user's candidates."""
-    automatic = find_plans(costs, search, options.tune)
-    plans = {f"automatic {rank}": plan for rank, plan in enumerate(automatic, 1)} | dict(options.candidates or {})
-    call = ComparedCall(example, RunSettings.of(options))
-    fastest, best, table = tune(call, plans, costs, search, _TUNING_STEPS, record=options.cache, progress=progress)
-    steps = [
-        f"{'*' if name == fastest else ''}{name} {predicted * 1e3:.4g} / {measured * 1e3:.4g} ms"
-        for name, (predicted, measured) in table.items()
-    ]
-    note = f"tuned over {_TUNING_STEPS} steps each, predicted / measured: {', '.join(steps)} (* is followed)"
-    return replace(best, notes=(*best.notes, note))

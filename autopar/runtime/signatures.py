@@ -82,6 +82,10 @@ class Signatures:
         self._user_plan_completed = other._user_plan_completed
         self.warnings.given = set(other.warnings.given)
 
+    def adopt(self, example: Example) -> None:
+        """Take over the capture of an example call of a module that this one is a copy of."""
+        self._captures.adopt(example.program, example.batching)
+
     def close(self) -> None:
         """End the workers and forget all captures."""
         self._workers.close()

@@ -1,0 +1,220 @@
+"""tune="auto": plans run beside the plain model before one is followed, and the fastest is followed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import autopar
+import autopar.runtime.contestants as contestants_room
+from autopar import Plan
+from autopar.analysis.example import capture_example
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.measured import measure_costs
+from autopar.options import PlanOptions
+from autopar.planner.search_options import search_options
+from autopar.runtime import planning, tuning
+from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.contestants import ComparedCall, Rounds, contestants
+from cost_models import parse_devices
+
+NAMES = ("automatic", "plain model", "one device", "without replicas")
+X, Y = torch.randn(8, 16), torch.randn(8, 16)
+CALL: dict[str, Any] = {"example_args": (X,), "target": Y, "loss_fn": F.mse_loss}
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(4)))
+
+
+@pytest.fixture
+def costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators of seconds: every plan on two devices is predicted to gain."""
+
+    def slow(*args: Any, **options: Any) -> CostGraph:
+        costs = measure_costs(*args, **options)
+        tables = tuple(
+            dataclasses.replace(t, forward=0 * t.forward + t.rows[-1] * 0.1, backward=0 * t.backward + t.rows[-1] * 0.1)
+            for t in costs.tables
+        )
+        return dataclasses.replace(costs, tables=tables)
+
+    monkeypatch.setattr(planning, "measure_costs", slow)
+
+
+class Clock:
+    """Steps that take what it says; counts them."""
+
+    def __init__(self, took: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.took, self.ran = took, dict.fromkeys(took, 0)
+        monkeypatch.setattr(contestants_room, "timed_step", self)
+
+    def __call__(self, contestant: Any, devices: Any) -> float:
+        self.ran[contestant.name] = self.ran.get(contestant.name, 0) + 1
+        return self.took.get(contestant.name, 9.0)
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize("fastest", NAMES)
+def test_the_fastest_is_followed_and_the_plan_says_what_was_measured(
+    fastest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock({name: 0.5 if name == fastest else 1.0 for name in NAMES}, monkeypatch)
+    pm = autopar.parallelize(layers(), ["cpu", "cpu"], cache=False, **CALL)
+    assert pm.plan is not None
+    ran = {name for name, count in clock.ran.items() if count}
+    if fastest in ran:  # those that are the same plan as another run once
+        assert pm.plan.measured_step_time == 0.5
+        assert f"*{fastest} " in pm.plan.notes[-1]
+    assert all(f"{name} " in pm.plan.notes[-1] for name in ran)
+    if fastest == "plain model":
+        assert (len(pm.plan.used_devices), pm.plan.n_microbatches) == (1, 1)
+    if fastest == "automatic":
+        assert len(pm.plan.used_devices) == 2
+    assert str(pm.plan)
+    assert pm.plan.explain()
+    pm.train_step(X, target=Y, loss_fn=F.mse_loss)
+
+
+@pytest.mark.usefixtures("costly")
+def test_of_equally_fast_plans_the_one_with_fewest_devices_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock({"automatic": 0.996, "plain model": 1.0}, monkeypatch)
+    pm = autopar.parallelize(layers(), ["cpu", "cpu"], cache=False, **CALL)
+    assert pm.plan is not None
+    assert len(pm.plan.used_devices) == 1
+
+
+@pytest.mark.usefixtures("costly")
+def test_measured_steps_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({"automatic": 1.0, "without replicas": 2.0, "plain model": 3.0, "one device": 4.0}, monkeypatch)
+    first = autopar.plan(layers(), ["cpu", "cpu"], **CALL)
+    ran, clock.took = dict(clock.ran), {"automatic": 5.0}
+    again = autopar.plan(layers(), ["cpu", "cpu"], **CALL)
+    assert clock.ran == ran
+    assert (again.stages, again.notes) == (first.stages, first.notes)
+    autopar.plan(layers(), ["cpu", "cpu"], cache=False, **CALL)
+    assert clock.ran != ran
+
+
+@pytest.mark.usefixtures("costly")
+def test_the_users_model_and_random_state_stay_as_they_are() -> None:
+    model = layers()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    plan = autopar.plan(model, ["cpu", "cpu"], cache=False, **CALL)
+    assert "tuned over" in plan.notes[-1]
+    torch.testing.assert_close(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize("options", [{"tune": 0}, {"n_microbatches": 4}, {"pinned": True}])
+def test_options_and_hints_limit_what_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({"plain model": 0.1}, monkeypatch)
+    model = layers()
+    if options.pop("pinned", False):
+        autopar.pipeline_stage(model[0], 0)
+        autopar.pipeline_stage(model[3], 1)
+        options["n_microbatches"] = None
+    plan = autopar.plan(model, ["cpu", "cpu"], cache=False, **options, **CALL)
+    assert not clock.ran["plain model"]
+    if options.get("tune") == 0:
+        assert clock.ran == {"plain model": 0}
+        assert plan.measured_step_time is None
+    elif options["n_microbatches"]:
+        assert plan.n_microbatches == 4
+    else:
+        assert len(plan.stages) >= 2
+
+
+def test_the_plain_model_needs_no_measuring_where_it_is_predicted_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({}, monkeypatch)
+    plan = autopar.plan(layers(), ["cpu"], n_microbatches=1, cache=False, **CALL)
+    assert not clock.ran
+    assert plan.measured_step_time is None
+
+
+@pytest.mark.usefixtures("costly")
+def test_without_memory_for_all_copies_the_prediction_is_trusted_and_the_plan_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock({"plain model": 0.1}, monkeypatch)
+    monkeypatch.setattr(tuning, "available_memory", lambda device: 1000)
+    plan = autopar.plan(layers(), ["cpu", "cpu"], cache=False, **CALL)
+    assert not clock.ran["plain model"]
+    assert "not measured beside other plans" in plan.notes[-1]
+    assert "has 1 kB" in plan.notes[-1]
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_contestants_train_like_the_model_whether_its_capture_is_taken_over_or_not(hook: bool) -> None:
+    model = layers()
+    calls: list[int] = []
+    if hook:
+        model[1].register_forward_hook(lambda *_: calls.append(1))
+    example = capture_example(model, parse_devices(["cpu", "cpu"]), (X,), {}, loss_fn=F.mse_loss, target=Y)
+    options = PlanOptions(batch_norm="exact")
+    plans = {
+        "pipeline": Plan.from_split({"0": 0, "2": 1}, n_microbatches=1),
+        "data": Plan.from_split({"": 0}, n_microbatches=1, devices=[("cpu:1",)]),
+    }
+    expected = copy.deepcopy(model)
+    F.mse_loss(expected(X), Y).backward()
+    made = len(calls)
+    with contestants(
+        ComparedCall(example, RunSettings.of(options)), plans, parse_devices(["cpu"] * 2), _silent
+    ) as ready:
+        for contestant in ready:
+            contestant.step()
+            for mine, plain in zip(contestant.model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, plain.grad)
+            torch.testing.assert_close(contestant.model.state_dict(), expected.state_dict())
+    assert len(calls) == made
+    assert all(p.grad is None for p in model.parameters())
+
+
+def _silent(what: str, done: float) -> None:
+    """A progress that nobody sees."""
+
+
+seconds = st.lists(st.floats(1e-4, 10), min_size=1, max_size=12)
+
+
+@given(st.lists(seconds, min_size=1, max_size=4), st.integers(1, 6), st.floats(0, 5), st.floats(0, 20))
+def test_rounds_end_with_enough_steps_and_seconds_or_with_the_budget_but_not_before_one_counts(
+    steps: list[list[float]], least: int, enough: float, budget: float
+) -> None:
+    length = min(map(len, steps))
+    steps = [one[:length] for one in steps]
+    elapsed = sum(map(sum, steps))
+    done = Rounds(least, enough, budget).done(steps, elapsed) >= 1
+    counted = length - 1
+    ran = min(sum(one[1:]) for one in steps)
+    assert done == (counted >= 1 and (elapsed >= budget or (counted >= least and ran >= enough)))
+
+
+@pytest.mark.parametrize(("spent", "budget"), [(0.0, 0.3), (10.0, 5.0)])
+def test_tuning_takes_at_most_a_share_of_planning(spent: float, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Rounds] = []
+
+    def take(ready: Any, devices: Any, rounds: Rounds, progress: Any) -> Any:
+        seen.append(rounds)
+        return [(1.0,) for _ in ready]
+
+    monkeypatch.setattr(tuning, "steps_in_turn", take)
+    example = capture_example(layers(), parse_devices(["cpu", "cpu"]), (X,), {}, loss_fn=F.mse_loss, target=Y)
+    hand = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)
+    options = PlanOptions(cache=False, candidates={"hand": hand})
+    example, search = search_options(example, options, 2)
+    costs = measure_costs(example, parse_devices(["cpu", "cpu"]), cache=False)
+    tuning.tuned(example, costs, options, search, spent, _silent)
+    assert seen[-1].budget == budget

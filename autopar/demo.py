@@ -79,9 +79,9 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comp
     model, inputs, target, loss_fn = chosen.model.train(), chosen.inputs, chosen.target, chosen.loss
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{chosen.title}: {parameters / 1e6:.1f} million parameters, random weights\n")
-    say(">>> pm = autopar.parallelize(model, devices, ...)     # capture, profile, search\n")
+    say(">>> pm = autopar.parallelize(model, devices, tune=0, ...)     # capture, profile, search\n")
     start = time.perf_counter()
-    module = parallelize(model, devices, example_kwargs=inputs, target=target, loss_fn=loss_fn)
+    module = parallelize(model, devices, tune=0, example_kwargs=inputs, target=target, loss_fn=loss_fn)
     say(f"planned in {time.perf_counter() - start:.1f} s\n\n{module.report()}\n")
     say(">>> pm.train_step(..., target=y, loss_fn=loss)\n")
     loss = module.train_step(**inputs, target=target, loss_fn=loss_fn)
@@ -89,7 +89,8 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comp
     module.close()
     say(f"loss {loss.item():.4f}\n")
     say(">>> autopar.compare(model, devices, plans)            # the plan, the best without replicas, one device\n")
-    pipeline = plan(model, devices, example_kwargs=inputs, target=target, loss_fn=loss_fn, max_replicas=1)
+    call: dict[str, Any] = {"example_kwargs": inputs, "target": target, "loss_fn": loss_fn}
+    pipeline = plan(model, devices, max_replicas=1, tune=0, **call)
     plans = {"auto": automatic, "max_replicas=1": pipeline}
     comparison = compare(model, devices, plans, example_kwargs=inputs, target=target, loss_fn=loss_fn, repeats=3)
     say(str(comparison))

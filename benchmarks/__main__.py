@@ -15,6 +15,7 @@ from rich.console import Console
 from autopar import AutoparWarning
 from benchmarks import (
     accuracy,
+    automatic,
     estimates,
     inference,
     memory,
@@ -45,6 +46,10 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
     "overhead": (
         "microseconds per micro-batch on tiny stages and per call on one device",
         lambda quick, _: overhead.run_overhead(overhead.QUICK if quick else overhead.FULL),
+    ),
+    "automatic": (
+        "ten models from 2 ms to 3 s a step: the automatic plan for two CPU devices against the plain model",
+        lambda quick, _: automatic.run_automatic(quick),
     ),
     "inference": (
         "samples per second of classification and scoring by ResNet-50, ViT, BERT and GPT-2 on two CPU devices",

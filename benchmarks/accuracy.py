@@ -47,7 +47,7 @@ def run_accuracy(quick: bool) -> Report:
 
 def _compare(subject: Subject) -> None:
     def planned(constraints: dict[str, Any]) -> Plan:
-        return autopar.plan(subject.model, DEVICES, example_kwargs=subject.inputs, **constraints)
+        return autopar.plan(subject.model, DEVICES, example_kwargs=subject.inputs, tune=0, **constraints)
 
     plans: dict[str, Plan | None] = {"free": None}
     plans |= {str(number): planned(constraints) for number, constraints in enumerate(CONSTRAINTS)}

@@ -69,7 +69,9 @@ def measure(subject: Subject, scale: Scale) -> list[Row]:
         log.info("%s: planning, %s", subject.name, way)
         model = copy.deepcopy(plain)
         with torch.no_grad():
-            modules[way] = autopar.parallelize(model, list(DEVICES), max_replicas=replicas, example_kwargs=inputs)
+            modules[way] = autopar.parallelize(
+                model, list(DEVICES), max_replicas=replicas, tune=0, example_kwargs=inputs
+            )
     with operator_threads(1), torch.inference_mode():
         expected = plain(**inputs).logits
         errors = {

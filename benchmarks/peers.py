@@ -221,7 +221,7 @@ def _some(names: list[str]) -> list[str]:
 def _autopar(subject: Subject, m: int) -> tuple[PipelinedModule, Plan]:
     workload = subject.workload
     split = Plan.from_split(subject.split, n_microbatches=m) if subject.split else None
-    options: dict[str, Any] = {"plan": split} if split else {"max_replicas": 1, "n_microbatches": m}
+    options: dict[str, Any] = {"plan": split} if split else {"max_replicas": 1, "n_microbatches": m, "tune": 0}
     module = autopar.parallelize(
         workload.model,
         list(DEVICES),

@@ -157,6 +157,7 @@ def _timed_plan(workload: Workload, **options: Any) -> tuple[PipelinedModule, fl
         example_kwargs=workload.inputs,
         target=workload.target,
         loss_fn=workload.loss,
+        tune=0,
         **options,
     )
     return module, time.perf_counter() - start

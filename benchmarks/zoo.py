@@ -79,6 +79,7 @@ def measure(subject: Subject, rounds: int) -> Row:
             max_replicas=1,
             n_microbatches=N_MICROBATCHES,
             example_kwargs=subject.inputs,
+            tune=0,
             cache=False,
         )
         planning = time.perf_counter() - start

@@ -43,7 +43,7 @@ def run_comparison(
     ready_plans = priced(plans, example, costs, options)
     alone = Plan((Stage((devices[0].name,)),), n_microbatches=1)
     plain = predict_plan(alone, example, costs, options.conditions)
-    with contestants(call, ready_plans, devices, progress, plain=plain) as ready:
+    with contestants(call, ready_plans, devices, progress, plain=plain, threads=devices[0].threads) as ready:
         steps = steps_in_turn(ready, devices, Rounds(repeats), progress)
         rows = [
             Row(c.name, c.plan, seconds, predicted_memory(c.plan, devices), measured_memory(c, devices))

@@ -65,14 +65,16 @@ def contestants(
     progress: Progress,
     *,
     plain: Plan | None = None,
+    threads: int | None = None,
 ) -> Iterator[list[Contestant]]:
     """One contestant per plan. With `plain`, a plan of one stage, the plain model on the first device comes before.
 
     Every contestant has a deep copy of the model, so that the user's keeps its parameters, gradients and running
-    statistics; the random state is put back. Operators in the caller's thread use the first device's threads.
+    statistics; the random state is put back. `threads`: of operators in the caller's thread, where a plan runs the
+    model itself; by default as many as the caller has set.
     """
     ready: list[Contestant] = []
-    with untouched(call.example.model), operator_threads(devices[0].threads):
+    with untouched(call.example.model), operator_threads(threads or torch.get_num_threads()):
         try:
             if plain is not None:
                 ready.append(_plain(plain, call, devices[0]))

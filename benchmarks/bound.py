@@ -63,7 +63,7 @@ class Alone:
 
         Parameters get no gradients by it.
         """
-        run, seconds = self._module._run(self._bound, self._call), {}
+        run, seconds = self._module._calls._run(self._bound, self._call), {}
         executable, call = run.executable, run.call
         mailbox = Mailbox(len(executable.workers))
         acts = Passes(executable, call, run.tensors, mailbox, call.loss, keep_graph=False).acts()

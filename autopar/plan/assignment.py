@@ -13,7 +13,7 @@ computes nothing: where a plan lists it later than the tuple, it runs where the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -54,7 +54,7 @@ def by_operators(
             f"this model has {few(list(keys.values()))}"
         )
     stage_of = {node: listed.get(keys[node], 0) for node in compute_nodes(program.graph)}
-    moved = _settle(stage_of, program, storages)
+    moved = _settle(stage_of, program, storages, {node for node in stage_of if keys[node] in listed})
     if strict:
         _refuse(moved, {node: listed[keys[node]] for node in moved if keys[node] in listed}, keys)
     return stage_of
@@ -77,7 +77,7 @@ def by_modules(split: Mapping[str, int], program: Program, storages: Storages) -
     keys = operator_keys(program)
     paths = {node: nearest(keys[node].rpartition("/")[0], split) for node in compute_nodes(program.graph)}
     stage_of = {node: split[path] if path is not None else 0 for node, path in paths.items()}
-    moved = _settle(stage_of, program, storages)
+    moved = _settle(stage_of, program, storages, {node for node, path in paths.items() if path is not None})
     named = {node: path for node, path in paths.items() if path is not None}
     _refuse(moved, {node: split[named[node]] for node in moved if node in named}, named)
     _check_used(split, set(named.values()), sorted({key.rpartition("/")[0] for key in keys.values()}), program)
@@ -92,16 +92,21 @@ class _Move(NamedTuple):
     other: fx.Node  # the operator that it follows
 
 
-def _settle(stage_of: dict[fx.Node, int], program: Program, storages: Storages) -> dict[fx.Node, _Move]:
-    """Move operators to later stages until the three orders hold. Returns the first reason for every one moved."""
+def _settle(
+    stage_of: dict[fx.Node, int], program: Program, storages: Storages, requested: Collection[fx.Node]
+) -> dict[fx.Node, _Move]:
+    """Move operators to later stages until the three orders hold. Returns the first reason for every one moved.
+
+    `requested`: nodes whose stage the plan states.
+    """
     # Replicable nodes (positions, masks) are computed where they are needed: they hold no reader back.
     free = replicable_nodes(program)
     bound = [node for node in stage_of if node not in free]
     groups = [[n for n in stage_of if n in group and n not in free] for group in fused_groups(program, dict(storages))]
     writes = [pair for pair in write_order(program, dict(storages)) if not free.intersection(pair)]
     for node, stage in stage_of.items():
-        if is_getitem(node):
-            stage_of[node] = min(stage, stage_of.get(node.all_input_nodes[0], stage))
+        if is_getitem(node) and node.all_input_nodes[0] in requested:
+            stage_of[node] = min(stage, stage_of[node.all_input_nodes[0]])
     moved: dict[fx.Node, _Move] = {}
     settled = False
 

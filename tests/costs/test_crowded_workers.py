@@ -44,7 +44,7 @@ class FakeTimes:
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, times: FakeTimes, n_workers: int) -> autopar.Plan:
     monkeypatch.setattr(measured, "measure", times)
-    return autopar.plan(model(), ["cpu"] * n_workers, example_args=(X,), cache=False)
+    return autopar.plan(model(), ["cpu"] * n_workers, example_args=(X,), tune=0, cache=False)
 
 
 @pytest.mark.parametrize("n_workers", [3, 4, 8])
@@ -136,5 +136,7 @@ def test_a_model_of_tiny_operators_is_not_split(monkeypatch: pytest.MonkeyPatch,
     """Six layers of 20 us: what Python does for every action is more than what a second worker takes off."""
     monkeypatch.setattr(measured, "measure", FakeTimes(per_row=2e-5 / 64 / 3))
     layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
-    plan = autopar.plan(copy.deepcopy(layers), ["cpu", "cpu"], example_args=(torch.randn(64, width),), cache=False)
+    plan = autopar.plan(
+        copy.deepcopy(layers), ["cpu", "cpu"], example_args=(torch.randn(64, width),), tune=0, cache=False
+    )
     assert (len(plan.used_devices), plan.n_microbatches) == (1, 1)

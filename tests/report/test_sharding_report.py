@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from printed_tables import table_in
 from sharded_plans import M, chosen, sharding_in
 
 from autopar import Plan
@@ -25,27 +26,6 @@ from benchmarks.planning import Case, synthetic_costs
 
 INSIDE = Conditions(loss_inside=True)
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-
-
-def table_in(text: str, head: str) -> list[list[str]]:
-    """Cells of the rows of the table whose head begins like this; a cell that goes on in more lines is one text."""
-    lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
-    ends = (i for i in range(start, len(lines)) if not lines[i].strip() or lines[i].startswith("(left out"))
-    body = [line.ljust(80) for line in lines[start : next(ends, len(lines))]]
-    used = "".join(
-        "x" if any(line[i] != " " for line in [lines[start - 2].ljust(80), *body]) else " " for i in range(80)
-    )
-    columns = [match.span() for match in re.finditer(r"x(?:x| (?=x))*", used)]
-    rows: list[list[str]] = []
-    for line in body:
-        cells = [line[a:b].strip() for a, b in columns]
-        if all(cells) or cells[0].startswith("..."):
-            rows.append(cells)
-        else:
-            joined = zip(rows[-1], cells, strict=True)
-            rows[-1] = [a + ("" if not b or a.endswith((".", "_", "/", "#")) else " ") + b for a, b in joined]
-    return rows
 
 
 @pytest.mark.slow

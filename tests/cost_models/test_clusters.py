@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models import Cluster, Device, DeviceError, DeviceSpec, Link, Network, known_devices, known_networks
+from cost_models import Cluster, Device, DeviceError, DeviceSpec, Group, Link, Network, known_devices, known_networks
 from cost_models.clusters import cluster as cluster_module
 from cost_models.hardware.device_specs import efficiency_of
 from cost_models.kernels.efficiency_curves import Efficiency
@@ -247,10 +247,13 @@ def test_links_are_those_of_the_level_between_two_devices() -> None:
         cluster.link(first, "2.0:H100")
 
 
-def test_the_shape_of_a_group_is_its_nodes_and_the_fewest_devices_in_one() -> None:
+def test_the_shape_of_a_group_is_how_many_of_its_devices_each_node_has() -> None:
     cluster = Cluster.preset("4xL4", nodes=3)
     group = cluster.group([cluster.devices[i] for i in (0, 1, 2, 4, 5)])
-    assert (group.nodes, group.per_node) == (2, 2)
+    assert (group.nodes, group.per_node, group.most, group.uneven, group.size) == (2, 2, 3, (2, 3), 5)
+    assert cluster.group(cluster.devices[2:6]) == Group(2, 2, cluster.intra_node, cluster.inter_node)
+    lone = [cluster.devices[i] for i in (0, 4, 5)]
+    assert cluster.level(lone) == "inter_node"
     for wrong in ([], [cluster.devices[0]] * 2):
         with pytest.raises(DeviceError, match="a group needs"):
             cluster.group(wrong)

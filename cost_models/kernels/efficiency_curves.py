@@ -93,7 +93,7 @@ def filled(sizes: tuple[int, ...], units: int, depth: float = math.inf, reuse: f
         return count * -(-rows // height) * -(-columns // width)
 
     # Times are of one product in each sum, and in multiplications.
-    best = min(-(-tiles(h, w) // units) * h * w for h, w in LARGEST_TILES)
+    best: float = min(-(-tiles(h, w) // units) * h * w for h, w in LARGEST_TILES)
     if min(tiles(h, w) for h, w in LARGEST_TILES) <= units or min(rows, columns) <= _THIN:
         for h, w in (*LARGEST_TILES, *_SMALLER_TILES):
             number, each = tiles(h, w), max(h * w, (h + w) * reuse)

@@ -23,6 +23,22 @@ FRAGMENTATION = {"cpu": 0.0, "cuda": 0.05}
 """By device type, the fraction of everything else set aside for gaps between blocks. On a CPU a gap in the address
 space is no memory. On CUDA this is a choice: PyTorch's allocator cuts blocks from segments of 2 MiB and more."""
 
+WORKSPACE = {"cpu": 0, "cuda": 64 << 20}
+"""By device type, bytes that libraries hold for their kernels. On CUDA what torch gives cuBLAS and cuBLASLt on Hopper,
+32 MiB each; before Hopper it is 8 MiB (discuss.pytorch.org/t/178671, 2023) and 1 to 4 MiB (pytorch/pull/120925, 2024).
+cuDNN's share depends on the convolutions and is not counted."""
+
+
+def usable_memory(memory: float, device_type: str) -> int:
+    """Bytes for tensors on a device with `memory` bytes: without workspaces and the gaps between blocks.
+
+    Raises:
+        ValueError: an unknown device type.
+    """
+    if device_type not in FRAGMENTATION:
+        raise ValueError(f"unknown device type {device_type!r}; known are {', '.join(FRAGMENTATION)}")
+    return max(0, int((memory - WORKSPACE[device_type]) / (1 + FRAGMENTATION[device_type])))
+
 
 @dataclass(frozen=True)
 class Precision:

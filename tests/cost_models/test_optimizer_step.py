@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.memory import allocated
 from cost_models import PRECISIONS, host_costs, optimizer_step_seconds, optimizer_step_temporaries
 from cost_models.memory.optimizer_state import OPTIMIZER_KINDS, OPTIMIZERS, optimizer_state_elements
 from cost_models.memory.optimizer_step import (
@@ -76,20 +75,9 @@ def test_temporaries_are_what_a_step_on_a_cpu_allocates(name: str, how: Implemen
         parameter.grad = torch.randn_like(parameter)
     for _ in range(8):
         optimizer.step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        optimizer.step()
-    alive = most = 0
-    for event in _allocations(profiled):
-        alive += event
-        most = max(most, alive)
+    most, _ = allocated(optimizer.step)
     counted = optimizer_step_temporaries(name, [p.shape for p in parameters], implementation=how)
     assert counted == pytest.approx(most, abs=4096)
-
-
-def _allocations(profiled: Any) -> list[int]:
-    """Bytes handed out (> 0) and given back (< 0), in order."""
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
 def test_gradients_of_16_bits_are_converted_for_float32_masters() -> None:

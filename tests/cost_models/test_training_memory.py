@@ -17,6 +17,7 @@ from cost_models.memory.training_memory import (
     HALF,
     MIXED,
     MIXED_FULL_GRADIENTS,
+    WORKSPACE,
     Precision,
     activation_bytes,
     backward_peak,
@@ -24,6 +25,7 @@ from cost_models.memory.training_memory import (
     precision_named,
     recomputed_bytes,
     training_memory,
+    usable_memory,
 )
 
 MAKERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -132,3 +134,17 @@ def test_precisions_need_the_bytes_an_element_that_are_published_for_adam(name: 
 def test_an_unknown_precision_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'int4'.*fp32, bf16, bf16-mixed"):
         precision_named("int4")
+
+
+@given(st.integers(1, 10**12), st.sampled_from(sorted(FRAGMENTATION)))
+def test_what_is_usable_leaves_room_for_the_reserve_and_workspaces(memory: int, device_type: str) -> None:
+    usable = usable_memory(memory, device_type)
+    assert usable <= usable_memory(memory + 10**9, device_type)
+    filled = training_memory([], activations=usable, device_type=device_type)
+    assert filled.total + WORKSPACE[device_type] <= max(memory, WORKSPACE[device_type]) + 1
+    assert usable_memory(memory, "cpu") == memory
+
+
+def test_the_memory_of_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="abacus"):
+        usable_memory(1, "abacus")

@@ -3,9 +3,10 @@
 The host launches kernels one after another and runs ahead of the device. A kernel starts when its launch is done and
 the kernel before it has ended:
 
-    host    |l1|l2|l3|--l4--|l5|
-    device     |==k1==|k2|  |=k4=|k5|      large kernels hide the launches after them; behind small kernels the
-                         k3 ^               device waits: a pass is neither its kernels nor its launches alone
+    host    |-l1-|-l2-|-l3-|-l4-|
+    device       |==k1==|k2|k3|  |k4|     k1 hides the launches of k2 and k3; before k4 the device waits
+
+So a pass is neither its kernels alone, nor its launches, nor the longer of the two sums.
 
 Every constant has its source in `SOURCES`. None is fitted to a published training run.
 """
@@ -80,6 +81,10 @@ SOURCES: Mapping[str, str] = MappingProxyType(
 
 MODES = tuple(HOST_COSTS)
 
+MODULE_CALL = 0.7e-6
+"""Seconds of entering and leaving a torch.nn.Module in eager mode: of nn.Identity, measured on a Xeon with torch 2.13,
+2026-11. Models with hooks, checkpoints and logic of their own take more."""
+
 
 def host_costs(mode: str) -> HostCosts:
     """The host's costs in a mode of `MODES`.
@@ -133,15 +138,23 @@ def pass_seconds(kernels: Sequence[float], launches: Sequence[float], *, queued:
     return max(end.host, end.device)
 
 
-def launches_of(counts: Sequence[int], costs: HostCosts, *, backward: bool = False) -> list[float]:
+def launches_of(
+    counts: Sequence[int], costs: HostCosts, *, backward: bool = False, python: Sequence[float] | None = None
+) -> list[float]:
     """Seconds of the host before each kernel of operators that launch `counts[i]` kernels each, in order.
 
     An operator without kernels (a view) delays the next kernel; behind the last kernel such operators are left out.
+    `python`: s of the model's own Python before each operator, such as `MODULE_CALL` for each module that is entered.
+
+    Raises:
+        ValueError: there are not as many operators with Python as operators.
     """
+    if python is not None and len(python) != len(counts):
+        raise ValueError(f"each operator has its Python, got {len(python)} for {len(counts)} operators")
     each = costs.node if backward else costs.operator
     launches, waiting = [], costs.start
-    for count in counts:
-        waiting += each
+    for place, count in enumerate(counts):
+        waiting += each + (0.0 if python is None else python[place])
         for _ in range(count):
             launches.append(waiting + costs.kernel)
             waiting = 0.0
@@ -149,15 +162,21 @@ def launches_of(counts: Sequence[int], costs: HostCosts, *, backward: bool = Fal
 
 
 def operators_seconds(
-    operators: Sequence[Sequence[float]], costs: HostCosts, *, backward: bool = False, queued: float = 0.0
+    operators: Sequence[Sequence[float]],
+    costs: HostCosts,
+    *,
+    backward: bool = False,
+    python: Sequence[float] | None = None,
+    queued: float = 0.0,
 ) -> float:
     """Seconds of a pass over operators with their kernels, in order of execution.
 
-    `operators`: for each operator the s of its kernels without their launches (see `busy_seconds`).
+    `operators`: for each operator the s of its kernels without their launches (see `busy_seconds`). `backward` and
+    `python` are as for `launches_of`, `queued` as for `pass_seconds`.
 
     Raises:
-        ValueError: as `lay`.
+        ValueError: as `lay` and `launches_of`.
     """
     kernels = [kernel + costs.gap for operator in operators for kernel in operator]
-    launches = launches_of([len(operator) for operator in operators], costs, backward=backward)
+    launches = launches_of([len(operator) for operator in operators], costs, backward=backward, python=python)
     return pass_seconds(kernels, launches, queued=queued)

@@ -12,6 +12,7 @@ from cost_models import host_costs, pass_seconds
 from cost_models.kernels.launches import (
     HOST_COSTS,
     MODES,
+    MODULE_CALL,
     SOURCES,
     Clocks,
     HostCosts,
@@ -105,6 +106,15 @@ def test_a_slower_host_never_makes_a_pass_shorter(operators: list[list[float]], 
     assert costs.scaled(factor).gap == costs.gap
 
 
+def test_python_between_small_operators_makes_a_pass_longer_and_between_large_ones_not() -> None:
+    eager, python = host_costs("eager"), [100 * MODULE_CALL] * 50
+    small, large = [[1e-6], []] * 25, [[1e-3], []] * 25
+    assert operators_seconds(small, eager, python=python) == pytest.approx(
+        operators_seconds(small, eager) + sum(python[:-1]), rel=1e-9
+    )
+    assert operators_seconds(large, eager, python=python) < operators_seconds(large, eager) + 2 * python[0]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_constant_has_a_source(mode: str) -> None:
     for field in fields(HostCosts):
@@ -116,6 +126,8 @@ def test_what_cannot_be_is_refused() -> None:
         host_costs("jit")
     with pytest.raises(ValueError, match="one launch"):
         pass_seconds([1.0], [])
+    with pytest.raises(ValueError, match="1 for 2 operators"):
+        launches_of([1, 1], host_costs("eager"), python=[0.0])
     with pytest.raises(ValueError, match="0 seconds or more"):
         pass_seconds([1.0], [-1.0])
     with pytest.raises(ValueError, match="positive factor"):

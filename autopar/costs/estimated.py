@@ -29,7 +29,7 @@ from cost_models.hardware.device_specs import efficiency_of, rates_of
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
 from cost_models.kernels.roofline import price
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
-from cost_models.memory.training_memory import FRAGMENTATION
+from cost_models.memory.training_memory import usable_memory
 
 META = torch.device("meta")
 
@@ -55,9 +55,8 @@ class Estimated:
     ) -> None:
         self.cluster = cluster
         self.cores = None
-        # Gaps between allocated blocks make a part of the memory unusable.
-        gaps = {spec.name: FRAGMENTATION[spec.device_type] for spec in cluster.node}
-        self.devices = tuple(replace(d, memory=int(d.memory / (1 + gaps[d.kind]))) for d in cluster.devices)
+        types = {spec.name: spec.device_type for spec in cluster.node}
+        self.devices = tuple(replace(d, memory=usable_memory(d.memory, types[d.kind])) for d in cluster.devices)
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(
             program, [on_meta(x) for x in leaves], loss_fn, torch_private.tree_map(on_meta, target), target_dims

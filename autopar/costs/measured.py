@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -31,6 +32,7 @@ from cost_models.hardware.devices import operator_threads, usable_cores
 from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
 from cost_models.measuring.repeats import until_two_agree
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
+from cost_models.memory.training_memory import usable_memory
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class Measured:
         n_microbatches: int | None = None,
         cache: MeasurementCache | None = None,
     ) -> None:
-        self.devices = tuple(devices)
+        self.devices = tuple(replace(d, memory=usable_memory(d.memory, d.torch_device.type)) for d in devices)
         self.cores = usable_cores() if all(d.shares_process_memory for d in self.devices) else None
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(program, leaves, loss_fn, target, target_dims)

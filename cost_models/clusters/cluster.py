@@ -210,10 +210,10 @@ class Cluster:
     def level(self, devices: Sequence[Device | str]) -> Level:
         """The slowest level that a group spans: one device alone, devices of one node, or devices of several."""
         group = self.group(devices)
-        return "inter_node" if group.nodes > 1 else "intra_node" if group.per_node > 1 else "device"
+        return "inter_node" if group.nodes > 1 else "intra_node" if group.most > 1 else "device"
 
     def group(self, devices: Sequence[Device | str]) -> Group:
-        """The shape of a group; if its nodes have different numbers of its devices, the smallest counts for all.
+        """The shape of a group: how many of its devices lie in each node.
 
         Raises:
             DeviceError: the group is empty, has a device twice, or one that is none of the cluster's.
@@ -222,7 +222,7 @@ class Cluster:
         if not names or len(set(names)) < len(names):
             raise DeviceError(f"a group needs devices, and each of them once, got {names}")
         counts = Counter(self.node_of(name) for name in names)
-        return Group(min(counts.values()), len(counts), self.intra_node, self.inter_node)
+        return Group.of(counts.values(), self.intra_node, self.inter_node)
 
     def seconds(
         self, collective: Collective, nbytes: float, devices: Sequence[Device | str], concurrent: int = 1
@@ -233,8 +233,9 @@ class Cluster:
         is not applied to what was measured.
         """
         group = self.group(devices)
+        shape = (group.nodes, group.per_node, group.uneven)
         for measured in self.measured_collectives:
-            if (measured.nodes, measured.per_node) == (group.nodes, group.per_node) and collective in measured.times:
+            if (measured.nodes, measured.per_node, measured.uneven) == shape and collective in measured.times:
                 return measured.seconds(collective, nbytes)
         return collective_seconds(collective, nbytes, group, concurrent)
 

@@ -1,25 +1,47 @@
 """Seconds that collective operations take, from constants of the network.
 
-A collective of n devices moves a tensor in steps, each of some latency, and every device sends a share of the bytes:
+A collective of n devices moves a tensor in steps, each of some latency, and every device sends a share of the bytes.
+Each has one algorithm, so that an all_reduce costs what a reduce_scatter and an all_gather after it cost:
 
-    collective        steps           bytes a device sends of S     S is
-    all_reduce        2 ceil(log2 n)  2 (n - 1) / n  S              the tensor, the same on all
-    reduce_scatter    ceil(log2 n)      (n - 1) / n  S              the tensor to reduce, on each
-    all_gather        ceil(log2 n)      (n - 1) / n  S              the gathered tensor
-    all_to_all        ceil(log2 n)      (n - 1) / n  S              what each device has, for itself included
-    broadcast         ceil(log2 n)                   S              the tensor
-    send_recv         1                              S              the tensor
+    collective        steps      bytes a device sends of S   S is                                   algorithm
+    reduce_scatter    n - 1        (n - 1) / n  S            the tensor to reduce, on each          ring
+    all_gather        n - 1        (n - 1) / n  S            the gathered tensor                    ring
+    all_reduce        2 (n - 1)  2 (n - 1) / n  S            the tensor, the same on all            the two rings
+    all_to_all        n - 1        (n - 1) / n  S            what each device has, its own part     pairwise exchange
+                                                             included
+    broadcast         n - 1                     S            the tensor                             pipelined ring
+    send_recv         1                         S            the tensor                             one message
 
-Latencies of recursive halving and doubling, and of a binomial tree; bytes of ring or halving, which no algorithm beats
-without help of the switch (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH,
-2005); a broadcast is pipelined. "Bus bandwidth" is the bytes a device sends over the time (nccl-tests, PERFORMANCE.md).
+In a ring each device sends S / n to the next one n - 1 times (Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms
+for clusters of workstations, 2009, sections 3 and 4; NCCL counts the same steps, `nsteps` in src/graph/tuning.cc). In a
+pairwise exchange it sends S / n to another one each time (Thakur, Rabenseifner, Gropp: Optimization of Collective
+Communication Operations in MPICH, 2005, section 3.2). "Bus bandwidth" is the bytes a device sends over the time
+(nccl-tests, PERFORMANCE.md).
 
-Across m nodes with g devices each, a collective works in both levels at once, chunk after chunk (hierarchically:
-reduce-scatter within the nodes, all-reduce across them among devices of one rank, all-gather within):
+A switch that reduces (NVLink SHARP) needs each device to send its S and to receive S once, whatever n: an all_reduce
+then takes 2 S / in_switch over the bandwidth, where `in_switch`, from 1 to 2, is the gain over a ring of very many
+devices. Two devices send S each in the ring as well and gain nothing; NCCL does not even try (`gpuCount <= 2` in
+src/transport/nvls.cc). The faster of ring and switch counts.
 
-    node 0    0 --- 1 --- 2 --- 3        inside:  all n devices' bytes at the network's bandwidth, ceil(log2 g) steps
+Across m nodes with g devices each, both levels work at once, chunk after chunk: what a ring across the nodes brings,
+from devices of one rank to each other, is passed around in a ring within each node (and reduced the other way round):
+
+    node 0    0 --- 1 --- 2 --- 3        inside:  all n devices' bytes at the network's bandwidth, n - m steps
               |     |     |     |        across:  (m - 1) / m instead of (n - 1) / n, through the adapters of the g
-    node 1    4 --- 5 --- 6 --- 7                 devices (or through the one they share), ceil(log2 m) steps
+    node 1    4 --- 5 --- 6 --- 7                 devices (or through the one they share), m - 1 steps
+
+So these are n - 1 steps as well, m (g - 1) of them inside (as NCCL counts, `nInterSteps` there). A pairwise exchange
+has its g - 1 steps to devices of the node, and n - g across, where each node sends g (n - g) / n S.
+
+Nodes may have different numbers of the devices, g_i of the n in node i. Inside, the fullest node decides. Across, node
+i lacks the (n - g_i) / n of the tensor that lie elsewhere, which reach it through its own adapters; the node for which
+that takes longest decides. Of 8 + 1 devices it is the lone one, with 8/9 of the tensor through one adapter:
+
+    node 0    0  1  2  3  4  5  6  7     lacks 1/9, has 8 adapters
+                    |
+    node 1          8                    lacks 8/9, has 1 adapter
+
+With g devices in every node this is the rule above, (n - g) / n = (m - 1) / m.
 
 The slower level decides the bytes' time T; the latencies L of both add up. A message is cut into chunks that follow
 each other through the steps; few chunks fill the pipe late and many pay latency often. The best number of chunks gives
@@ -35,6 +57,7 @@ all-reduces of `data/allreduce_busbw.csv`; the header of networks.toml lists whi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -46,27 +69,53 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 @dataclass(frozen=True)
 class Group:
-    """The shape of a group of devices that run a collective: the same number of devices in each node.
+    """The shape of a group of devices that run a collective.
 
     Raises:
-        ValueError: a count is below one, or the network that connects the devices is missing.
+        ValueError: a count is below one, the counts contradict each other, or a network between devices is missing.
     """
 
-    per_node: int  # devices in each node
+    per_node: int  # devices in each node; where the numbers differ, in the node with the fewest
     nodes: int = 1
-    intra_node: Network | None = None  # may be None where per_node is 1
+    intra_node: Network | None = None  # may be None where no node has more than one
     inter_node: Network | None = None  # may be None where nodes is 1
+    uneven: tuple[int, ...] = ()  # devices in every node, ascending, where the numbers differ
 
     def __post_init__(self) -> None:
         if self.per_node < 1 or self.nodes < 1:
             raise ValueError(f"a group needs 1 or more devices a node and nodes, got {self.per_node} and {self.nodes}")
-        if (self.per_node > 1 and self.intra_node is None) or (self.nodes > 1 and self.inter_node is None):
-            raise ValueError(f"a group of {self.nodes} x {self.per_node} devices needs the networks that connect them")
+        counts = self.uneven
+        if counts and (len(counts) != self.nodes or counts[0] != self.per_node or list(counts) != sorted(counts)):
+            raise ValueError(
+                f"uneven numbers of devices are one per node, ascending from the fewest: {self.nodes} numbers from "
+                f"{self.per_node} on, got {counts}"
+            )
+        if (self.most > 1 and self.intra_node is None) or (self.nodes > 1 and self.inter_node is None):
+            raise ValueError(f"a group of {self.nodes} x {self.most} devices needs the networks that connect them")
+
+    @classmethod
+    def of(cls, counts: Iterable[int], intra_node: Network | None, inter_node: Network | None) -> Group:
+        """The group with so many devices in each node, e.g. (8, 1)."""
+        ascending = tuple(sorted(counts))
+        if not ascending:
+            raise ValueError("a group needs 1 or more nodes, got none")
+        even = ascending[0] == ascending[-1]
+        return cls(ascending[0], len(ascending), intra_node, inter_node, () if even else ascending)
 
     @property
     def size(self) -> int:
         """Devices in all."""
-        return self.nodes * self.per_node
+        return sum(self.uneven) if self.uneven else self.nodes * self.per_node
+
+    @property
+    def most(self) -> int:
+        """Devices in the node with the most."""
+        return self.uneven[-1] if self.uneven else self.per_node
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The different numbers of devices that nodes have, ascending."""
+        return tuple(dict.fromkeys(self.uneven)) or (self.per_node,)
 
 
 def collective_seconds(collective: Collective, nbytes: float, group: Group, concurrent: int = 1) -> float:
@@ -85,62 +134,76 @@ def collective_seconds(collective: Collective, nbytes: float, group: Group, conc
     if group.size == 1:
         return 0.0
     latency = duration = ramp = 0.0
-    if group.intra_node is not None and group.per_node > 1 and not (collective == "send_recv" and group.nodes > 1):
+    if group.intra_node is not None and group.most > 1 and not (collective == "send_recv" and group.nodes > 1):
         inside = group.intra_node
-        latency += _steps(collective, group.per_node) * inside.latency
-        duration = _inside_bytes(collective, nbytes, group) / _device_rate(inside, collective, group, concurrent)
+        latency += _steps_inside(collective, group) * inside.latency
+        duration = _inside_seconds(collective, nbytes, group, inside, concurrent)
         ramp = inside.ramp
     if group.inter_node is not None and group.nodes > 1:
         across = group.inter_node
-        latency += _steps(collective, group.nodes) * across.latency
-        bytes_a_node = _across_bytes(collective, nbytes, group)
-        duration = max(duration, bytes_a_node / _node_rate(across, collective, group, concurrent))
+        latency += _steps_across(collective, group) * across.latency
+        duration = max(duration, _across_seconds(collective, nbytes, group, across, concurrent))
         ramp = max(ramp, across.ramp)
     return latency + duration + 2 * math.sqrt(ramp * latency * duration)
 
 
-def _steps(collective: Collective, n: int) -> int:
-    """Messages that follow each other among n devices, or n nodes."""
+def _steps_inside(collective: Collective, group: Group) -> int:
+    """Messages within a node that follow each other, of the n - 1 of a round."""
     if collective == "send_recv":
         return 1
-    steps = (n - 1).bit_length()  # ceil(log2 n)
-    return 2 * steps if collective == "all_reduce" else steps
+    if collective == "all_to_all":  # those of a device in the emptiest node, which has most to send across
+        return group.per_node - 1
+    return _rounds(collective) * (group.size - group.nodes)
 
 
-def _share(collective: Collective, n: int) -> float:
-    """Bytes that each of n sends over the bytes of the tensor."""
-    if collective in ("broadcast", "send_recv"):
-        return 1.0
-    return (2 if collective == "all_reduce" else 1) * (n - 1) / n
+def _steps_across(collective: Collective, group: Group) -> int:
+    """Messages between nodes that follow each other, of the n - 1 of a round."""
+    if collective == "send_recv":
+        return 1
+    if collective == "all_to_all":
+        return group.size - group.per_node
+    return _rounds(collective) * (group.nodes - 1)
 
 
-def _inside_bytes(collective: Collective, nbytes: float, group: Group) -> float:
-    """Bytes that a device sends within its node.
+def _rounds(collective: Collective) -> int:
+    """How often the tensor goes around the ring: an all_reduce is a reduce_scatter and an all_gather."""
+    return 2 if collective == "all_reduce" else 1
+
+
+def _inside_seconds(collective: Collective, nbytes: float, group: Group, network: Network, concurrent: int) -> float:
+    """Seconds of the bytes that a device sends within its node.
 
     Those of the whole group, a little more than those for the node's own devices: what comes from other nodes has to
     be passed on. So spreading a group over several nodes never makes it faster.
     """
-    return nbytes * _share(collective, group.size)
+    whole = collective in ("broadcast", "send_recv")
+    share = 1.0 if whole else _rounds(collective) * (group.size - 1) / group.size
+    senders = 1 if collective == "send_recv" else group.most
+    rate = network.bandwidth / (senders * concurrent if network.shared else 1)
+    return nbytes * share / (rate * _switch_gain(collective, group.most, network))
 
 
-def _across_bytes(collective: Collective, nbytes: float, group: Group) -> float:
-    """Bytes that a node sends to the others."""
-    if collective == "all_to_all":  # each of its devices has a part for every device outside; nothing can be combined
-        return nbytes * group.per_node * (group.size - group.per_node) / group.size
-    return nbytes * _share(collective, group.nodes)
-
-
-def _device_rate(network: Network, collective: Collective, group: Group, concurrent: int) -> float:
-    """Bytes/s that a device sends within its node."""
-    gain = network.in_switch if collective == "all_reduce" else 1.0
-    senders = 1 if collective == "send_recv" else group.per_node
-    return network.bandwidth * gain / (senders * concurrent if network.shared else 1)
-
-
-def _node_rate(network: Network, collective: Collective, group: Group, concurrent: int) -> float:
-    """Bytes/s that the group's devices in a node send to other nodes."""
-    gain = network.in_switch if collective == "all_reduce" else 1.0
+def _across_seconds(collective: Collective, nbytes: float, group: Group, network: Network, concurrent: int) -> float:
+    """Seconds of the bytes between nodes, of the node that takes the longest: see the rule for uneven groups above."""
+    rate = network.bandwidth * _switch_gain(collective, group.nodes, network)
     if network.shared:
-        return network.bandwidth * gain / concurrent
-    adapters = 1 if collective == "send_recv" else group.per_node
-    return network.bandwidth * gain * adapters
+        rate /= concurrent
+    n = group.size
+
+    def seconds(own: int) -> float:
+        """Of a node that has `own` of the n devices."""
+        adapters = 1 if network.shared or collective == "send_recv" else own
+        if collective in ("broadcast", "send_recv"):
+            return nbytes / (rate * adapters)
+        if collective == "all_to_all":  # each of its devices has a part for every device outside; nothing is combined
+            return nbytes * own * (n - own) / n / (rate * adapters)
+        return _rounds(collective) * nbytes * (n - own) / n / (rate * adapters)
+
+    return max(seconds(own) for own in group.counts)
+
+
+def _switch_gain(collective: Collective, n: int, network: Network) -> float:
+    """Bandwidth of an all_reduce of n devices, or nodes, over that of their ring: the faster of ring and switch."""
+    if collective != "all_reduce" or n <= 2:
+        return 1.0
+    return max(1.0, network.in_switch * (n - 1) / n)

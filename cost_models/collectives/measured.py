@@ -32,9 +32,10 @@ class MeasuredCollectives:
     """
 
     nodes: int
-    per_node: int  # devices in each node
+    per_node: int  # devices in each node; where the numbers differ, in the node with the fewest
     sizes: tuple[int, ...]  # ascending bytes
     times: Mapping[Collective, tuple[float, ...]] = field(hash=False)  # s at each of the sizes
+    uneven: tuple[int, ...] = ()  # devices in every node, ascending, where the numbers differ
 
     def __post_init__(self) -> None:
         if (
@@ -83,8 +84,9 @@ def measure_collectives(
     times: dict[Collective, tuple[float, ...]] = {}
     for collective in COLLECTIVES:
         times[collective] = tuple(_measure(_call(collective, size, group, device), group, device) for size in rounded)
-    counts = Counter(hosts)
-    return MeasuredCollectives(len(counts), min(counts.values()), rounded, times)
+    counts = sorted(Counter(hosts).values())
+    uneven = tuple(counts) if counts[0] < counts[-1] else ()
+    return MeasuredCollectives(len(counts), counts[0], rounded, times, uneven)
 
 
 def _call(

@@ -103,7 +103,7 @@ class DeviceSpec:
     def by_dtype(self, tf32: bool = False) -> dict[torch.dtype, float]:
         """Peak FLOP/s of every floating dtype; `tf32` as in torch.backends.cuda.matmul.allow_tf32.
 
-        A half precision without a figure is computed in float32, and float64 at half the rate of float32.
+        A half precision without a figure is computed in float32, and float64 without one at half the rate of float32.
         """
         single = self.peak_flops["float32"]
         peaks = {name: rate for name, rate in self.peak_flops.items() if name != "tf32"}

@@ -51,7 +51,7 @@ class Network:
     line_rate: float  # bytes/s that a device (shared: a node) sends while it receives as much
     efficiency: float = 1.0  # fraction of the line rate that large messages reach
     ramp: float = 0.0  # how slowly they reach it; 0: latency and bandwidth simply add
-    in_switch: float = 1.0  # bandwidth of an all-reduce computed by the switch over that of a ring of devices
+    in_switch: float = 1.0  # bandwidth of an all-reduce by the switch over that of a ring of very many devices; <= 2
     shared: bool = False  # the devices of a node share the line rate; else each has it to itself
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # source and date of each field
 

@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -36,29 +37,70 @@ _CACHES = 20  # sizes tried for `MemoryCurve.cache`
 _ROUNDS = 5  # of reweighting; the second changes the third digit
 
 
-TILES = ((256, 128), (128, 256))
+LARGEST_TILES = ((256, 128), (128, 256))
 """Rows and columns of a result that a unit computes at a time: the largest and most efficient of cuBLAS (NVIDIA, Matrix
 Multiplication Background User's Guide, 2023, section 2.3)."""
 
+_SMALLER_TILES = (
+    *((128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64)),  # the others in that list
+    *((64, 32), (32, 64), (32, 32), (16, 64), (64, 16), (1, 128), (128, 1)),  # of kernels for small and thin results
+)
+_THIN = 64  # rows or columns of which the largest tiles would be half empty
 
-def filled(sizes: Sequence[int], units: int) -> float:
+_SPLITS = (1, 2, 4, 8, 16, 32)
+"""Parts into which a library divides the sums of a product, so that more units work on one tile: assumed."""
+
+_SUMS = 4
+"""What writing and reading back a partial sum of 32 bits takes, in loads of a factor of 16 bits."""
+
+CACHE_SPEED = 3.5
+"""Bytes/s from the cache that all units share over those from memory: 5120 bytes a clock of 1.41 GHz over 2039 GB/s on
+an A100 (NVIDIA A100 architecture white paper, 2020); other devices are taken for alike."""
+
+_LARGEST_REUSE = 256 * 128 / (256 + 128)  # multiplications for each number that is loaded for a tile
+
+
+def reuse_needed(peak: float, bandwidth: float, itemsize: int) -> float:
+    """Multiplications for each number loaded from the cache with which a device of `peak` FLOP/s is not waiting for it.
+
+    At most what the largest tiles have: the efficiency of large products is a device's own figure.
+    """
+    return min(peak * itemsize / (2 * CACHE_SPEED * bandwidth), _LARGEST_REUSE)
+
+
+@lru_cache(maxsize=1 << 16)
+def filled(sizes: tuple[int, ...], units: int, depth: float = math.inf, reuse: float = _LARGEST_REUSE) -> float:
     """Fraction of what `units` multiprocessors compute that is of use in a matrix product whose result has `sizes`.
 
         |#######|#######|##     |    the tiles of the result are computed in waves of `units`: the last wave, and tiles
         | wave 1| wave 2| wave 3|    at the edges, are full or not (section 3 of the guide)
 
-    The better of TILES counts. 1 for results of at most one wave, for which libraries have smaller tiles, and if the
-    number of units is unknown (0).
+    A result of more than one wave of LARGEST_TILES has such tiles, and the better of them counts. Of a smaller result,
+    and of one of at most 64 rows or columns, the best of all tiles counts, as libraries choose, with what each costs: a
+    tile of h x w takes as long as its h w multiplications or as loading h + w numbers, of which each should serve
+    `reuse` multiplications. If fewer tiles than units are left, libraries divide the sums, of `depth` products each,
+    over several units, which write partial sums.
+
+    So a product never takes less time than one with fewer rows, columns or products in a sum. 1 if the number of units
+    is unknown (0), or the sizes are (none).
     """
-    *batch, rows, columns = sizes if len(sizes) > 1 else (1, 1)
-    count, best = math.prod(batch), 0.0
-    for height, width in TILES:
-        tiles = count * -(-rows // height) * -(-columns // width)
-        if not units or tiles <= units:
-            return 1.0
-        waves = -(-tiles // units)
-        best = max(best, count * rows * columns / (waves * units * height * width))
-    return best
+    if not units or len(sizes) < 2 or not math.prod(sizes):
+        return 1.0
+    *batch, rows, columns = sizes
+    count = math.prod(batch)
+
+    def tiles(height: int, width: int) -> int:
+        return count * -(-rows // height) * -(-columns // width)
+
+    # Times are of one product in each sum, and in multiplications.
+    best: float = min(-(-tiles(h, w) // units) * h * w for h, w in LARGEST_TILES)
+    if min(tiles(h, w) for h, w in LARGEST_TILES) <= units or min(rows, columns) <= _THIN:
+        for h, w in (*LARGEST_TILES, *_SMALLER_TILES):
+            number, each = tiles(h, w), max(h * w, (h + w) * reuse)
+            for parts in _SPLITS:
+                sums = _SUMS * h * w * reuse / depth if parts > 1 else 0.0
+                best = min(best, -(-number * parts // units) * (each / parts + sums))
+    return count * rows * columns / (units * best)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ A kernel takes as long as the slower of its two roofs, and its launch (Williams,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cost_models.kernels.efficiency_curves import Efficiency, filled
+from cost_models.kernels.efficiency_curves import Efficiency, filled, reuse_needed
 from cost_models.kernels.kernel import ComputeKind, Kernel, MemoryKind
 from cost_models.kernels.operator_work import OperatorWork, count
 
@@ -93,10 +94,24 @@ def price(work: OperatorWork, rates: Rates, efficiency: Efficiency) -> OperatorE
 
 def kernel_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
     """Seconds of one kernel, launch included."""
+    return busy_seconds(kernel, rates, efficiency) + rates.launch
+
+
+def busy_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
+    """Seconds for which one kernel keeps the device busy: without its launch, which the host does beforehand."""
     if not kernel.flops:
-        moving = efficiency.memory[cast(MemoryKind, kernel.kind)].seconds(kernel.nbytes, rates.bandwidth)
-        return moving + rates.launch
+        return efficiency.memory[cast(MemoryKind, kernel.kind)].seconds(kernel.nbytes, rates.bandwidth)
     moving = efficiency.memory["pointwise"].seconds(kernel.nbytes, rates.bandwidth)
     curve = efficiency.compute[cast(ComputeKind, kernel.kind)]
-    flops = kernel.flops * (1 - kernel.skipped) / filled(kernel.sizes, rates.units)
-    return max(curve.seconds(flops, kernel.nbytes, rates.peak(kernel.dtype), rates.bandwidth), moving) + rates.launch
+    peak = rates.peak(kernel.dtype)
+    flops = kernel.flops * (1 - kernel.skipped) / _filled(kernel, rates)
+    return max(curve.seconds(flops, kernel.nbytes, peak, rates.bandwidth), moving)
+
+
+def _filled(kernel: Kernel, rates: Rates) -> float:
+    """The fraction of the device's units that a product keeps busy with work of use."""
+    results = math.prod(kernel.sizes)
+    if not rates.units or len(kernel.sizes) < 2 or not results:
+        return 1.0
+    reuse = reuse_needed(rates.peak(kernel.dtype), rates.bandwidth, kernel.dtype.itemsize)
+    return filled(kernel.sizes, rates.units, kernel.flops / (2 * results), reuse)

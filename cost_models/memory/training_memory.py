@@ -15,12 +15,29 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from cost_models.memory.optimizer_state import optimizer_state_elements
 
 FRAGMENTATION = {"cpu": 0.0, "cuda": 0.05}
 """By device type, the fraction of everything else set aside for gaps between blocks. On a CPU a gap in the address
 space is no memory. On CUDA this is a choice: PyTorch's allocator cuts blocks from segments of 2 MiB and more."""
+
+WORKSPACE = {"cpu": 0, "cuda": 64 << 20}
+"""By device type, bytes that libraries hold for their kernels. On CUDA what torch gives cuBLAS and cuBLASLt on Hopper,
+32 MiB each; before Hopper it is 8 MiB (discuss.pytorch.org/t/178671, 2023) and 1 to 4 MiB (pytorch/pull/120925, 2024).
+cuDNN's share depends on the convolutions and is not counted."""
+
+
+def usable_memory(memory: float, device_type: str) -> int:
+    """Bytes for tensors on a device with `memory` bytes: without workspaces and the gaps between blocks.
+
+    Raises:
+        ValueError: an unknown device type.
+    """
+    if device_type not in FRAGMENTATION:
+        raise ValueError(f"unknown device type {device_type!r}; known are {', '.join(FRAGMENTATION)}")
+    return max(0, int((memory - WORKSPACE[device_type]) / (1 + FRAGMENTATION[device_type])))
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,40 @@ MIXED_FULL_GRADIENTS = Precision(parameter=2, gradient=4, master=4)
 
 HALF = Precision(parameter=2, gradient=2, state=2)
 """All in 16 bits: what torch.optim makes of a model in bfloat16."""
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "fp32": FULL,
+        "bf16": HALF,
+        "bf16-mixed": MIXED_FULL_GRADIENTS,
+        "bf16-mixed-bf16-grads": MIXED,
+        "fp16-mixed": MIXED,
+    }
+)
+"""By name, with Adam's bytes an element in all: fp32 16, bf16 8, bf16-mixed 18 (the table of "Distributed Optimizer" in
+Megatron-LM's documentation: bf16 parameters, fp32 gradients), bf16-mixed-bf16-grads and fp16-mixed 16 (ZeRO). "-mixed"
+keeps float32 master copies; a model under torch.autocast has float32 parameters and is "fp32"."""
+
+
+def precision_named(name: str) -> Precision:
+    """The precision called `name` in `PRECISIONS`.
+
+    Raises:
+        ValueError: no such name; the message lists the known ones.
+    """
+    if name not in PRECISIONS:
+        raise ValueError(f"unknown precision {name!r}; known are {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def bytes_per_element(optimizer: str, precision: Precision) -> int:
+    """Bytes of parameter, gradient, master copy and states of one trained element.
+
+    Raises:
+        ValueError: `optimizer` is not a name of `OPTIMIZERS`.
+    """
+    states = optimizer_state_elements(optimizer, (1,))
+    return precision.parameter + precision.gradient + precision.master + states * precision.state
 
 
 @dataclass(frozen=True)
@@ -88,8 +139,8 @@ def training_memory(
         3           p P / r     g P / r     k P / r    (what is gathered to be used is `transient`)
 
     `activations`: see `activation_bytes`, `recomputed_bytes` and, with gradients that appear in the backward,
-    `backward_peak`. `transient`: the peak of what operators need besides what they keep; at least `step_bytes`, if no
-    activations are left at the step.
+    `backward_peak`. `transient`: the peak of what operators need besides what they keep; at least
+    `optimizer_step_temporaries`, if no activations are left at the step.
 
     Raises:
         ValueError: an unknown optimizer, stage or device type, or no replicas.
@@ -147,12 +198,3 @@ def backward_peak(saved: Sequence[int], gradients: Sequence[int]) -> int:
     before = itertools.accumulate(saved)
     after = list(itertools.accumulate(reversed(gradients)))[::-1]
     return max((kept + produced for kept, produced in zip(before, after, strict=True)), default=0)
-
-
-def step_bytes(parameters: Sequence[int], foreach: bool) -> int:
-    """Bytes that an optimizer's step needs temporarily, from the bytes of every parameter.
-
-    torch.optim goes through the parameters one by one on a CPU; with `foreach`, the default on CUDA, it treats all at
-    once, which "uses ~ sizeof(params) more peak memory" (documentation of torch.optim.Adam).
-    """
-    return sum(parameters) if foreach else max(parameters, default=0)

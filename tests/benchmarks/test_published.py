@@ -132,9 +132,16 @@ def test_products_fill_whole_waves_of_tiles(count: int, rows: int, columns: int,
             for _ in range(count):
                 heapq.heapreplace(free, free[0] + 1)
                 useful += min(height, rows - row) * min(width, columns - column)
-        return useful / (units * max(free) * height * width) if max(free) > 1 else 1.0
+        waves.append(max(free))
+        return useful / (units * max(free) * height * width)
 
-    assert filled((count, rows, columns), units) == pytest.approx(max(share(256, 128), share(128, 256)))
+    waves: list[int] = []
+    best = max(share(256, 128), share(128, 256))
+    found = filled((count, rows, columns), units)
+    if min(waves) > 1 and min(rows, columns) > 64:
+        assert found == pytest.approx(best)
+    else:  # smaller tiles may be better
+        assert best * (1 - 1e-12) <= found <= 1 + 1e-12
 
 
 def test_one_tile_more_than_a_wave_takes_two_waves() -> None:

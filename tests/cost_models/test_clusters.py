@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models import Cluster, Device, DeviceError, DeviceSpec, Link, Network, known_devices, known_networks
+from cost_models import Cluster, Device, DeviceError, DeviceSpec, Group, Link, Network, known_devices, known_networks
 from cost_models.clusters import cluster as cluster_module
 from cost_models.hardware.device_specs import efficiency_of
 from cost_models.kernels.efficiency_curves import Efficiency
@@ -164,6 +164,34 @@ def test_figures_of_gpus_follow_from_their_architecture(name: str) -> None:
     assert spec.bandwidth == pytest.approx(bits / 8 * per_pin * 1e9, rel=0.01)
 
 
+# FLOP in float64 that a multiprocessor computes per clock, on tensor cores where they do float64, and the boost clock
+# in GHz for them: the same sources; 1.98 GHz follows from the 67 TFLOP/s in float32 of the data sheets of H100, H200.
+DOUBLE = {
+    "V100": (64, 1.53),
+    "T4": (4, 1.59),
+    "A100-40": (128, 1.41),
+    "A100-80": (128, 1.41),
+    "RTX4090": (4, 2.52),
+    "L4": (4, 2.04),
+    "H100": (256, 1.98),
+    "H200": (256, 1.98),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLE)
+def test_double_precision_has_the_rate_of_the_data_sheet_and_no_rate_that_single_precision_suggests(name: str) -> None:
+    per_clock, clock = DOUBLE[name]
+    spec = known_devices()[name]
+    peaks = spec.by_dtype()
+    assert peaks[torch.float64] == spec.peak_flops["float64"]
+    assert peaks[torch.float64] == pytest.approx(spec.units * per_clock * clock * 1e9, rel=0.01)
+
+
+def test_every_known_device_has_a_rate_in_double_precision_and_none_is_faster_than_in_single() -> None:
+    for spec in known_devices().values():
+        assert spec.peak_flops["float64"] <= spec.peak_flops["float32"]
+
+
 # Links (or lanes, or adapters a node shares) x Gbit/s that each carries in one direction: NVIDIA's white papers,
 # the PCI Express base specifications (128b/130b encoding), the InfiniBand roadmap, IEEE 802.3, and the clouds' pages.
 LINES = {
@@ -247,10 +275,13 @@ def test_links_are_those_of_the_level_between_two_devices() -> None:
         cluster.link(first, "2.0:H100")
 
 
-def test_the_shape_of_a_group_is_its_nodes_and_the_fewest_devices_in_one() -> None:
+def test_the_shape_of_a_group_is_how_many_of_its_devices_each_node_has() -> None:
     cluster = Cluster.preset("4xL4", nodes=3)
     group = cluster.group([cluster.devices[i] for i in (0, 1, 2, 4, 5)])
-    assert (group.nodes, group.per_node) == (2, 2)
+    assert (group.nodes, group.per_node, group.most, group.uneven, group.size) == (2, 2, 3, (2, 3), 5)
+    assert cluster.group(cluster.devices[2:6]) == Group(2, 2, cluster.intra_node, cluster.inter_node)
+    lone = [cluster.devices[i] for i in (0, 4, 5)]
+    assert cluster.level(lone) == "inter_node"
     for wrong in ([], [cluster.devices[0]] * 2):
         with pytest.raises(DeviceError, match="a group needs"):
             cluster.group(wrong)
@@ -259,7 +290,8 @@ def test_the_shape_of_a_group_is_its_nodes_and_the_fewest_devices_in_one() -> No
 def test_missing_precisions_are_computed_in_single() -> None:
     peaks = known_devices()["V100"].by_dtype()
     assert peaks[torch.bfloat16] == peaks[torch.float32] < peaks[torch.float16]
-    assert peaks[torch.float64] == peaks[torch.float32] / 2
+    own = DeviceSpec("own", {"float32": 2e12}, 1e9, 1e9, 1.0, 1.0, 0.0)
+    assert own.by_dtype()[torch.float64] == 1e12
     a100 = known_devices()["A100-80"]
     assert a100.by_dtype(tf32=True)[torch.float32] == a100.peak_flops["tf32"]
 

@@ -117,11 +117,13 @@ def test_costs_grow_with_the_nodes(
     assert less <= more * (1 + 1e-12)
 
 
+uneven_counts = st.lists(counts, min_size=1, max_size=6)
+
+
 @given(
     st.sampled_from([c for c in COLLECTIVES if c != "send_recv"]),
     sizes,
-    counts,
-    st.integers(2, 64),
+    uneven_counts,
     networks,
     st.floats(1, 100),
     st.floats(1, 100),
@@ -130,8 +132,7 @@ def test_costs_grow_with_the_nodes(
 def test_a_group_inside_a_node_is_never_slower_than_one_across_slower_links(
     collective: Collective,
     nbytes: int,
-    per_node: int,
-    nodes: int,
+    per_node: list[int],
     inside: Network,
     later: float,
     slower: float,
@@ -145,25 +146,178 @@ def test_a_group_inside_a_node_is_never_slower_than_one_across_slower_links(
         ramp=inside.ramp + ramp,
         in_switch=1.0,
     )
-    within = collective_seconds(collective, nbytes, Group(per_node * nodes, 1, inside))
-    assert within <= collective_seconds(collective, nbytes, Group(per_node, nodes, inside, across)) * (1 + 1e-12)
+    within = collective_seconds(collective, nbytes, Group(sum(per_node), 1, inside))
+    assert within <= collective_seconds(collective, nbytes, Group.of(per_node, inside, across)) * (1 + 1e-12)
 
 
-@given(sizes, counts, counts, networks, networks)
-def test_the_bytes_of_an_all_reduce_are_those_of_a_reduce_scatter_and_an_all_gather(
-    nbytes: int, per_node: int, nodes: int, inside: Network, across: Network
+@given(collectives, uneven_counts, latencies)
+def test_a_ring_of_n_devices_has_n_minus_one_steps_however_they_are_spread(
+    collective: Collective, per_node: list[int], latency: float
 ) -> None:
-    levels = [replace(level, latency=0.0, in_switch=1.0) for level in (inside, across)]
-    group = Group(per_node, nodes, *levels)
-    parts = [collective_seconds(collective, nbytes, group) for collective in ("reduce_scatter", "all_gather")]
-    assert collective_seconds("all_reduce", nbytes, group) == pytest.approx(sum(parts))
+    n, network = sum(per_node), Network("a network", latency, math.inf)
+    rounds = 2 if collective == "all_reduce" else 1
+    steps = min(1, n - 1) if collective == "send_recv" else rounds * (n - 1)
+    found = collective_seconds(collective, 1, Group.of(per_node, network, network))
+    assert found == pytest.approx(steps * latency)
 
 
-@given(st.integers(2, 64), sizes, latencies, bandwidths)
-def test_without_a_ramp_the_textbook_formula_holds(n: int, nbytes: int, latency: float, bandwidth: float) -> None:
+@given(sizes, uneven_counts, networks, networks, st.integers(1, 4))
+def test_an_all_reduce_costs_what_a_reduce_scatter_and_an_all_gather_cost(
+    nbytes: int, per_node: list[int], inside: Network, across: Network, concurrent: int
+) -> None:
+    """Also across nodes, even and uneven, latencies and ramps included; only a switch that reduces makes it cheaper."""
+    group = Group.of(per_node, replace(inside, in_switch=1.0), replace(across, in_switch=1.0))
+    parts = [collective_seconds(c, nbytes, group, concurrent) for c in ("reduce_scatter", "all_gather")]
+    assert collective_seconds("all_reduce", nbytes, group, concurrent) == pytest.approx(sum(parts))
+    helped = Group.of(per_node, inside, across)
+    assert collective_seconds("all_reduce", nbytes, helped, concurrent) <= sum(parts) * (1 + 1e-12)
+
+
+def ring_all_gather(n: int) -> tuple[int, int]:
+    """Oracle: steps until every device has every part, and parts that each has sent: it passes on what came last."""
+    held, last, steps = [{i} for i in range(n)], list(range(n)), 0
+    while any(len(parts) < n for parts in held):
+        last = [last[i - 1] for i in range(n)]
+        for parts, part in zip(held, last, strict=True):
+            parts.add(part)
+        steps += 1
+    return steps, steps
+
+
+def pairwise_all_to_all(n: int) -> tuple[int, int]:
+    """Oracle: in step k device i sends its part for device i + k to it."""
+    wanted = [{(source, target) for source in range(n)} for target in range(n)]
+    held, steps = [{(i, i)} for i in range(n)], 0
+    while held != wanted:
+        steps += 1
+        for source in range(n):
+            held[(source + steps) % n].add((source, (source + steps) % n))
+    return steps, steps
+
+
+@given(st.integers(2, 24), sizes, latencies, bandwidths)
+def test_without_a_ramp_steps_and_bytes_are_those_of_the_algorithm(
+    n: int, nbytes: int, latency: float, bandwidth: float
+) -> None:
     group = Group(n, 1, Network("a network", latency, bandwidth))
-    expected = 2 * math.ceil(math.log2(n)) * latency + 2 * (n - 1) / n * nbytes / bandwidth
-    assert collective_seconds("all_reduce", nbytes, group) == pytest.approx(expected)
+
+    def expected(steps: int, parts: int) -> float:
+        return steps * latency + parts / n * nbytes / bandwidth
+
+    ring, exchange = ring_all_gather(n), pairwise_all_to_all(n)
+    for collective in ("all_gather", "reduce_scatter"):
+        assert collective_seconds(collective, nbytes, group) == pytest.approx(expected(*ring))
+    assert collective_seconds("all_reduce", nbytes, group) == pytest.approx(2 * expected(*ring))
+    assert collective_seconds("all_to_all", nbytes, group) == pytest.approx(expected(*exchange))
+    assert collective_seconds("broadcast", nbytes, group) == pytest.approx((n - 1) * latency + nbytes / bandwidth)
+    assert collective_seconds("send_recv", nbytes, group) == pytest.approx(latency + nbytes / bandwidth)
+
+
+@given(collectives, sizes, uneven_counts, networks, networks, st.floats(1, 100))
+def test_more_bandwidth_never_costs_more(
+    collective: Collective, nbytes: int, per_node: list[int], inside: Network, across: Network, faster: float
+) -> None:
+    slow, quick_inside, quick_across = (
+        collective_seconds(
+            collective,
+            nbytes,
+            Group.of(
+                per_node,
+                replace(inside, line_rate=inside.line_rate * a),
+                replace(across, line_rate=across.line_rate * b),
+            ),
+        )
+        for a, b in ((1, 1), (faster, 1), (1, faster))
+    )
+    assert 0 <= max(quick_inside, quick_across) <= slow * (1 + 1e-12)
+
+
+# -- groups with different numbers of devices in their nodes ----------------------------------------------------------
+
+
+@given(
+    st.sampled_from(["all_gather", "reduce_scatter", "all_to_all"]),
+    st.lists(counts, min_size=2, max_size=6),
+    st.booleans(),
+)
+def test_the_bytes_between_uneven_nodes_are_those_of_the_node_that_takes_longest(
+    collective: Collective, per_node: list[int], shared: bool
+) -> None:
+    """Oracle: each part of the tensor, one by one, goes into the nodes that lack it, over the adapters of the node."""
+    across = Network("a network", 0.0, 1.0, shared=shared)
+    inside = Network("free", 0.0, 1e30)
+    node_of = [node for node, count in enumerate(per_node) for _ in range(count)]
+    n = len(node_of)
+    longest = 0.0
+    for node, count in enumerate(per_node):
+        arriving = sum(source != node for source in node_of)  # parts of 1 / n
+        if collective == "all_to_all":
+            arriving *= count  # another one for each of the node's devices
+        longest = max(longest, arriving / n / (1 if shared else count))
+    found = collective_seconds(collective, 1, Group.of(per_node, inside, across))
+    assert found == pytest.approx(longest)
+
+
+@given(collectives, sizes, st.integers(1, 16), st.integers(1, 16), networks, networks)
+def test_an_uneven_group_costs_no_less_than_the_even_group_of_its_emptiest_node(
+    collective: Collective, nbytes: int, fewest: int, more: int, inside: Network, across: Network
+) -> None:
+    even = Group(fewest, 2, inside, across)
+    uneven = Group.of([fewest, fewest + more], inside, across)
+    assert uneven.size == 2 * fewest + more
+    less, most = (collective_seconds(collective, nbytes, group) for group in (even, uneven))
+    assert less <= most * (1 + 1e-12)
+
+
+@given(collectives, sizes, counts, st.integers(2, 5), networks, networks)
+def test_equal_counts_make_an_even_group(
+    collective: Collective, nbytes: int, per_node: int, nodes: int, inside: Network, across: Network
+) -> None:
+    assert Group.of([per_node] * nodes, inside, across) == Group(per_node, nodes, inside, across)
+
+
+def test_one_device_too_many_for_a_node_costs_more_than_a_full_second_node() -> None:
+    """The ninth device fetches 8/9 of the tensor through one adapter; eight fetch a half through eight."""
+    cluster = Cluster.preset("8xH100", nodes=2)
+    nine, sixteen, two = (
+        cluster.seconds("all_gather", 1 << 30, [cluster.devices[i] for i in chosen])
+        for chosen in (range(9), range(16), (0, 8))
+    )
+    assert nine > 4 * sixteen
+    assert 1.5 * two < nine < 2 * two
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2, 3), (3, 4)])
+def test_uneven_counts_belong_to_the_nodes_of_the_group(counts: tuple[int, ...]) -> None:
+    pcie = known_networks()["PCIe4"]
+    with pytest.raises(ValueError, match="ascending"):
+        Group(1, 2, pcie, pcie, counts)
+
+
+def test_what_even_processes_measured_is_not_used_for_an_uneven_group() -> None:
+    plain = Cluster.preset("4xL4", nodes=2)
+    pair = MeasuredCollectives(2, 1, (10, 1000), {"all_reduce": (3.0, 5.0)})
+    three = MeasuredCollectives(2, 1, (10, 1000), {"all_reduce": (4.0, 7.0)}, (1, 2))
+    cluster = replace(plain, measured_collectives=(pair, three))
+    assert cluster.seconds("all_reduce", 1000, cluster.devices[3:5]) == 5
+    assert cluster.seconds("all_reduce", 1000, cluster.devices[2:5]) == 7
+    four = cluster.devices[1:5]
+    assert cluster.seconds("all_reduce", 1000, four) == plain.seconds("all_reduce", 1000, four)
+
+
+# -- switches that reduce ---------------------------------------------------------------------------------------------
+
+
+@given(sizes, networks)
+def test_a_switch_does_not_help_two_devices(nbytes: int, network: Network) -> None:
+    pair, plain = (Group(2, 1, one) for one in (network, replace(network, in_switch=1.0)))
+    assert collective_seconds("all_reduce", nbytes, pair) == collective_seconds("all_reduce", nbytes, plain)
+
+
+@given(st.integers(3, 64), sizes, bandwidths, gains)
+def test_no_switch_is_faster_than_sending_the_tensor_once(n: int, nbytes: int, bandwidth: float, gain: float) -> None:
+    group = Group(n, 1, Network("a network", 0.0, bandwidth, in_switch=gain))
+    assert collective_seconds("all_reduce", nbytes, group) >= nbytes / bandwidth * (1 - 1e-12)
 
 
 @given(collectives, sizes, networks)

@@ -21,10 +21,10 @@ from autopar.analysis.operators import compute_nodes
 from autopar.capture.program import Program, capture
 from cost_models import MeasurementCache, efficiency_of, known_devices, parse_devices, rates_of
 from cost_models.kernels import operator_work as work_module
-from cost_models.kernels.efficiency_curves import ComputeCurve, Efficiency, MemoryCurve
+from cost_models.kernels.efficiency_curves import ComputeCurve, Efficiency, MemoryCurve, filled
 from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS, Kernel, formulas
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
-from cost_models.kernels.roofline import Rates, estimate, kernel_seconds
+from cost_models.kernels.roofline import Rates, busy_seconds, estimate, kernel_seconds
 from cost_models.measuring import calibration
 from cost_models.measuring.calibration import Calibration, calibrate
 
@@ -380,6 +380,67 @@ def test_more_work_never_takes_less_time(kernel: Kernel, name: str, factor: floa
     for field in ("flops", "read", "written"):
         more = replace(kernel, **{field: int(getattr(kernel, field) * factor)})
         assert kernel_seconds(more, rates_of(spec), efficiency_of(spec)) >= before * (1 - 1e-12)
+
+
+def product(count: int, rows: int, columns: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> Kernel:
+    """`count` products of rows x depth and depth x columns matrices."""
+    factors, results = count * (rows + columns) * depth, count * rows * columns
+    sizes = (count, rows, columns)
+    nbytes = dtype.itemsize
+    return Kernel("bmm", "matmul", dtype, 2 * results * depth, factors * nbytes, results * nbytes, sizes=sizes)
+
+
+sides = st.one_of(st.integers(1, 300), st.integers(1, 9000))
+
+
+@given(
+    st.sampled_from(sorted(known_devices())),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    st.tuples(st.integers(1, 64), sides, sides, sides),
+    st.integers(0, 3),
+    st.one_of(st.integers(1, 3), st.integers(1, 5000)),
+)
+def test_a_product_that_grows_in_any_dimension_never_gets_faster(
+    name: str, dtype: torch.dtype, shape: tuple[int, int, int, int], dimension: int, more: int
+) -> None:
+    spec = known_devices()[name]
+    larger = [side + more * (place == dimension) for place, side in enumerate(shape)]
+    before, after = (
+        kernel_seconds(product(*dimensions, dtype), rates_of(spec), efficiency_of(spec))
+        for dimensions in (shape, larger)
+    )
+    assert before <= after * (1 + 1e-12)
+
+
+@given(st.integers(2, 64), st.integers(2, 64), st.integers(1, 300), st.integers(2, 10))
+def test_units_without_a_tile_do_not_speed_a_product_up(rows: int, columns: int, depth: int, times: int) -> None:
+    """A small result has at most 64 tiles, whose sums come in at most 32 parts: 2048 units, however many there are."""
+    useful, more = (filled((rows, columns), units, depth) * units for units in (2048, 2048 * times))
+    assert more == pytest.approx(useful)
+
+
+@given(st.sampled_from(sorted(known_devices().keys() - {"cpu"})), st.integers(64, 512))
+def test_a_product_of_less_than_one_wave_does_not_run_at_the_speed_of_a_full_one(name: str, side: int) -> None:
+    spec = known_devices()[name]
+    rates, efficiency = rates_of(spec), efficiency_of(spec)
+    one = product(1, side, side, 4096)
+    full = one.flops / (efficiency.compute["matmul"].best * rates.peak(torch.bfloat16))
+    tiles = -((-side // 64) ** 2)
+    assert busy_seconds(one, rates, efficiency) > full
+    if tiles * 32 <= rates.units:  # not even sums divided into 32 parts are enough for all units
+        assert busy_seconds(one, rates, efficiency) > full * rates.units / (tiles * 32)
+
+
+@given(st.integers(64, 4096), st.integers(64, 4096), st.integers(1, 1 << 20), st.sampled_from([40, 80, 108, 132]))
+def test_a_product_never_uses_more_than_all_units(rows: int, columns: int, depth: int, units: int) -> None:
+    assert 0 < filled((rows, columns), units, depth) <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("shape", [(1, 512, 512, 1 << 16), (1, 8, 4096, 4096), (4, 128, 128, 1 << 16)])
+def test_long_sums_are_divided_over_units_that_have_no_tile(shape: tuple[int, int, int, int]) -> None:
+    count, rows, columns, depth = shape
+    alone = filled((count, rows, columns), 108, 1)
+    assert filled((count, rows, columns), 108, depth) > 1.5 * alone
 
 
 @given(st.integers(1, 10**9), st.integers(1, 10**9), st.sampled_from(sorted(known_devices())))

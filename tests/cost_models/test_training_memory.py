@@ -17,12 +17,15 @@ from cost_models.memory.training_memory import (
     HALF,
     MIXED,
     MIXED_FULL_GRADIENTS,
+    WORKSPACE,
     Precision,
     activation_bytes,
     backward_peak,
+    bytes_per_element,
+    precision_named,
     recomputed_bytes,
-    step_bytes,
     training_memory,
+    usable_memory,
 )
 
 MAKERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -120,7 +123,28 @@ def test_recomputation_needs_what_a_walk_through_it_finds(segments: list[tuple[i
     assert recomputed_bytes([k for k, _ in segments], [s for _, s in segments], in_flight) == peak
 
 
-def test_a_step_over_all_parameters_at_once_needs_room_for_all() -> None:
-    assert step_bytes([3, 8, 5], foreach=True) == 16
-    assert step_bytes([3, 8, 5], foreach=False) == 8
-    assert step_bytes([], foreach=False) == 0
+@pytest.mark.parametrize(("name", "nbytes"), [("fp32", 16), ("bf16", 8), ("bf16-mixed", 18), ("fp16-mixed", 16)])
+def test_precisions_need_the_bytes_an_element_that_are_published_for_adam(name: str, nbytes: int) -> None:
+    """ZeRO, section 3.1: 16 with fp16; Megatron-LM, "Distributed Optimizer": 18 with bf16 and 16 with fp32."""
+    assert bytes_per_element("adam", precision_named(name)) == nbytes
+    counted = training_memory([(1000,)], precision=precision_named(name))
+    assert counted.total == nbytes * 1000
+
+
+def test_an_unknown_precision_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'int4'.*fp32, bf16, bf16-mixed"):
+        precision_named("int4")
+
+
+@given(st.integers(1, 10**12), st.sampled_from(sorted(FRAGMENTATION)))
+def test_what_is_usable_leaves_room_for_the_reserve_and_workspaces(memory: int, device_type: str) -> None:
+    usable = usable_memory(memory, device_type)
+    assert usable <= usable_memory(memory + 10**9, device_type)
+    filled = training_memory([], activations=usable, device_type=device_type)
+    assert filled.total + WORKSPACE[device_type] <= max(memory, WORKSPACE[device_type]) + 1
+    assert usable_memory(memory, "cpu") == memory
+
+
+def test_the_memory_of_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="abacus"):
+        usable_memory(1, "abacus")

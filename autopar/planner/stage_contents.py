@@ -57,6 +57,21 @@ def stage_contents(atoms: Atoms, arrangement: Arrangement, optimizer: str, train
     return contents
 
 
+def tied_gradients(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, ...], float]:
+    """Bytes on each device of the gradients that several stages have, by those stages; of a mesh its shards."""
+    stage_of = _stage_of(arrangement)
+    largest: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)  # by number of the parameter, and stages
+    for own, mine in arrangement.by_configuration(atoms):
+        for number, (shared, weight) in enumerate(own.parameters):
+            holders = tuple(sorted({stage_of[atom] for atom in shared.atoms}))
+            if weight.trained and len(holders) > 1 and mine & set(holders):
+                largest[number, holders] = max(largest[number, holders], weight.held)
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for (_, holders), nbytes in largest.items():
+        found[holders] += nbytes
+    return dict(found)
+
+
 def stage_traffic(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int], tuple[float, float]]:
     """Bytes (forward, backward) of the whole batch between each pair of stages that exchange anything.
 

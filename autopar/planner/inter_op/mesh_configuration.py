@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import networkx as nx
 import numpy as np
@@ -82,14 +83,14 @@ def mesh_configuration(
     """The stage configuration of a solution. `fastest`: it was chosen without a price of memory."""
     table = program.costs.table(kind, 1)
     m, rows, kept = task.n_microbatches, task.rows, program.folded.kept
-    forward, backward = _with_collectives(solution, program.folded, m)
-    seconds = np.array([[[of.get(kept(n), 0.0) for n in table.nodes]] for of in (forward, backward)])
+    columns = _with_collectives(solution, program.folded)
+    forward, backward, once = (np.array([of.get(kept(n), 0.0) for n in table.nodes]) for of in columns)
     _, _, loss = table.at(rows)
     return MeshConfiguration(
         name,
         kind,
         m,
-        CostTable(name, 1, table.nodes, (rows,), seconds[0], seconds[1], np.array([loss])),
+        CostTable(name, 1, table.nodes, (rows,), forward[None], backward[None], np.array([loss]), once),
         _graph(program, solution),
         program,
         task,
@@ -126,17 +127,24 @@ def _graph(program: SplitProgram, solution: Sharding) -> nx.DiGraph:
     return graph
 
 
-def _with_collectives(found: Sharding, folded: Folded, m: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds forward and backward per micro-batch of each node of the folded graph, for one of its copies.
+class _NodeSeconds(NamedTuple):
+    """Seconds by node of the folded graph, of one of its copies."""
 
-    They include the collectives of what the node reads; a collective that runs once a step counts a share in each of
-    the `m` micro-batches.
+    forward: dict[str, float]  # per micro-batch
+    backward: dict[str, float]  # per micro-batch
+    once: dict[str, float]  # per step
+
+
+def _with_collectives(found: Sharding, folded: Folded) -> _NodeSeconds:
+    """The seconds of each node, with the collectives of what it reads.
+
+    What happens once a step has a column of its own: a mesh does it once, however few of the micro-batches it runs.
     """
     forward = {name: work.forward for name, work in found.work.items()}
     backward = {name: work.backward for name, work in found.work.items()}
+    seconds = _NodeSeconds(forward, backward, {})
     for collective in found.collectives:
         reader = collective.reader if collective.reader in found.work else collective.tensor
-        share = 1 / (folded.copies.get(reader, 1) * (m if collective.once else 1))
-        into = backward if collective.backward or collective.once else forward
-        into[reader] = into.get(reader, 0.0) + collective.seconds * share
-    return forward, backward
+        into = seconds.once if collective.once else backward if collective.backward else forward
+        into[reader] = into.get(reader, 0.0) + collective.seconds / folded.copies.get(reader, 1)
+    return seconds

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import networkx as nx
 
 from cost_models import optimizer_state_bytes
+from cost_models.memory.graph_bytes import Place
 
 
 class Weight(NamedTuple):
@@ -48,8 +49,9 @@ class OperatorCost:
     output_bytes: float  # of its result
     gradient_bytes: float  # of the gradient that flows back to its result; 0 if none does
     allocated_bytes: float  # newly allocated while it runs
-    saved: Mapping[int, float]  # storage -> bytes kept for the backward
+    saved: Mapping[Hashable, float]  # storage -> bytes kept for the backward
     parameters: Mapping[str, Weight]  # by storage: a tied parameter has one entry
+    saved_places: Mapping[Hashable, Place] = field(default_factory=dict)  # storage -> which of its tensors is kept
 
 
 def operator_costs(graph: nx.DiGraph) -> dict[str, OperatorCost]:

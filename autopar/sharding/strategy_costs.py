@@ -28,6 +28,26 @@ from cost_models.kernels.roofline import Rates, kernel_seconds
 Ends = tuple[Placements, Placements]  # layouts of a tensor where it is made or read, and of its gradient there
 
 
+Place = int | None
+"""A tensor of an operator: i >= 0 is the i-th operand of its rule, -1 - j the j-th result, None one made inside."""
+
+
+def kept_layout(strategy: Strategy, place: Place) -> Placements | None:
+    """The layout in which each device keeps a tensor for the backward; None for one made inside."""
+    if place is None:
+        return None
+    return strategy.inputs[place] if place >= 0 else strategy.outputs[-1 - place]
+
+
+def kept_share(strategy: Strategy, place: Place, mesh: Sequence[int]) -> float:
+    """The fraction that each device keeps of a tensor: what it has of it, or of one made inside its part of the work.
+
+    linear  S0R RS0 -> S0S1 on 2 x 4    keeps its input, 1/2 of it, although it has 1/4 of the weight
+    """
+    layout = kept_layout(strategy, place)
+    return strategy.share if layout is None else 1 / parts(layout, mesh)
+
+
 @dataclass(frozen=True, eq=False)
 class StrategyCosts:
     """The strategies of one operator and their costs. Equal operators share one object."""
@@ -35,8 +55,12 @@ class StrategyCosts:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray  # [strategies] forward and backward of one micro-batch, with the collectives within
     forward: np.ndarray  # [strategies] of `seconds`
-    kept: np.ndarray  # [strategies] fraction that each device has of what is kept for the backward
+    mesh: tuple[int, ...]  # shape
     ruled: bool  # the operator has a rule; without one, every device does all of it
+
+    def kept(self, place: Place) -> np.ndarray:
+        """[strategies] fraction that each device has of a tensor that is kept for the backward (`kept_share`)."""
+        return np.array([kept_share(strategy, place, self.mesh) for strategy in self.strategies])
 
     @cached_property
     def inputs(self) -> list[tuple[Ends, ...]]:
@@ -70,10 +94,21 @@ class StrategyCosts:
 class OperatorWithRule:
     """An operator of a graph with its rule."""
 
+    node: fx.Node
     rule: Rule | None
     operands: tuple[Any, ...]
     results: tuple[torch.Tensor, ...]  # on meta
     signature: str  # the same for equal operators
+
+    def place(self, of_node: Place) -> Place:
+        """A tensor of the node, counted among `node.all_input_nodes`, counted among `operands`.
+
+        An operand that the rule does not know is whatever the work has of it, like what is made inside.
+        """
+        if of_node is None or of_node < 0:
+            return of_node if of_node is None or -of_node <= len(self.results) else None
+        operand = self.node.all_input_nodes[of_node]
+        return next((i for i, one in enumerate(self.operands) if one is operand), None)
 
 
 def with_rule(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> OperatorWithRule:
@@ -87,7 +122,7 @@ def with_rule(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) 
         operands = rule.operands
     described_rule = (str(node.target), None if rule is None else str(rule), rule and sorted(rule.sizes.items()), work)
     described = [_described(values.get(o) if isinstance(o, fx.Node) else o) for o in operands]
-    return OperatorWithRule(rule, operands, results, repr((described_rule, described)))
+    return OperatorWithRule(node, rule, operands, results, repr((described_rule, described)))
 
 
 class StrategyCostTable:
@@ -114,8 +149,7 @@ class StrategyCostTable:
         if rule is not None:
             tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
             both += [self._within(one, rule, tensors) for one in found]
-        kept = np.array([self._moved(one, sizes, outcome) for one in found])
-        return StrategyCosts(tuple(found), both.sum(axis=1), both[:, 0], kept, rule is not None)
+        return StrategyCosts(tuple(found), both.sum(axis=1), both[:, 0], tuple(self._mesh), rule is not None)
 
     def _possible(
         self,

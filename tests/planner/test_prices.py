@@ -103,7 +103,7 @@ def test_a_mesh_does_its_collectives_of_a_step_once_however_few_micro_batches_it
     assert loaded.timeline().step_time == pytest.approx(plan.predicted_step_time)
 
 
-# -- made-up cost graphs on a cluster -----------------------------------------------------------------------------------
+# -- made-up cost graphs on a cluster ----------------------------------------------------------------------------------
 
 
 def line_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import parts
 from autopar.sharding.stage_sharding import StageSharding
+from autopar.sharding.strategy_costs import kept_layout, kept_share
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def mesh_configuration(
         kind,
         m,
         CostTable(name, 1, table.nodes, (rows,), forward[None], backward[None], np.array([loss]), once),
-        _graph(program, solution),
+        _graph(program, facts, solution),
         program,
         task,
         facts,
@@ -100,15 +101,14 @@ def mesh_configuration(
     )
 
 
-def _graph(program: SplitProgram, solution: Sharding) -> nx.DiGraph:
+def _graph(program: SplitProgram, facts: GraphFacts, solution: Sharding) -> nx.DiGraph:
     """The cost graph with the bytes of each device of the mesh."""
     mesh, kept = solution.mesh.shape, program.folded.kept
     graph: nx.DiGraph = nx.DiGraph(program.costs.graph)
     cut = {n: parts(s.outputs[0], mesh) if s.outputs else 1 for n, s in solution.strategies.items()}
     held = {n: (parts(s.layout, mesh), parts(s.state, mesh)) for n, s in solution.stored.items()}
     for node, data in graph.nodes(data=True):
-        work = solution.work.get(kept(node))
-        if work is None:
+        if kept(node) not in solution.strategies:
             continue
         whole: OperatorCost = data["cost"]
         weights = dict(whole.parameters)
@@ -120,11 +120,31 @@ def _graph(program: SplitProgram, solution: Sharding) -> nx.DiGraph:
             whole,
             output_bytes=whole.output_bytes / cut[kept(node)],
             gradient_bytes=whole.gradient_bytes / cut[kept(node)],
-            allocated_bytes=whole.allocated_bytes * work.kept,
-            saved={storage: nbytes * work.kept for storage, nbytes in whole.saved.items()},
+            allocated_bytes=whole.allocated_bytes / cut[kept(node)],
+            saved=dict(_kept(program, facts, solution, node)),
             parameters=weights,
         )
     return graph
+
+
+def _kept(program: SplitProgram, facts: GraphFacts, solution: Sharding, node: str) -> Iterator[tuple[Hashable, float]]:
+    """What each device keeps of an operator's tensors for the backward: (storage on the device, bytes).
+
+    Operators that keep one tensor in the same layout share its storage; a redistributed copy is a storage of its own.
+    """
+    whole: OperatorCost = program.costs.graph.nodes[node]["cost"]
+    strategy = solution.strategies[program.folded.kept(node)]
+    ruled = facts.with_rule(facts.node(program.folded.kept(node)))
+    for storage, nbytes in whole.saved.items():
+        of_node = whole.saved_places.get(storage)
+        place = ruled.place(of_node)
+        layout, share = kept_layout(strategy, place), kept_share(strategy, place, solution.mesh.shape)
+        moved = None
+        if of_node is not None and of_node >= 0:
+            maker = program.folded.kept(program.nodes[node].all_input_nodes[of_node].name)
+            made = solution.strategies[maker].outputs if maker in solution.strategies else ()
+            moved = layout if len(made) == 1 and made[0] != layout else None
+        yield (storage, share, moved), nbytes * share
 
 
 class _NodeSeconds(NamedTuple):

@@ -42,7 +42,7 @@ from autopar.sharding.layouts import REPLICATE, layouts, parts
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import RedistributionTable
 from autopar.sharding.stage_sharding import Stored
-from autopar.sharding.strategy_costs import Ends, OperatorWithRule, StrategyCosts, StrategyCostTable, with_rule
+from autopar.sharding.strategy_costs import Ends, OperatorWithRule, Place, StrategyCosts, StrategyCostTable, with_rule
 from cost_models import Cluster, Collective, optimizer_state_bytes
 from cost_models.graphs import get_attribute, storage_key, tensors_in
 from cost_models.hardware.device_specs import efficiency_of, rates_of
@@ -74,12 +74,22 @@ class GraphFacts:
         self.work = count(task.module, task.rows, training=task.training, inputs=list(task.inputs))
         counted = measure_bytes(task.module, list(task.inputs), task.rows, task.training, "cuda")
         kept: set[int] = set()
-        self.saved: dict[str, int] = {}
+        self._saved: dict[str, list[tuple[Place, int]]] = {}  # place among the node's inputs or results, bytes
         for name, storages in counted.saved.items():  # what several operators keep counts to the first
-            self.saved[name] = sum(nbytes for key, nbytes in storages if key not in kept)
+            items = zip(storages, counted.places[name], strict=True)
+            self._saved[name] = [(place, nbytes) for (key, nbytes), place in items if key not in kept]
             kept |= {key for key, _ in storages}
         self.trained = {node.name for node in requires_grad_nodes(task.module)} if task.training else set[str]()
         self._with_rule: dict[fx.Node, OperatorWithRule] = {}
+        self._named = {node.name: node for node in task.module.graph.nodes}
+
+    def node(self, name: str) -> fx.Node:
+        return self._named[name]
+
+    def saved(self, node: fx.Node) -> tuple[tuple[Place, int], ...]:
+        """What an operator keeps for the backward: (tensor, bytes), by `StrategyCosts.kept`."""
+        ruled = self.with_rule(node)
+        return tuple((ruled.place(place), nbytes) for place, nbytes in self._saved.get(node.name, ()))
 
     def with_rule(self, node: fx.Node) -> OperatorWithRule:
         if node not in self._with_rule:
@@ -148,7 +158,7 @@ class StrategyGraph:
         self._labels: dict[int, np.ndarray] = {}
         self._no_costs: dict[int, OptionCosts] = {}
         self._stored_costs: dict[tuple[Any, ...], tuple[tuple[Stored, ...], OptionCosts]] = {}
-        self._operator_costs: dict[tuple[StrategyCosts, int], OptionCosts] = {}
+        self._operator_costs: dict[tuple[StrategyCosts, tuple[tuple[Place, int], ...]], OptionCosts] = {}
         self._copied: dict[tuple[OptionCosts, int], OptionCosts] = {}
         self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
         self._use_seconds: dict[tuple[_UseKey, int], np.ndarray] = {}
@@ -231,9 +241,10 @@ class StrategyGraph:
         work = self.facts.work.get(node.name, OperatorWork((), ()))
         ruled = self.facts.with_rule(node)
         costs = self.table.of(ruled, values, work)
-        saved = self.facts.saved.get(node.name, 0) * self.task.in_flight
+        saved = self.facts.saved(node)
         if (costs, saved) not in self._operator_costs:
-            self._operator_costs[costs, saved] = OptionCosts(costs.seconds, costs.kept * saved)
+            nbytes = sum((costs.kept(place) * n for place, n in saved), np.zeros(len(costs.strategies)))
+            self._operator_costs[costs, saved] = OptionCosts(costs.seconds, nbytes * self.task.in_flight)
         copies = self.task.copies.get(node.name, 1)
         variable = self._add_variable(self._operator_costs[costs, saved], copies)
         self.options[node.name] = OperatorChoice(variable, costs)

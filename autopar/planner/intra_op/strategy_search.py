@@ -26,7 +26,6 @@ class ChosenCosts:
     forward: float  # s
     backward: float  # s
     share: float  # of its work
-    kept: float  # fraction that a device has of what it keeps for the backward, and of what it reads and makes
 
 
 @dataclass(frozen=True)
@@ -124,4 +123,4 @@ class ShardingProblem(StrategyGraph):
 def _chosen_costs(costs: StrategyCosts, chosen: int) -> ChosenCosts:
     forward = float(costs.forward[chosen])
     backward = float(costs.seconds[chosen]) - forward
-    return ChosenCosts(forward, backward, costs.strategies[chosen].share, float(costs.kept[chosen]))
+    return ChosenCosts(forward, backward, costs.strategies[chosen].share)

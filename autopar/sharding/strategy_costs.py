@@ -3,7 +3,7 @@ bytes that a device keeps for the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from torch import fx
 from autopar.analysis.rules.notation import Rule
 from autopar.analysis.rules.table import bind
 from autopar.sharding.layouts import PARTIAL, Placements, parts
+from autopar.sharding.local_work import LocalWorks, WholeCall
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.parallel_operators.operators import collectives
 from autopar.sharding.strategies import Strategy, repeated, strategies
@@ -128,7 +129,19 @@ def with_rule(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) 
 class StrategyCostTable:
     """Strategies and costs of the operators of one graph on one mesh; equal operators get the same object."""
 
-    def __init__(self, mesh: Mesh, cluster: Cluster, rates: Rates, efficiency: Efficiency, *, training: bool) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        cluster: Cluster,
+        rates: Rates,
+        efficiency: Efficiency,
+        *,
+        training: bool,
+        trained: Callable[[fx.Node], bool] = lambda node: True,
+        works: LocalWorks | None = None,
+    ) -> None:
+        """`trained`: whether a gradient flows to what a node makes. `works`: shared by tables of other meshes."""
+        self._trained, self._works = trained, works or LocalWorks()
         self._devices, self._mesh, self._cluster = mesh, mesh.shape, cluster
         self._rates, self._efficiency, self._training = rates, efficiency, training
         self._known: dict[str, StrategyCosts] = {}
@@ -145,7 +158,8 @@ class StrategyCostTable:
         found = [whole] if rule is None else self._possible(strategies(rule, self._mesh), operands, values, results)
         sizes = [_nbytes(values.get(o)) if isinstance(o, fx.Node) else 0 for o in operands]
         outcome = [_nbytes(t) for t in results]
-        both = np.array([self._seconds(one, work, sizes, outcome) for one in found], dtype=float)
+        call = WholeCall(ruled.node, operands, values, self._trained, work)
+        both = np.array([self._seconds(one, call, sizes, outcome) for one in found], dtype=float)
         if rule is not None:
             tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
             both += [self._within(one, rule, tensors) for one in found]
@@ -183,15 +197,30 @@ class StrategyCostTable:
         return sum(nbytes / parts(layout, self._mesh) for layout, nbytes in pairs) / total if total else 1.0
 
     def _seconds(
-        self, one: Strategy, work: OperatorWork, sizes: Sequence[int], outcome: Sequence[int]
+        self, one: Strategy, call: WholeCall, sizes: Sequence[int], outcome: Sequence[int]
     ) -> tuple[float, float]:
         """Forward and backward."""
-        bytes_share = self._moved(one, sizes, outcome)
+        work = self._local_work(one, call, sizes, outcome)
 
         def seconds(kernels: Sequence[Kernel]) -> float:
-            return sum(kernel_seconds(_cut(k, one.share, bytes_share), self._rates, self._efficiency) for k in kernels)
+            return sum(kernel_seconds(kernel, self._rates, self._efficiency) for kernel in kernels)
 
         return seconds(work.forward), seconds(work.backward) if self._training else 0.0
+
+    def _local_work(self, one: Strategy, call: WholeCall, sizes: Sequence[int], outcome: Sequence[int]) -> OperatorWork:
+        """What each device computes: a share of the whole where all tensors are cut alike and nothing is multiplied."""
+        work = call.work
+        both = [*zip(one.inputs, sizes, strict=True), *zip(one.outputs, outcome, strict=True)]
+        cut = {parts(layout, self._mesh) for layout, nbytes in both if nbytes}
+        if one.share == 1 and cut <= {1}:
+            return work
+        if len(cut) > 1 or any(kernel.flops for kernel in (*work.forward, *work.backward)):
+            local = self._works.of(call, one, self._mesh, training=self._training)
+            if local is not None:
+                return local
+        share = self._moved(one, sizes, outcome)
+        forward, backward = ([_cut(k, one.share, share) for k in kernels] for kernels in (work.forward, work.backward))
+        return OperatorWork(tuple(forward), tuple(backward))
 
 
 def _cut(kernel: Kernel, share: float, bytes_share: float) -> Kernel:

@@ -39,6 +39,7 @@ from autopar.planner.intra_op.redistributions import (
     needed_redistributions,
 )
 from autopar.sharding.layouts import REPLICATE, layouts, parts
+from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import RedistributionTable
 from autopar.sharding.stage_sharding import Stored
@@ -69,7 +70,9 @@ class ShardingTask:
 class GraphFacts:
     """What the costs of a task depend on, whatever the mesh: values, work and kept bytes of every node."""
 
-    def __init__(self, task: ShardingTask) -> None:
+    def __init__(self, task: ShardingTask, local_works: LocalWorks | None = None) -> None:
+        """`local_works`: shared with the facts of other micro-batch sizes."""
+        self.local_works = local_works or LocalWorks()
         self.values: dict[fx.Node, Any] = observe(task.module, list(task.inputs))
         self.work = count(task.module, task.rows, training=task.training, inputs=list(task.inputs))
         counted = measure_bytes(task.module, list(task.inputs), task.rows, task.training, "cuda")
@@ -82,6 +85,13 @@ class GraphFacts:
         self.trained = {node.name for node in requires_grad_nodes(task.module)} if task.training else set[str]()
         self._with_rule: dict[fx.Node, OperatorWithRule] = {}
         self._named = {node.name: node for node in task.module.graph.nodes}
+
+    def is_trained(self, node: fx.Node) -> bool:
+        """Whether a gradient flows to what a node makes."""
+        if node.op == "get_attr":
+            value = self.values[node]
+            return isinstance(value, torch.Tensor) and value.requires_grad
+        return node.name in self.trained
 
     def node(self, name: str) -> fx.Node:
         return self._named[name]
@@ -146,7 +156,15 @@ class StrategyGraph:
         self.facts = facts or GraphFacts(task)
         device_kinds = {device.name: device.kind for device in task.cluster.devices}
         spec = task.cluster.specs[device_kinds[mesh.devices[0]]]
-        self.table = StrategyCostTable(mesh, task.cluster, rates_of(spec), efficiency_of(spec), training=task.training)
+        self.table = StrategyCostTable(
+            mesh,
+            task.cluster,
+            rates_of(spec),
+            efficiency_of(spec),
+            training=task.training,
+            trained=self.facts.is_trained,
+            works=self.facts.local_works,
+        )
         self.variables: list[OptionCosts] = []
         self.uses: list[PricedUse] = []
         self.options: dict[str, OperatorChoice] = {}  # by node

@@ -70,18 +70,18 @@ def test_the_text_of_a_plan_counts_all_collectives_of_a_step_and_says_their_shar
     assert stage[1] == "data 2 x model 2"
     assert int(stage[3]) == count
     assert stage[6] == f"{seconds / (plan.predicted_step_time or 0):.1%}"
-    rows = table_in(text, "collective ")
+    rows = [row for row in table_in(text, "collective ") if len(row) > 4]  # without lines that go on with a long name
     numbers = [int(row[-4]) for row in rows]
     assert sum(numbers) == count
     assert all(row[0] in COLLECTIVES or row[0].startswith("...") for row in rows)
 
 
-@pytest.mark.parametrize("room", [1.0, 0.6])
+@pytest.mark.parametrize("room", [1.0, 0.8])
 def test_nothing_is_listed_twice(room: float) -> None:
     text = str(chosen("llama", room)[0])
     for head in ("operators", "parameters", "collective "):
         if f"\n{head}" in text:
-            rows = [tuple(row) for row in table_in(text, head)]
+            rows = [tuple(row) for row in table_in(text, head) if len(row) > 1]  # without lines that go on with a name
             assert len(rows) == len(set(rows))
 
 

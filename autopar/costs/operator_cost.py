@@ -20,6 +20,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     parts: int = 1  # shards of the tensor; each device holds one
     state_parts: int = 1  # shards of the optimizer's state
+    once: float = 0.0  # s once a step on a mesh, for all operators of a stage that read it together
 
     @property
     def held(self) -> float:

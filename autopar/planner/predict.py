@@ -96,6 +96,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 recompute,
                 reduction_seconds(costs, content.gradients, arrangement.groups[number])
                 + tied[number]
+                + content.once
                 + float(mine[0].once[inside].sum()),
                 sends_gradient=content.received_gradient > 0,
                 memory=content.memory(atoms.of(names[number]), inside, recompute, shares),

@@ -22,6 +22,7 @@ class StageContent:
     saved: float = 0.0
     received: float = 0.0
     received_gradient: float = 0.0  # gradients that the stage sends back for what it received
+    once: float = 0.0  # s once a step: what a mesh does for parameters that several operators read
 
     def memory(self, atoms: Atoms, inside: Collection[int], recompute: bool, shares: Sequence[float]) -> StageMemory:
         """What a device holds. `inside`: the stage's atoms. `shares`: of the batch, in each micro-batch."""
@@ -47,6 +48,7 @@ def stage_contents(atoms: Atoms, arrangement: Arrangement, optimizer: str, train
                 contents[stage].parameters += resident.parameter
                 contents[stage].gradients += resident.gradient
                 contents[stage].optimizer += resident.optimizer
+                contents[stage].once += weight.once
         for shared in own.saved:
             for stage in {stage_of[atom] for atom in shared.atoms} & mine:
                 contents[stage].saved += shared.nbytes

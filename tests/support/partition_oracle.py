@@ -115,6 +115,7 @@ def objective(problem: Problem, stages: Stages) -> float:
         kind = problem.kinds[stage.kind]
         reduction = float(kind.reduction(stage.replicas, Gradients(np.array(gradient))))
         reduction += 0.0 if problem.once is None else sum(problem.once[stage.kind, a] for a in stage.atoms)
+        reduction += shared_bytes(space_of(problem, stage).once, stage.atoms)
         tied = sum(
             g.nbytes
             for g in space_of(problem, stage).gradients
@@ -206,7 +207,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
 
     def other() -> Space:
         """The same cuts and hints, other bytes."""
-        held = {name: draw(shared) for name in ("resident", "gradients", "saved")}
+        held = {name: draw(shared) for name in ("resident", "gradients", "saved", "once")}
         sent = tuple(replace(v, nbytes=draw(whole), grad_nbytes=draw(whole)) for v in space.values)
         return replace(space, values=sent, transient=array(n), **held)
 

@@ -325,6 +325,7 @@ class Searching:
             gradients=tuple(Shared(one.gradient, readers) for readers, one in held if one.gradient),
             saved=atoms.saved,
             transient=atoms.transient,
+            once=tuple(Shared(w.once, s.atoms) for s, w in atoms.parameters if w.once),
             pinned=atoms.pinned,
             recomputed=atoms.recomputed if costs.training else (),
             unrepeatable=atoms.unrepeatable,

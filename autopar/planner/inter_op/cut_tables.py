@@ -47,6 +47,7 @@ class Tables:
     tied_gradients: np.ndarray  # bytes of those whose parameters another stage has, too
     saved: np.ndarray  # bytes
     transient: np.ndarray  # bytes
+    once: np.ndarray  # s once a step
     must_recompute: np.ndarray  # bool
     may_recompute: np.ndarray  # bool
 
@@ -59,6 +60,7 @@ def tables(
     gradients: Sequence[Shared],
     saved: Sequence[Shared],
     transient: np.ndarray,
+    once: Sequence[Shared] = (),
     recomputed: Iterable[int],
     unrepeatable: Iterable[int],
 ) -> Tables:
@@ -87,6 +89,7 @@ def tables(
         tied_gradients=_tied(touching, block_of, gradients),
         saved=shared(saved),
         transient=touching.largest(_block_maximum(block_of, transient, over_blocks.shape[1])),
+        once=shared(once),
         must_recompute=any_of(recomputed),
         may_recompute=~any_of(unrepeatable),
     )

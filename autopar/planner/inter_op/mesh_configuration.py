@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
@@ -106,25 +107,43 @@ def _graph(program: SplitProgram, facts: GraphFacts, solution: Sharding) -> nx.D
     mesh, kept = solution.mesh.shape, program.folded.kept
     graph: nx.DiGraph = nx.DiGraph(program.costs.graph)
     cut = {n: parts(s.outputs[0], mesh) if s.outputs else 1 for n, s in solution.strategies.items()}
-    held = {n: (parts(s.layout, mesh), parts(s.state, mesh)) for n, s in solution.stored.items()}
+    weights = _weights(program, solution)
     for node, data in graph.nodes(data=True):
         if kept(node) not in solution.strategies:
             continue
         whole: OperatorCost = data["cost"]
-        weights = dict(whole.parameters)
-        for parameter in program.parameters[node]:
-            storage, stored = program.storages.get(parameter), held.get(kept(parameter))
-            if stored is not None and storage in weights:
-                weights[storage] = weights[storage]._replace(parts=stored[0], state_parts=stored[1])
+        # One of equal layers represents the parameters of all, and the first of its names a tied parameter.
+        represented = {program.storages.get(p): program.storages.get(kept(p)) for p in program.parameters[node]}
         data["cost"] = replace(
             whole,
             output_bytes=whole.output_bytes / cut[kept(node)],
             gradient_bytes=whole.gradient_bytes / cut[kept(node)],
             allocated_bytes=whole.allocated_bytes / cut[kept(node)],
             saved=dict(_kept(program, facts, solution, node)),
-            parameters=weights,
+            parameters={
+                storage: weight._replace(**weights.get(represented.get(storage), {}))
+                for storage, weight in whole.parameters.items()
+            },
         )
     return graph
+
+
+def _weights(program: SplitProgram, solution: Sharding) -> dict[str | None, dict[str, Any]]:
+    """By storage: what the solution says of a parameter, as fields of `Weight`."""
+    mesh = solution.mesh.shape
+    once: dict[str, float] = defaultdict(float)
+    for collective in solution.collectives:
+        if collective.shared:
+            once[collective.tensor] += collective.seconds / collective.times
+    return {
+        program.storages[name]: {
+            "parts": parts(stored.layout, mesh),
+            "state_parts": parts(stored.state, mesh),
+            "once": once[name],
+        }
+        for name, stored in solution.stored.items()
+        if name in program.storages
+    }
 
 
 def _kept(program: SplitProgram, facts: GraphFacts, solution: Sharding, node: str) -> Iterator[tuple[Hashable, float]]:
@@ -164,6 +183,8 @@ def _with_collectives(found: Sharding, folded: Folded) -> _NodeSeconds:
     backward = {name: work.backward for name, work in found.work.items()}
     seconds = _NodeSeconds(forward, backward, {})
     for collective in found.collectives:
+        if collective.shared:
+            continue  # of a parameter with several readers, see `_weights`
         reader = collective.reader if collective.reader in found.work else collective.tensor
         into = seconds.once if collective.once else backward if collective.backward else forward
         into[reader] = into.get(reader, 0.0) + collective.seconds / folded.copies.get(reader, 1)

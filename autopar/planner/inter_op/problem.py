@@ -39,6 +39,7 @@ class Space:
     gradients: tuple[Shared, ...]  # reduced once a step where the stage is replicated; whatever the batch
     saved: tuple[Shared, ...]  # activations kept for backward
     transient: np.ndarray  # [n] bytes while the atom runs; the maximum over a stage counts
+    once: tuple[Shared, ...] = ()  # seconds once a step of a stage that has any of the atoms
     pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage that it must be in, from 0)
     recomputed: tuple[int, ...] = ()  # atoms whose stage must recompute
     unrepeatable: tuple[int, ...] = ()  # atoms whose stage may not
@@ -57,7 +58,7 @@ class Space:
         for index, value in enumerate(self.values):
             inside = all(0 <= atom < n for atom in (value.producer, *value.consumers))
             _check(inside, f"values[{index}] names an atom outside 0..{n - 1}: {value}")
-        for name in ("resident", "gradients", "saved"):
+        for name in ("resident", "gradients", "saved", "once"):
             items: tuple[Shared, ...] = getattr(self, name)
             check_costs(f"{name}: nbytes", [item.nbytes for item in items])
             for index, item in enumerate(items):
@@ -80,6 +81,7 @@ class Space:
             gradients=self.gradients,
             saved=self.saved,
             transient=self.transient,
+            once=self.once,
             recomputed=self.recomputed,
             unrepeatable=self.unrepeatable,
         )

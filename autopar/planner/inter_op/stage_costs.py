@@ -169,7 +169,8 @@ class Costs:
     def _once(self, kind: int) -> np.ndarray:
         """Seconds once a step, whatever the replicas: collectives of the mesh, gradients of tied parameters."""
         if kind not in self._known_once:
-            own = self.problem.kinds[kind].exchanged(Gradients(self.problem.tables(kind).tied_gradients))
+            tables = self.problem.tables(kind)
+            own = tables.once + self.problem.kinds[kind].exchanged(Gradients(tables.tied_gradients))
             if self.problem.once is not None:
                 own = own + self._between(self.problem.once[kind])
             self._known_once[kind] = own

@@ -157,6 +157,7 @@ class Collective:
     times: int  # per step or micro-batch, over all equal layers that the reader represents
     steps: tuple[RedistributionStep, ...]
     each: int = 1  # of `times` those of one of the equal layers
+    shared: bool = False  # by all readers of a parameter; listed with the first
 
     @property
     def seconds(self) -> float:

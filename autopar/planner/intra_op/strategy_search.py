@@ -127,7 +127,7 @@ class ShardingProblem(StrategyGraph):
             steps = stored.once_table.path(needed.before, needed.after)
             if any(step.collective for step in steps):
                 item, reader = stored.readers[0]
-                yield Collective(name, item, reader, needed.backward, True, stored.times, steps)
+                yield Collective(name, item, reader, needed.backward, True, stored.times, steps, shared=True)
 
 
 def _chosen_costs(costs: StrategyCosts, chosen: int) -> ChosenCosts:

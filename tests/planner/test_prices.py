@@ -227,3 +227,46 @@ def test_stages_that_share_a_weight_within_one_process_pay_for_the_way_of_its_gr
     after = predicted_step(costs, searching.atoms, two_stages(searching, 1, 2), INSIDE)
     added = math.fsum([after.timeline().step_time, -before.timeline().step_time])
     assert added == pytest.approx((1 << 20) * costs.accumulate)
+
+
+class Tied(nn.Module):
+    def __init__(self, vocabulary: int = 8192, width: int = 1024) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = functional.gelu(self.mix(self.embed(ids)))
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+def test_a_tied_weight_on_meshes_is_reduced_once_in_every_stage_that_has_it() -> None:
+    m = 4
+    with torch.device("meta"):
+        model, ids = Tied().train(), torch.zeros(64, 2048, dtype=torch.long)
+    example = example_ahead(model, (ids,), {}, batch_dim=None)
+    costs = Meshes(
+        estimate_costs(example, Cluster.preset("8xH100")), subject_of(example, "none")
+    ).of(2, [m])  # fmt: skip
+    assert costs is not None
+    searching = Searching(costs, OPTIONS)
+    (configuration,) = (c for c in costs.configurations if isinstance(c, MeshConfiguration))
+    shared = [c for c in configuration.solution.collectives if c.shared]
+    alone = [c for c in configuration.solution.collectives if c.once and not c.shared]
+    assert len(shared) == 1
+    assert alone
+    seconds = shared[0].seconds + sum(c.seconds for c in alone)
+    n = len(searching.atoms.nodes)
+    cut = next(a for a, nodes in enumerate(searching.atoms.nodes) if "linear_1" in nodes)  # the head
+    whole = tuple(range(n))
+    groups, twice = costs.groups, (configuration.name,) * 2
+    one = Arrangement((whole,), (groups[:1],), m, "1f1b", (False,), twice[:1])
+    two = Arrangement((whole[:cut], whole[cut:]), (groups[:1], groups[1:2]), m, "1f1b", (False, False), twice)
+    steps = [predicted_step(costs, searching.atoms, a, INSIDE) for a in (one, two)]
+    assert steps[0].stages[0].once == pytest.approx(seconds)
+    exchange = reduction_seconds(costs, 8192 * 1024 * 4, groups[:2])
+    assert sum(stage.once for stage in steps[1].stages) == pytest.approx(seconds + shared[0].seconds + 2 * exchange)
+    assert costs.configurations[0] is configuration
+    problem = searching.problem(m, "1f1b", searching.full)
+    assert objective(problem, 0, 1) == pytest.approx(steps[0].timeline().step_time, rel=SAME)

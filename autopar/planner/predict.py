@@ -171,7 +171,7 @@ def _plan_transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) ->
         seconds = 0.0  # within a device
         if ends[0] != ends[1]:
             link = costs.links[ends]
-            seconds = link.seconds(forward / m) + (link.seconds(backward / m) if backward else 0)
+            seconds = sum(link.seconds(nbytes / m) for nbytes in (forward, backward) if nbytes)
         found.append(StageTransfer(source, target, int(forward / m), int(backward / m), seconds))
     return found
 
@@ -183,7 +183,7 @@ def _transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list
     found = []
     for (source, target), (forward, backward) in stage_traffic(atoms, arrangement).items():
         links = {costs.links[a, b] for a in devices[source] for b in devices[target] if a != b}
-        slowest = [max((link.seconds(n / m) for link in links), default=0.0) for n in (forward, backward)]
+        slowest = [max((link.seconds(n / m) for link in links if n), default=0.0) for n in (forward, backward)]
         found.append(Transfer(source, target, (slowest[0],) * m, (slowest[1],) * m))
     return found
 

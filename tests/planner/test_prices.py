@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import networkx as nx
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -270,3 +271,31 @@ def test_a_tied_weight_on_meshes_is_reduced_once_in_every_stage_that_has_it() ->
     assert costs.configurations[0] is configuration
     problem = searching.problem(m, "1f1b", searching.full)
     assert objective(problem, 0, 1) == pytest.approx(steps[0].timeline().step_time, rel=SAME)
+
+
+@given(
+    seconds=st.lists(st.floats(1e-3, 1e-1), min_size=2, max_size=5),
+    m=st.sampled_from([1, 2, 4, 8]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    data=st.data(),
+)
+def test_the_objective_of_a_pipeline_is_the_simulated_step_of_gpipe_and_never_below_that_of_1f1b(
+    seconds: list[float], m: int, schedule: str, data: st.DataObject
+) -> None:
+    """Without transfers. Under 1F1B, forwards of the warm-up fill what the objective counts as waiting."""
+    n = len(seconds)
+    cut = data.draw(st.integers(1, n - 1))
+    costs = line_of(seconds, [4] * n, Cluster.preset("8xH100"))
+    searching = Searching(costs, OPTIONS)
+    assume(len(searching.atoms.nodes) == n)
+    problem = searching.problem(m, schedule, searching.full)
+    found, mode = Costs(problem, problem.counts), Mode(0, recompute=False)
+    middle = next(i for i, row in enumerate(problem.space.cuts) if row.tolist() == [a < cut for a in range(n)])
+    stages = [(0, middle), (middle, len(problem.space.cuts) - 1)]
+    price = sum(found.terms[mode].fill[at] for at in stages) + max(found.max_term(mode, 1)[at] for at in stages)
+    arrangement = two_stages(searching, cut, m)
+    arrangement = replace(arrangement, schedule=schedule)
+    step = predicted_step(costs, searching.atoms, arrangement, INSIDE).timeline().step_time
+    if schedule == "gpipe":
+        assert price == pytest.approx(step, rel=SAME)
+    assert step <= price * (1 + SAME)

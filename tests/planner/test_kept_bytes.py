@@ -18,7 +18,7 @@ from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.estimated import estimate_costs
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
 from autopar.planner.inter_op.meshes import subject_of
-from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
+from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import strategy_text

@@ -17,7 +17,7 @@ from autopar.analysis.operators import captured_device, on_device
 from autopar.capture.program import capture
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.gradient_reduction import BUCKET
-from autopar.planner.intra_op.strategy_graph import ShardingTask
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, choose
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import Mesh, make_mesh

@@ -12,7 +12,7 @@ from torch.nn import functional
 from autopar import Cluster
 from autopar.analysis.operators import captured_device, on_device
 from autopar.capture.program import capture
-from autopar.planner.intra_op.strategy_graph import ShardingTask
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import strategy_text

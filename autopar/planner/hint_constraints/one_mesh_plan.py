@@ -23,8 +23,8 @@ from autopar.planner.hint_constraints.shard_hints import (
     resolve_sharding,
 )
 from autopar.planner.intra_op.explain import Solved, operator_explainer
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.solution import times, whole_graph_sharding
-from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.planner.search_options import SearchOptions
 from autopar.sharding.mesh import make_mesh

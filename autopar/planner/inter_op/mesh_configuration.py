@@ -19,8 +19,8 @@ from autopar.costs.cost_table import CostTable
 from autopar.costs.device_group import StageConfiguration
 from autopar.costs.operator_cost import OperatorCost
 from autopar.planner.intra_op.explain import Solved
+from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.solution import StageOperators, stage_sharding
-from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import parts
 from autopar.sharding.stage_sharding import StageSharding

@@ -27,7 +27,7 @@ from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
-from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
+from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.mesh import Mesh, make_mesh

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.analysis.operators import compute_nodes
 from autopar.capture.program import is_getitem
 from autopar.planner.intra_op.redistributions import OUTPUT, ChosenUse, Collective, TensorUse
-from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
+from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.parallel_operators.operators import collectives

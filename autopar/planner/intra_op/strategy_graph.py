@@ -21,7 +21,7 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,8 +29,6 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar.analysis.node_values import observe
-from autopar.analysis.operators import requires_grad_nodes
 from autopar.costs.gradient_reduction import BUCKET
 from autopar.planner.intra_op.elimination.choices import Edge
 from autopar.planner.intra_op.redistributions import (
@@ -44,74 +42,16 @@ from autopar.planner.intra_op.redistributions import (
     needed_once,
     needed_redistributions,
 )
+from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.sharding.layouts import DUAL, REPLICATE, Placements, layouts, parts
-from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import RedistributionTable
 from autopar.sharding.stage_sharding import Stored
-from autopar.sharding.strategy_costs import Ends, OperatorWithRule, Place, StrategyCosts, StrategyCostTable, with_rule
-from cost_models import Cluster, Collective, optimizer_state_bytes
+from autopar.sharding.strategy_costs import Ends, Place, StrategyCosts, StrategyCostTable
+from cost_models import Collective, optimizer_state_bytes
 from cost_models.graphs import get_attribute, storage_key, tensors_in
 from cost_models.hardware.device_specs import efficiency_of, rates_of
-from cost_models.kernels.operator_work import OperatorWork, count
-from cost_models.memory.graph_bytes import measure_bytes
-
-
-@dataclass(frozen=True)
-class ShardingTask:
-    """The graph to choose strategies for, and how it runs."""
-
-    module: fx.GraphModule  # a flat graph with parameters on the meta device
-    inputs: Sequence[Any]  # of one micro-batch, on the meta device
-    rows: int  # samples in it
-    cluster: Cluster
-    n_microbatches: int = 1
-    training: bool = True
-    optimizer: str = "adamw"
-    in_flight: int = 1  # micro-batches whose activations are kept at once
-    copies: Mapping[str, int] = field(default_factory=dict)  # node -> equal nodes of the model that it represents
-    again: Mapping[str, str] = field(default_factory=dict)  # node that a copied layer reads -> what it hands its copy
-
-
-class GraphFacts:
-    """What the costs of a task depend on, whatever the mesh: values, work and kept bytes of every node."""
-
-    def __init__(self, task: ShardingTask, local_works: LocalWorks | None = None) -> None:
-        """`local_works`: shared with the facts of other micro-batch sizes."""
-        self.local_works = local_works or LocalWorks()
-        self.values: dict[fx.Node, Any] = observe(task.module, list(task.inputs))
-        self.work = count(task.module, task.rows, training=task.training, inputs=list(task.inputs))
-        counted = measure_bytes(task.module, list(task.inputs), task.rows, task.training, "cuda")
-        kept: set[int] = set()
-        self._saved: dict[str, list[tuple[Place, int]]] = {}  # place among the node's inputs or results, bytes
-        for name, storages in counted.saved.items():  # what several operators keep counts to the first
-            items = zip(storages, counted.places[name], strict=True)
-            self._saved[name] = [(place, nbytes) for (key, nbytes), place in items if key not in kept]
-            kept |= {key for key, _ in storages}
-        self.trained = {node.name for node in requires_grad_nodes(task.module)} if task.training else set[str]()
-        self._with_rule: dict[fx.Node, OperatorWithRule] = {}
-        self._named = {node.name: node for node in task.module.graph.nodes}
-
-    def is_trained(self, node: fx.Node) -> bool:
-        """Whether a gradient flows to what a node makes."""
-        if node.op == "get_attr":
-            value = self.values[node]
-            return isinstance(value, torch.Tensor) and value.requires_grad
-        return node.name in self.trained
-
-    def node(self, name: str) -> fx.Node:
-        return self._named[name]
-
-    def saved(self, node: fx.Node) -> tuple[tuple[Place, int], ...]:
-        """What an operator keeps for the backward: (tensor, bytes), by `StrategyCosts.kept`."""
-        ruled = self.with_rule(node)
-        return tuple((ruled.place(place), nbytes) for place, nbytes in self._saved.get(node.name, ()))
-
-    def with_rule(self, node: fx.Node) -> OperatorWithRule:
-        if node not in self._with_rule:
-            work = self.work.get(node.name, OperatorWork((), ()))
-            self._with_rule[node] = with_rule(node, self.values, work)
-        return self._with_rule[node]
+from cost_models.kernels.operator_work import OperatorWork
 
 
 @dataclass(frozen=True, eq=False)

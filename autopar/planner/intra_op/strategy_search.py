@@ -12,7 +12,8 @@ from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstra
 from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select
 from autopar.planner.intra_op.redistributions import ChosenUse, Collective, collectives_of, needed_once
-from autopar.planner.intra_op.strategy_graph import GraphFacts, OptionCosts, ShardingTask, StoredChoice, StrategyGraph
+from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
+from autopar.planner.intra_op.strategy_graph import OptionCosts, StoredChoice, StrategyGraph
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.stage_sharding import Stored
 from autopar.sharding.strategies import Strategy

@@ -18,7 +18,7 @@ from torch.nn import functional
 import autopar
 from autopar.analysis.operators import captured_device, on_device
 from autopar.capture.program import capture
-from autopar.planner.intra_op.strategy_graph import ShardingTask
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import choose
 from autopar.sharding.mesh import make_mesh
 from benchmarks.output import Report, Table

@@ -21,7 +21,7 @@ from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import atom_times
 from autopar.planner.inter_op.atoms import Atoms, gather
 from autopar.planner.predicted_step import PredictedStage, PredictedStep, step_of_plan
-from autopar.planner.stage_contents import stage_contents, stage_traffic
+from autopar.planner.stage_contents import stage_contents, stage_traffic, tied_gradients
 from autopar.schedule.clock import Transfer
 from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.timeline import Timeline
@@ -84,6 +84,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     }
     stages = []
     contents = stage_contents(atoms, arrangement, conditions.optimizer, costs.training)
+    tied = tied_seconds(costs, atoms, arrangement)
     for number, content in enumerate(contents):
         inside, recompute = list(arrangement.stages[number]), arrangement.recompute[number]
         mine = [times[names[number], size] for size in sizes]
@@ -93,7 +94,10 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 tuple(float(t.backward[inside].sum()) for t in mine),
                 tuple(float(t.weight[inside].sum()) for t in mine),
                 recompute,
-                reduction_seconds(costs, content.gradients, arrangement.groups[number]),
+                reduction_seconds(costs, content.gradients, arrangement.groups[number])
+                + tied[number]
+                + content.once
+                + float(mine[0].once[inside].sum()),
                 sends_gradient=content.received_gradient > 0,
                 memory=content.memory(atoms.of(names[number]), inside, recompute, shares),
             )
@@ -152,7 +156,7 @@ def _plan_stages(
                 parameter_bytes=memory.parameters,
                 activation_bytes=memory.activation[0],
                 peak_memory=max((peaks[slot] for slot in timeline.schedule.slots_of(number)), default=0),
-                sync_time=predicted.reduction,
+                sync_time=predicted.once,
             )
         )
     return stages
@@ -167,7 +171,7 @@ def _plan_transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) ->
         seconds = 0.0  # within a device
         if ends[0] != ends[1]:
             link = costs.links[ends]
-            seconds = link.seconds(forward / m) + (link.seconds(backward / m) if backward else 0)
+            seconds = sum(link.seconds(nbytes / m) for nbytes in (forward, backward) if nbytes)
         found.append(StageTransfer(source, target, int(forward / m), int(backward / m), seconds))
     return found
 
@@ -179,9 +183,19 @@ def _transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list
     found = []
     for (source, target), (forward, backward) in stage_traffic(atoms, arrangement).items():
         links = {costs.links[a, b] for a in devices[source] for b in devices[target] if a != b}
-        slowest = [max((link.seconds(n / m) for link in links), default=0.0) for n in (forward, backward)]
+        slowest = [max((link.seconds(n / m) for link in links if n), default=0.0) for n in (forward, backward)]
         found.append(Transfer(source, target, (slowest[0],) * m, (slowest[1],) * m))
     return found
+
+
+def tied_seconds(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list[float]:
+    """Seconds of each stage once a step to add up the gradients of parameters that other stages have, too."""
+    seconds = [0.0] * len(arrangement.stages)
+    for holders, nbytes in tied_gradients(atoms, arrangement).items() if costs.training else ():
+        groups = list(dict.fromkeys(arrangement.groups[stage][0] for stage in holders))
+        for stage in holders:
+            seconds[stage] += reduction_seconds(costs, nbytes, groups)
+    return seconds
 
 
 def _single_device_time(costs: CostGraph, atoms: Atoms) -> float:

@@ -23,8 +23,8 @@ from autopar.capture.program import Program, capture
 from autopar.lower import collectives
 from autopar.lower.collectives import LOCAL, MOVES, move_between
 from autopar.lower.device_values import DeviceValue, DeviceValues
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.solution import exchanges_within, whole_graph_sharding
-from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import make_mesh

@@ -17,8 +17,8 @@ from torch import nn
 from autopar import PipelinedModule, Plan
 from autopar.analysis.operators import captured_device, on_device, operator_keys
 from autopar.capture.program import Program, capture
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.solution import whole_graph_sharding
-from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster

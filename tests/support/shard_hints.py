@@ -13,7 +13,7 @@ from torch import nn
 from autopar import Layout, PlanError
 from autopar.capture.program import Program, capture
 from autopar.planner.hint_constraints.shard_hints import microbatch_on_meta, resolve_sharding
-from autopar.planner.intra_op.strategy_graph import ShardingTask
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, choose
 from autopar.sharding.mesh import make_mesh
 from cost_models import Cluster

@@ -15,8 +15,8 @@ from autopar.capture.program import capture
 from autopar.plan.plan import Stage
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.intra_op.explain import Solved, operator_explainer
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.solution import whole_graph_sharding
-from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import StageSharding

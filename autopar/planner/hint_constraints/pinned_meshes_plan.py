@@ -28,8 +28,8 @@ from autopar.planner.hint_constraints.shard_hints import ResolvedSharding, micro
 from autopar.planner.hint_constraints.stage_hints import resolve as resolve_hints
 from autopar.planner.hint_constraints.stage_hints import violations
 from autopar.planner.intra_op.constraints import ShardingConstraints
+from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.solution import whole_graph_sharding
-from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.search_options import SearchOptions
 from autopar.sharding.mesh import make_mesh

@@ -8,7 +8,7 @@ any time join a neighbour (`small_atoms`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -115,8 +115,8 @@ def gather(
     `order`: pairs (node, node that runs later). The last group returns the model's outputs.
     """
     atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
-    saved: dict[int, float] = {}
-    savers: dict[int, set[int]] = defaultdict(set)
+    saved: dict[Hashable, float] = {}
+    savers: dict[Hashable, set[int]] = defaultdict(set)
     parameters: dict[str, Weight] = {}
     readers: dict[str, set[int]] = defaultdict(set)
     transient = np.zeros(len(nodes))

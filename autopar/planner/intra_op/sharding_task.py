@@ -1,0 +1,75 @@
+"""The graph to choose strategies for, how it runs, and what is known of it whatever the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.analysis.node_values import observe
+from autopar.analysis.operators import requires_grad_nodes
+from autopar.sharding.local_work import LocalWorks
+from autopar.sharding.strategy_costs import OperatorWithRule, Place, with_rule
+from cost_models import Cluster
+from cost_models.kernels.operator_work import OperatorWork, count
+from cost_models.memory.graph_bytes import measure_bytes
+
+
+@dataclass(frozen=True)
+class ShardingTask:
+    """The graph to choose strategies for, and how it runs."""
+
+    module: fx.GraphModule  # a flat graph with parameters on the meta device
+    inputs: Sequence[Any]  # of one micro-batch, on the meta device
+    rows: int  # samples in it
+    cluster: Cluster
+    n_microbatches: int = 1
+    training: bool = True
+    optimizer: str = "adamw"
+    in_flight: int = 1  # micro-batches whose activations are kept at once
+    copies: Mapping[str, int] = field(default_factory=dict)  # node -> equal nodes of the model that it represents
+    again: Mapping[str, str] = field(default_factory=dict)  # node that a copied layer reads -> what it hands its copy
+
+
+class GraphFacts:
+    """What the costs of a task depend on, whatever the mesh: values, work and kept bytes of every node."""
+
+    def __init__(self, task: ShardingTask, local_works: LocalWorks | None = None) -> None:
+        """`local_works`: shared with the facts of other micro-batch sizes."""
+        self.local_works = local_works or LocalWorks()
+        self.values: dict[fx.Node, Any] = observe(task.module, list(task.inputs))
+        self.work = count(task.module, task.rows, training=task.training, inputs=list(task.inputs))
+        counted = measure_bytes(task.module, list(task.inputs), task.rows, task.training, "cuda")
+        kept: set[int] = set()
+        self._saved: dict[str, list[tuple[Place, int]]] = {}  # place among the node's inputs or results, bytes
+        for name, storages in counted.saved.items():  # what several operators keep counts to the first
+            items = zip(storages, counted.places[name], strict=True)
+            self._saved[name] = [(place, nbytes) for (key, nbytes), place in items if key not in kept]
+            kept |= {key for key, _ in storages}
+        self.trained = {node.name for node in requires_grad_nodes(task.module)} if task.training else set[str]()
+        self._with_rule: dict[fx.Node, OperatorWithRule] = {}
+        self._named = {node.name: node for node in task.module.graph.nodes}
+
+    def is_trained(self, node: fx.Node) -> bool:
+        """Whether a gradient flows to what a node makes."""
+        if node.op == "get_attr":
+            value = self.values[node]
+            return isinstance(value, torch.Tensor) and value.requires_grad
+        return node.name in self.trained
+
+    def node(self, name: str) -> fx.Node:
+        return self._named[name]
+
+    def saved(self, node: fx.Node) -> tuple[tuple[Place, int], ...]:
+        """What an operator keeps for the backward: (tensor, bytes), by `StrategyCosts.kept`."""
+        ruled = self.with_rule(node)
+        return tuple((ruled.place(place), nbytes) for place, nbytes in self._saved.get(node.name, ()))
+
+    def with_rule(self, node: fx.Node) -> OperatorWithRule:
+        if node not in self._with_rule:
+            work = self.work.get(node.name, OperatorWork((), ()))
+            self._with_rule[node] = with_rule(node, self.values, work)
+        return self._with_rule[node]

@@ -166,6 +166,7 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
             allocated_bytes=counted.fresh[node.name] * factor,
             saved={storage: nbytes * scale for storage, nbytes in counted.saved[node.name]},
             parameters=_parameters(module, node),
+            saved_places=dict(zip(dict(counted.saved[node.name]), counted.places[node.name], strict=True)),
         )
         graph.add_node(node.name, cost=cost)
         for source in node.all_input_nodes:

@@ -37,6 +37,7 @@ class CostTable:
     forward: np.ndarray  # [rows, nodes] s
     backward: np.ndarray  # [rows, nodes] s
     loss: np.ndarray  # [rows, 2] s, forward and backward
+    once: np.ndarray | None = None  # [nodes] s once a step, however many micro-batches; None: nothing
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):
@@ -44,8 +45,8 @@ class CostTable:
 
     def slower(self, factor: float, workers: int) -> CostTable:
         """The table of devices that are slower by `factor`, because `workers` of them share their hardware."""
-        times = (factor * array for array in (self.forward, self.backward, self.loss))
-        return CostTable(self.kind, workers, self.nodes, self.rows, *times)
+        forward, backward, loss = (factor * array for array in (self.forward, self.backward, self.loss))
+        return CostTable(self.kind, workers, self.nodes, self.rows, forward, backward, loss, self.once)
 
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
         """(forward [nodes], backward [nodes], loss) at a micro-batch of `rows` samples.

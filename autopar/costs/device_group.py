@@ -39,7 +39,7 @@ class StageConfiguration(ABC):
     name: str
     kind: str  # device kind
     n_microbatches: int  # its costs are for the batch divided into this many
-    table: CostTable  # s per operator, collectives included, at the one micro-batch size
+    table: CostTable  # s per operator, collectives included, at the one micro-batch size; and once a step
     graph: nx.DiGraph  # like `CostGraph.graph`, with the bytes of each device
 
     @abstractmethod

@@ -1,8 +1,20 @@
-"""What the replicas of a stage take once a step to add up their gradients."""
+"""What the devices of a stage take once a step to add up their gradients: with replicas, and with other stages.
+
+Gradients travel in buckets, as in torch.nn.parallel.DistributedDataParallel, so latency counts per bucket and not per
+parameter:
+
+    seconds |          ____/      up to a bucket: what the collective takes
+            |     __.-'           beyond: whole and partial buckets at the rate of a full one
+            |__.-'
+            +---------|-------> bytes of all parameters together
+                   BUCKET
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,18 +22,76 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from cost_models import Cluster
 
+BUCKET = 25 << 20
+"""Bytes of a bucket: the default `bucket_cap_mb=25` of torch.nn.parallel.DistributedDataParallel (Li et al.: PyTorch
+Distributed, 2020)."""
+
+_SIZES = np.concatenate([[0.0], BUCKET / 2 ** np.arange(14, -0.25, -0.5)])  # bytes for which a curve knows the seconds
+
+
+def bucketed(seconds: Callable[[float], float], nbytes: float) -> float:
+    """Seconds for `nbytes` in buckets. `seconds`: of a single collective, by its bytes."""
+    if nbytes <= 0:
+        return 0.0
+    return seconds(nbytes) if nbytes <= BUCKET else nbytes / BUCKET * seconds(BUCKET)
+
+
+class Position(NamedTuple):
+    """Where numbers of bytes lie among the sizes that a curve knows. All curves share the sizes."""
+
+    below: np.ndarray  # index of the next smaller size
+    weight: np.ndarray  # of the next larger size, from 0 to 1
+    buckets: np.ndarray  # at least 1; 0 where there are no bytes
+
+    @classmethod
+    def of(cls, nbytes: np.ndarray) -> Position:
+        within = np.minimum(nbytes, BUCKET)
+        below = np.clip(np.searchsorted(_SIZES, within, side="right") - 1, 0, len(_SIZES) - 2)
+        weight = (within - _SIZES[below]) / (_SIZES[below + 1] - _SIZES[below])
+        return cls(below, weight, np.where(nbytes > 0, np.maximum(nbytes / BUCKET, 1.0), 0.0))
+
+
+@dataclass(frozen=True)
+class ReductionCurve:
+    """`bucketed` seconds for many numbers of bytes at once, interpolated between sizes whose ratio is sqrt(2)."""
+
+    seconds: tuple[float, ...]  # by size
+
+    @classmethod
+    def of(cls, seconds: Callable[[float], float]) -> ReductionCurve:
+        """`seconds`: of a single collective, by its bytes."""
+        return cls(tuple(float(seconds(float(size))) for size in _SIZES))
+
+    def at(self, position: Position) -> np.ndarray:
+        known = np.array(self.seconds)
+        between = known[position.below] * (1 - position.weight) + known[position.below + 1] * position.weight
+        return np.asarray(position.buckets * between)
+
 
 def reduction_seconds(costs: CostGraph, nbytes: float, replicas: Sequence[DeviceGroup]) -> float:
     """Seconds once a step to add up `nbytes` of gradients per device over the replicas of a stage."""
     if not costs.training or len(replicas) == 1:
         return 0.0
+    return bucketed(_collective(costs, replicas), nbytes)
+
+
+def reduction_curve(costs: CostGraph, replicas: Sequence[DeviceGroup]) -> ReductionCurve:
+    """`reduction_seconds` for any number of bytes."""
+    if len(replicas) == 1:
+        return ReductionCurve((0.0,) * len(_SIZES))
+    return ReductionCurve.of(_collective(costs, replicas))
+
+
+def _collective(costs: CostGraph, replicas: Sequence[DeviceGroup]) -> Callable[[float], float]:
+    """Seconds of one collective by its bytes on each device."""
     if costs.cluster is not None:
-        return all_reduce_seconds(costs.cluster, nbytes, replicas)
-    return (len(replicas) - 1) * nbytes * reduction_seconds_per_byte(costs, replicas)
+        return _all_reduce(costs.cluster, replicas)
+    rate = (len(replicas) - 1) * reduction_seconds_per_byte(costs, replicas)
+    return lambda nbytes: rate * nbytes
 
 
-def all_reduce_seconds(cluster: Cluster, nbytes: float, replicas: Sequence[DeviceGroup]) -> float:
-    """Seconds of an all-reduce among the n-th devices of all replicas, for every n at once.
+def _all_reduce(cluster: Cluster, replicas: Sequence[DeviceGroup]) -> Callable[[float], float]:
+    """An all-reduce among the n-th devices of all replicas, for every n at once.
 
     Where replicas lie on different nodes, the devices of a mesh that share a node share its network, too.
     """
@@ -30,7 +100,8 @@ def all_reduce_seconds(cluster: Cluster, nbytes: float, replicas: Sequence[Devic
     if len({cluster.node_of(name) for name in names}) > 1:
         node = cluster.node_of(names[0])
         at_once = sum(cluster.node_of(name) == node for name in replicas[0].devices)
-    return cluster.seconds("all_reduce", nbytes, names, at_once)
+    shape = cluster.group(names)
+    return lambda nbytes: cluster.seconds_in(shape, "all_reduce", nbytes, at_once)
 
 
 def reduction_seconds_per_byte(costs: CostGraph, replicas: Sequence[DeviceGroup]) -> float:

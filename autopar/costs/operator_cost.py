@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import networkx as nx
 
 from cost_models import optimizer_state_bytes
+from cost_models.memory.graph_bytes import Place
 
 
 class Weight(NamedTuple):
@@ -19,6 +20,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     parts: int = 1  # shards of the tensor; each device holds one
     state_parts: int = 1  # shards of the optimizer's state
+    once: float = 0.0  # s once a step on a mesh, for all operators of a stage that read it together
 
     @property
     def held(self) -> float:
@@ -48,8 +50,9 @@ class OperatorCost:
     output_bytes: float  # of its result
     gradient_bytes: float  # of the gradient that flows back to its result; 0 if none does
     allocated_bytes: float  # newly allocated while it runs
-    saved: Mapping[int, float]  # storage -> bytes kept for the backward
+    saved: Mapping[Hashable, float]  # storage -> bytes kept for the backward
     parameters: Mapping[str, Weight]  # by storage: a tied parameter has one entry
+    saved_places: Mapping[Hashable, Place] = field(default_factory=dict)  # storage -> which of its tensors is kept
 
 
 def operator_costs(graph: nx.DiGraph) -> dict[str, OperatorCost]:

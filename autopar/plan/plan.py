@@ -44,7 +44,7 @@ class Stage:
     parameter_bytes: int | None = None
     activation_bytes: int | None = None  # kept for backward, per micro-batch in flight
     peak_memory: int | None = None  # bytes on each device
-    sync_time: float | None = None  # s per step to reduce the gradients of replicas
+    sync_time: float | None = None  # s once a step: gradients of replicas, of the mesh and of tied parameters reduced
     recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it
     sharding: StageSharding | None = None  # its devices form meshes that share the operators
 

@@ -29,7 +29,7 @@ class PredictedStage:
     backward: tuple[float, ...]  # s of each micro-batch, without a repeated forward
     weight: tuple[float, ...]  # s of each micro-batch: the part of `backward` for gradients of parameters
     recompute: bool
-    reduction: float  # s once a step: adding up the gradients of its replicas
+    once: float  # s once a step, after the last backward: reducing gradients, gathering parameters
     sends_gradient: bool  # stages before it wait for the gradients of its inputs
     memory: StageMemory | None = None
 
@@ -85,7 +85,7 @@ class PredictedStep:
             tuple(f + overhead for f in stage.forward),
             tuple(b + overhead * (2 if split else 1) for b in backward),
             tuple(w + overhead for w in weight) if split else (),
-            stage.reduction,
+            stage.once,
         )
 
 

@@ -22,6 +22,7 @@ class StageContent:
     saved: float = 0.0
     received: float = 0.0
     received_gradient: float = 0.0  # gradients that the stage sends back for what it received
+    once: float = 0.0  # s once a step: what a mesh does for parameters that several operators read
 
     def memory(self, atoms: Atoms, inside: Collection[int], recompute: bool, shares: Sequence[float]) -> StageMemory:
         """What a device holds. `inside`: the stage's atoms. `shares`: of the batch, in each micro-batch."""
@@ -47,6 +48,7 @@ def stage_contents(atoms: Atoms, arrangement: Arrangement, optimizer: str, train
                 contents[stage].parameters += resident.parameter
                 contents[stage].gradients += resident.gradient
                 contents[stage].optimizer += resident.optimizer
+                contents[stage].once += weight.once
         for shared in own.saved:
             for stage in {stage_of[atom] for atom in shared.atoms} & mine:
                 contents[stage].saved += shared.nbytes
@@ -55,6 +57,21 @@ def stage_contents(atoms: Atoms, arrangement: Arrangement, optimizer: str, train
                 contents[stage].received += value.nbytes
                 contents[stage].received_gradient += value.grad_nbytes
     return contents
+
+
+def tied_gradients(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, ...], float]:
+    """Bytes on each device of the gradients that several stages have, by those stages; of a mesh its shards."""
+    stage_of = _stage_of(arrangement)
+    largest: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)  # by number of the parameter, and stages
+    for own, mine in arrangement.by_configuration(atoms):
+        for number, (shared, weight) in enumerate(own.parameters):
+            holders = tuple(sorted({stage_of[atom] for atom in shared.atoms}))
+            if weight.trained and len(holders) > 1 and mine & set(holders):
+                largest[number, holders] = max(largest[number, holders], weight.held)
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for (_, holders), nbytes in largest.items():
+        found[holders] += nbytes
+    return dict(found)
 
 
 def stage_traffic(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int], tuple[float, float]]:

@@ -109,8 +109,9 @@ class StageSharding:
     parameters: tuple[tuple[str, Stored], ...] = ()  # by name; every device has all of the others
     redistributions: tuple[TensorRedistribution, ...] = ()  # that move a tensor, or share a passage
     exchanges: tuple[Exchange, ...] = ()
-    collective_bytes: int | None = None  # that a device sends or receives for a micro-batch, forward and backward
-    collective_time: float | None = None  # s per micro-batch, with its part of what happens once per step
+    # Of the exchanges for every micro-batch, forward and backward; not of those that happen once per step:
+    collective_bytes: int | None = None  # that a device sends or receives
+    collective_time: float | None = None  # s
     repeated_time: float | None = None  # s per micro-batch: work that a device does although another device does it
     repeated: tuple[Repeated, ...] = ()  # the operators of `repeated_time`
 

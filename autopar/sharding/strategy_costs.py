@@ -3,7 +3,7 @@ bytes that a device keeps for the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from torch import fx
 from autopar.analysis.rules.notation import Rule
 from autopar.analysis.rules.table import bind
 from autopar.sharding.layouts import PARTIAL, Placements, parts
+from autopar.sharding.local_work import LocalWorks, WholeCall
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.parallel_operators.operators import collectives
 from autopar.sharding.strategies import Strategy, repeated, strategies
@@ -28,6 +29,26 @@ from cost_models.kernels.roofline import Rates, kernel_seconds
 Ends = tuple[Placements, Placements]  # layouts of a tensor where it is made or read, and of its gradient there
 
 
+Place = int | None
+"""A tensor of an operator: i >= 0 is the i-th operand of its rule, -1 - j the j-th result, None one made inside."""
+
+
+def kept_layout(strategy: Strategy, place: Place) -> Placements | None:
+    """The layout in which each device keeps a tensor for the backward; None for one made inside."""
+    if place is None:
+        return None
+    return strategy.inputs[place] if place >= 0 else strategy.outputs[-1 - place]
+
+
+def kept_share(strategy: Strategy, place: Place, mesh: Sequence[int]) -> float:
+    """The fraction that each device keeps of a tensor: what it has of it, or of one made inside its part of the work.
+
+    linear  S0R RS0 -> S0S1 on 2 x 4    keeps its input, 1/2 of it, although it has 1/4 of the weight
+    """
+    layout = kept_layout(strategy, place)
+    return strategy.share if layout is None else 1 / parts(layout, mesh)
+
+
 @dataclass(frozen=True, eq=False)
 class StrategyCosts:
     """The strategies of one operator and their costs. Equal operators share one object."""
@@ -35,8 +56,12 @@ class StrategyCosts:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray  # [strategies] forward and backward of one micro-batch, with the collectives within
     forward: np.ndarray  # [strategies] of `seconds`
-    kept: np.ndarray  # [strategies] fraction that each device has of what is kept for the backward
+    mesh: tuple[int, ...]  # shape
     ruled: bool  # the operator has a rule; without one, every device does all of it
+
+    def kept(self, place: Place) -> np.ndarray:
+        """[strategies] fraction that each device has of a tensor that is kept for the backward (`kept_share`)."""
+        return np.array([kept_share(strategy, place, self.mesh) for strategy in self.strategies])
 
     @cached_property
     def inputs(self) -> list[tuple[Ends, ...]]:
@@ -70,10 +95,21 @@ class StrategyCosts:
 class OperatorWithRule:
     """An operator of a graph with its rule."""
 
+    node: fx.Node
     rule: Rule | None
     operands: tuple[Any, ...]
     results: tuple[torch.Tensor, ...]  # on meta
     signature: str  # the same for equal operators
+
+    def place(self, of_node: Place) -> Place:
+        """A tensor of the node, counted among `node.all_input_nodes`, counted among `operands`.
+
+        An operand that the rule does not know is whatever the work has of it, like what is made inside.
+        """
+        if of_node is None or of_node < 0:
+            return of_node if of_node is None or -of_node <= len(self.results) else None
+        operand = self.node.all_input_nodes[of_node]
+        return next((i for i, one in enumerate(self.operands) if one is operand), None)
 
 
 def with_rule(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) -> OperatorWithRule:
@@ -87,13 +123,25 @@ def with_rule(node: fx.Node, values: Mapping[fx.Node, Any], work: OperatorWork) 
         operands = rule.operands
     described_rule = (str(node.target), None if rule is None else str(rule), rule and sorted(rule.sizes.items()), work)
     described = [_described(values.get(o) if isinstance(o, fx.Node) else o) for o in operands]
-    return OperatorWithRule(rule, operands, results, repr((described_rule, described)))
+    return OperatorWithRule(node, rule, operands, results, repr((described_rule, described)))
 
 
 class StrategyCostTable:
     """Strategies and costs of the operators of one graph on one mesh; equal operators get the same object."""
 
-    def __init__(self, mesh: Mesh, cluster: Cluster, rates: Rates, efficiency: Efficiency, *, training: bool) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        cluster: Cluster,
+        rates: Rates,
+        efficiency: Efficiency,
+        *,
+        training: bool,
+        trained: Callable[[fx.Node], bool] = lambda node: True,
+        works: LocalWorks | None = None,
+    ) -> None:
+        """`trained`: whether a gradient flows to what a node makes. `works`: shared by tables of other meshes."""
+        self._trained, self._works = trained, works or LocalWorks()
         self._devices, self._mesh, self._cluster = mesh, mesh.shape, cluster
         self._rates, self._efficiency, self._training = rates, efficiency, training
         self._known: dict[str, StrategyCosts] = {}
@@ -110,12 +158,12 @@ class StrategyCostTable:
         found = [whole] if rule is None else self._possible(strategies(rule, self._mesh), operands, values, results)
         sizes = [_nbytes(values.get(o)) if isinstance(o, fx.Node) else 0 for o in operands]
         outcome = [_nbytes(t) for t in results]
-        both = np.array([self._seconds(one, work, sizes, outcome) for one in found], dtype=float)
+        call = WholeCall(ruled.node, operands, values, self._trained, work)
+        both = np.array([self._seconds(one, call, sizes, outcome) for one in found], dtype=float)
         if rule is not None:
             tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
             both += [self._within(one, rule, tensors) for one in found]
-        kept = np.array([self._moved(one, sizes, outcome) for one in found])
-        return StrategyCosts(tuple(found), both.sum(axis=1), both[:, 0], kept, rule is not None)
+        return StrategyCosts(tuple(found), both.sum(axis=1), both[:, 0], tuple(self._mesh), rule is not None)
 
     def _possible(
         self,
@@ -149,15 +197,30 @@ class StrategyCostTable:
         return sum(nbytes / parts(layout, self._mesh) for layout, nbytes in pairs) / total if total else 1.0
 
     def _seconds(
-        self, one: Strategy, work: OperatorWork, sizes: Sequence[int], outcome: Sequence[int]
+        self, one: Strategy, call: WholeCall, sizes: Sequence[int], outcome: Sequence[int]
     ) -> tuple[float, float]:
         """Forward and backward."""
-        bytes_share = self._moved(one, sizes, outcome)
+        work = self._local_work(one, call, sizes, outcome)
 
         def seconds(kernels: Sequence[Kernel]) -> float:
-            return sum(kernel_seconds(_cut(k, one.share, bytes_share), self._rates, self._efficiency) for k in kernels)
+            return sum(kernel_seconds(kernel, self._rates, self._efficiency) for kernel in kernels)
 
         return seconds(work.forward), seconds(work.backward) if self._training else 0.0
+
+    def _local_work(self, one: Strategy, call: WholeCall, sizes: Sequence[int], outcome: Sequence[int]) -> OperatorWork:
+        """What each device computes: a share of the whole where all tensors are cut alike and nothing is multiplied."""
+        work = call.work
+        both = [*zip(one.inputs, sizes, strict=True), *zip(one.outputs, outcome, strict=True)]
+        cut = {parts(layout, self._mesh) for layout, nbytes in both if nbytes}
+        if one.share == 1 and cut <= {1}:
+            return work
+        if len(cut) > 1 or any(kernel.flops for kernel in (*work.forward, *work.backward)):
+            local = self._works.of(call, one, self._mesh, training=self._training)
+            if local is not None:
+                return local
+        share = self._moved(one, sizes, outcome)
+        forward, backward = ([_cut(k, one.share, share) for k in kernels] for kernels in (work.forward, work.backward))
+        return OperatorWork(tuple(forward), tuple(backward))
 
 
 def _cut(kernel: Kernel, share: float, bytes_share: float) -> Kernel:

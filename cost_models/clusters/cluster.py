@@ -232,7 +232,10 @@ class Cluster:
         The arguments and errors are those of `group` and `collective_seconds`; `concurrent` divides shared networks and
         is not applied to what was measured.
         """
-        group = self.group(devices)
+        return self.seconds_in(self.group(devices), collective, nbytes, concurrent)
+
+    def seconds_in(self, group: Group, collective: Collective, nbytes: float, concurrent: int = 1) -> float:
+        """`seconds` of a collective in a group of known shape, see `group`."""
         for measured in self.measured_collectives:
             if (measured.nodes, measured.per_node) == (group.nodes, group.per_node) and collective in measured.times:
                 return measured.seconds(collective, nbytes)

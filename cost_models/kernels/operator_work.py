@@ -59,10 +59,10 @@ def count(
     return walk.work
 
 
-def count_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, OperatorWork]:
-    """The result of `function(*args)` for tensors on the meta device, and its work, with that of the backward if one of
-    the tensors requires a gradient."""
-    return _Call(function, args, {}).run(None)
+def count_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[Any, OperatorWork]:
+    """The result of `function(*args, **kwargs)` for tensors on the meta device, and its work, with that of the
+    backward if one of the tensors requires a gradient."""
+    return _Call(function, args, kwargs or {}).run(None)
 
 
 class _Walk(fx.Interpreter):

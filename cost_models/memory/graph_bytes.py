@@ -12,6 +12,9 @@ from torch import fx
 from cost_models.graphs import device_of, private_copy, run_nodes, storage_key, tensors_in
 from cost_models.kernels.device_kernels import DeviceKernels
 
+Place = int | None
+"""A tensor of a node: i >= 0 is the i-th of `node.all_input_nodes`, -1 - j the j-th result, None one made inside."""
+
 
 @dataclass(frozen=True)
 class GraphBytes:
@@ -21,6 +24,7 @@ class GraphBytes:
     output: dict[str, int]  # node -> bytes of its output tensors
     fresh: dict[str, int]  # node -> bytes of storages that it allocated for them
     saved: dict[str, list[tuple[int, int]]]  # node -> (storage id, bytes) kept for backward, parameters left out
+    places: dict[str, list[Place]]  # node -> for each of `saved`, which tensor of the node lies there
 
 
 def measure_bytes(
@@ -37,6 +41,11 @@ def measure_bytes(
     output: dict[str, int] = {}
     fresh: dict[str, int] = {}
     saved: dict[str, list[tuple[int, int]]] = {}
+    places: dict[str, list[Place]] = {}
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    lies_in = {
+        node: [storage_key(x)] for node, x in zip(placeholders, inputs, strict=False) if isinstance(x, torch.Tensor)
+    }
     known: set[int] = {storage_key(t) for t in inputs if isinstance(t, torch.Tensor)} | resident
     pending: dict[int, int] = {}
     alive: list[Any] = []
@@ -56,6 +65,9 @@ def measure_bytes(
         known.update(storages)
         alive.append(value)
         saved[node.name] = sorted(pending.items())
+        lies_in[node] = [storage_key(t) for t in tensors]
+        operands = [lies_in.get(source, []) for source in node.all_input_nodes]
+        places[node.name] = [_place(storage, operands, lies_in[node]) for storage, _ in saved[node.name]]
         pending.clear()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing)
@@ -63,4 +75,11 @@ def measure_bytes(
     with torch.set_grad_enabled(training), hooks, kernels:
         run_nodes(own, inputs, on_node)
     alive.clear()  # autograd's nodes hold `pack`, which holds this, and so the nodes: Python could not free them
-    return GraphBytes(rows, output, fresh, saved)
+    return GraphBytes(rows, output, fresh, saved, places)
+
+
+def _place(storage: int, operands: list[list[int]], results: list[int]) -> Place:
+    read = next((i for i, mine in enumerate(operands) if storage in mine), None)
+    if read is not None:
+        return read
+    return -1 - results.index(storage) if storage in results else None

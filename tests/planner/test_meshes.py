@@ -83,9 +83,9 @@ def test_meshes_are_told_with_their_devices_collectives_and_work(llama: nn.Modul
         assert stage.replicas * stage.shards == len(stage.devices)
         assert {key for key, _ in sharding.strategies} <= set(stage.operators)
         assert {exchange.operator for exchange in sharding.exchanges} <= set(stage.operators)
-        once = {True: 1 / plan.n_microbatches, False: 1.0}
-        told = sum(exchange.seconds * once[exchange.once] for exchange in sharding.exchanges)
-        assert sharding.collective_time == pytest.approx(told)
+        told = {once: sum(e.seconds for e in sharding.exchanges if e.once is once) for once in (False, True)}
+        assert sharding.collective_time == pytest.approx(told[False])
+        assert stage.sync_time == pytest.approx(told[True])
         assert sharding.repeated_time is not None
         assert sharding.repeated_time <= (stage.forward_time or 0) + (stage.backward_time or 0)
     assert Plan.from_json(plan.to_json()) == plan

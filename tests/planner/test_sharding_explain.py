@@ -147,7 +147,6 @@ def test_a_plan_for_hints_explains_within_what_they_allow() -> None:
         operands, _ = parse_strategy(alternative.strategy)
         assert sorted(operands[0]) == [0, 1]
     stage = plan.stages[0]
-    assert plan.n_microbatches * ((stage.forward_time or 0.0) + (stage.backward_time or 0.0)) == pytest.approx(
-        plan.predicted_step_time
-    )
+    each = (stage.forward_time or 0.0) + (stage.backward_time or 0.0)
+    assert plan.n_microbatches * each + (stage.sync_time or 0.0) == pytest.approx(plan.predicted_step_time)
     assert "mesh" in str(plan)

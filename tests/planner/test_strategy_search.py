@@ -16,6 +16,7 @@ from autopar import InfeasibleError
 from autopar.analysis.operators import captured_device, on_device
 from autopar.capture.program import capture
 from autopar.capture.repeated_layers.fold import fold
+from autopar.costs.gradient_reduction import BUCKET
 from autopar.planner.intra_op.strategy_graph import ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, choose
 from autopar.sharding.layouts import PARTIAL, REPLICATE
@@ -31,6 +32,11 @@ def task_of(model: nn.Module, rows: int, *args: torch.Tensor, cluster: Cluster, 
     program = capture(model, args, {}, trace_equal_layers_once=True)
     module = on_device(program.graph_module, captured_device(program), META)
     return ShardingTask(module, [x[:rows].to(META) for x in args], rows, cluster, **options)
+
+
+def stored(found: Sharding, name: str) -> tuple[Any, Any]:
+    """The placements of a parameter and of its optimizer's state."""
+    return found.stored[name].layout, found.stored[name].state
 
 
 def over(cluster: Cluster, *shape: int) -> Mesh:
@@ -260,10 +266,56 @@ def test_short_memory_shards_the_state_of_a_table_of_words_first() -> None:
     task, mesh = task_of(on_meta(lambda: Tied(32768, 512)), 256, ids, cluster=cluster), over(cluster, 4)
     fast = choose(task, mesh)
     found = choose(task, mesh, memory=0.98 * fast.nbytes)
-    assert fast.stored["head.weight"] == Stored((REPLICATE,), (REPLICATE,))
-    assert found.stored["head.weight"] in (Stored((REPLICATE,), (0,)), Stored((REPLICATE,), (1,)))
+    assert stored(fast, "head.weight") == ((REPLICATE,), (REPLICATE,))
+    assert stored(found, "head.weight") in (((REPLICATE,), (0,)), ((REPLICATE,), (1,)))
     assert named(task, found)["embedding0"].outputs == ((0,),)  # still by samples
     assert fast.seconds < found.seconds
+
+
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("room", [1.0, 0.98])
+def test_the_gradient_of_a_tied_weight_is_reduced_once_and_not_for_every_reader(m: int, room: float) -> None:
+    cluster, vocabulary, width = Cluster.preset("4xH100"), 32768, 512
+    ids = torch.empty(256, 512, dtype=torch.long, device=META)
+    model = on_meta(lambda: Tied(vocabulary, width))
+    task = task_of(model, 256, ids, cluster=cluster, n_microbatches=m)
+    mesh = over(cluster, 4)
+    found = choose(task, mesh)
+    if room < 1:
+        found = choose(task, mesh, memory=room * found.nbytes)
+    assert named(task, found)["embedding0"].outputs == named(task, found)["linear1"].outputs == ((0,),)  # by samples
+    nbytes = vocabulary * width * 4
+    assert nbytes > BUCKET  # a bucket of its own
+    names = ["all_reduce"] if room == 1 else ["reduce_scatter", "all_gather"]  # ZeRO 1
+    seconds = [mesh.seconds(name, nbytes, 0, cluster) for name in names]  # type: ignore[arg-type]
+    tied = [c for c in found.collectives if c.tensor in ("embed.weight", "head.weight")]
+    assert [c.once for c in tied] == [True] * len(names)
+    assert [c.seconds for c in tied] == pytest.approx(seconds)
+    moving = sum(c.seconds / (m if c.once else 1) for c in found.collectives)
+    kernels = sum(work.forward + work.backward for work in found.work.values())
+    assert found.seconds == pytest.approx(kernels + moving)
+
+
+def test_small_parameters_share_the_latency_of_a_bucket() -> None:
+    """Data parallelism: as many bytes cost as much, whether they are one parameter or sixteen."""
+    cluster, width, n = Cluster.preset("4xH100"), 512, 16
+    model = on_meta(lambda: Stack(width, n))
+    x = torch.empty(1 << 16, width, device=META)
+    task, mesh = task_of(model, len(x), x, cluster=cluster), over(cluster, 4)
+    once = [c for c in choose(task, mesh).collectives if c.once]
+    assert len(once) == n
+    bucket = mesh.seconds("all_reduce", BUCKET, 0, cluster)
+    assert sum(c.seconds for c in once) == pytest.approx(n * width * width * 4 / BUCKET * bucket)
+    assert bucket > 0.9 * sum(c.seconds for c in once)  # less than a bucket in all
+
+
+class Stack(nn.Sequential):
+    def __init__(self, width: int, n: int) -> None:
+        super().__init__(*(nn.Linear(width, width, bias=False) for _ in range(n)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)
+        return y.square().mean()
 
 
 class Block(nn.Module):

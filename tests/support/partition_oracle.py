@@ -11,10 +11,16 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.costs.gradient_reduction import ReductionCurve
+from autopar.planner.inter_op.problem import DeviceKind, Gradients, Problem, Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Phase
+
+
+def all_reduce(replicas: int) -> ReductionCurve:
+    """Latency and bytes of a made-up network, where the problem's bytes are few."""
+    return ReductionCurve.of(lambda nbytes: (replicas - 1) * (0.5 + nbytes / 8))
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ def stage_time(problem: Problem, stage: OracleStage) -> float:
     forward = sum(problem.forward[stage.kind, a] for a in stage.atoms)
     seconds = forward + sum(problem.backward[stage.kind, a] for a in stage.atoms)
     seconds += forward if stage.recompute else 0.0
+    actions = 1 if not problem.backward.any() else 2 if problem.weight is None else 3
+    seconds += actions * problem.overhead
     values = received(problem, stage)
     for nbytes in (sum(v.nbytes for v in values), sum(v.grad_nbytes for v in values)):
         if nbytes > 0:
@@ -102,9 +110,18 @@ def objective(problem: Problem, stages: Stages) -> float:
     for stage in stages:
         time = stage_time(problem, stage)
         weight = 0.0 if problem.weight is None else sum(problem.weight[stage.kind, a] for a in stage.atoms)
-        delayed = min(2 * weight, time)
+        delayed = min(2 * (weight + problem.overhead), time) if problem.weight is not None else 0.0
         gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
-        reduction = gradient * problem.kinds[stage.kind].reduction(stage.replicas)
+        kind = problem.kinds[stage.kind]
+        reduction = float(kind.reduction(stage.replicas, Gradients(np.array(gradient))))
+        reduction += 0.0 if problem.once is None else sum(problem.once[stage.kind, a] for a in stage.atoms)
+        reduction += shared_bytes(space_of(problem, stage).once, stage.atoms)
+        tied = sum(
+            g.nbytes
+            for g in space_of(problem, stage).gradients
+            if stage.atoms & set(g.atoms) and set(g.atoms) - stage.atoms
+        )
+        reduction += float(kind.exchanged(Gradients(np.array(tied))))
         total += (time - delayed) if problem.sum_counts else 0.0
         slowest = max(slowest, (math.ceil(m / stage.replicas) - 1) * time + delayed + reduction)
     return total + slowest
@@ -190,7 +207,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
 
     def other() -> Space:
         """The same cuts and hints, other bytes."""
-        held = {name: draw(shared) for name in ("resident", "gradients", "saved")}
+        held = {name: draw(shared) for name in ("resident", "gradients", "saved", "once")}
         sent = tuple(replace(v, nbytes=draw(whole), grad_nbytes=draw(whole)) for v in space.values)
         return replace(space, values=sent, transient=array(n), **held)
 
@@ -206,9 +223,13 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
                 *(str(kind), counts[pool], draw(memory), draw(third), draw(third), draw(third), draw(third)),
                 pool=pool,
                 space=other() if pools.count(pool) > 1 else None,
+                all_reduce=draw(st.sampled_from([None, all_reduce])),
+                exchange=draw(st.sampled_from([None, all_reduce(2)])),
             )
             for kind, pool in enumerate(pools)
         ),
+        overhead=draw(st.sampled_from([0.0, 0.5])),
+        once=draw(st.sampled_from([None, array(len(pools), n)])),
         max_replicas=draw(st.integers(1, 4)),
         may_recompute=draw(st.booleans()),
         share=draw(st.sampled_from([1.0, 0.5])),  # whole bytes and halves: sums that fit exactly do so in floats, too

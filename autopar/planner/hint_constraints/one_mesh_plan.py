@@ -62,7 +62,7 @@ def plan_as_sharded(
     resolved = resolve_sharding(example.program, example.model, len(devices), options.n_microbatches or 1)
     solved = _solved(example, [d.memory for d in devices], options, cluster, resolved)
     found, m = solved.found, solved.problem.task.n_microbatches
-    forward, backward = (None, None) if on_cpu else times(found)
+    forward, backward, once = (None, None, None) if on_cpu else times(found, m)
     keys = {name: key for key, name in solved.nodes.items()}
     stage = Stage(
         tuple(devices[i].name for i in resolved.order),
@@ -70,6 +70,7 @@ def plan_as_sharded(
         forward,
         backward,
         peak_memory=None if on_cpu else round(found.nbytes),
+        sync_time=once,
         recompute=bool(options.constraints.recompute) and example.training,
         sharding=whole_graph_sharding(solved.problem, found, keys),
     )

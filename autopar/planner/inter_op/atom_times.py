@@ -11,11 +11,12 @@ from autopar.planner.inter_op.atoms import Atoms
 
 
 class AtomTimes(NamedTuple):
-    """Seconds of every atom for one micro-batch, [n]."""
+    """Seconds of every atom for one micro-batch, except for `once`, [n]."""
 
     forward: np.ndarray
     backward: np.ndarray
     weight: np.ndarray  # the part of `backward` that computes gradients of parameters
+    once: np.ndarray  # once a step, however many micro-batches: collectives inside of a mesh
 
 
 def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: float) -> AtomTimes:
@@ -29,4 +30,4 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     f, b, w = (atoms.sums(table.nodes, times) for times in (forward, backward, backward * share))
     f[-1] += loss[0]
     b[-1] += loss[1]
-    return AtomTimes(f, b, w)
+    return AtomTimes(f, b, w, atoms.sums(table.nodes, np.zeros(len(table.nodes)) if table.once is None else table.once))

@@ -8,7 +8,7 @@ any time join a neighbour (`small_atoms`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -89,8 +89,18 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
     # Operators of one atom need not be neighbours in the program: number the atoms in an order in which they can run.
     runs = gather(costs, merged, constraints, order).graph(np.zeros(len(merged))).order
     ordered = [merged[atom] for atom in runs]
-    own = {c.name: gather(replace(costs, graph=c.graph), ordered, constraints, order) for c in costs.configurations}
-    return replace(gather(costs, ordered, constraints, order), by_configuration=own)
+    return gather_all(costs, ordered, constraints, order)
+
+
+def gather_all(
+    costs: CostGraph,
+    nodes: Sequence[tuple[str, ...]],
+    constraints: Constraints = NO_CONSTRAINTS,
+    order: Iterable[tuple[str, str]] = (),
+) -> Atoms:
+    """`gather`, also under every stage configuration."""
+    own = {c.name: gather(replace(costs, graph=c.graph), nodes, constraints, order) for c in costs.configurations}
+    return replace(gather(costs, nodes, constraints, order), by_configuration=own)
 
 
 def _nothing_to_divide(costs: CostGraph) -> str:
@@ -115,8 +125,8 @@ def gather(
     `order`: pairs (node, node that runs later). The last group returns the model's outputs.
     """
     atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
-    saved: dict[int, float] = {}
-    savers: dict[int, set[int]] = defaultdict(set)
+    saved: dict[Hashable, float] = {}
+    savers: dict[Hashable, set[int]] = defaultdict(set)
     parameters: dict[str, Weight] = {}
     readers: dict[str, set[int]] = defaultdict(set)
     transient = np.zeros(len(nodes))

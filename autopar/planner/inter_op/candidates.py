@@ -18,6 +18,7 @@ import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
+from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.plan.validation import places
 from autopar.planner.arrangement import Arrangement
 from autopar.planner.inter_op.atom_times import AtomTimes, atom_times
@@ -280,10 +281,12 @@ class Searching:
             forward=np.maximum([t.forward for t in times], 0.0),
             backward=np.maximum([t.backward for t in times], 0.0),
             weight=np.maximum([t.weight for t in times], 0.0) if split else None,
+            once=np.array([t.once for t in times]),
             n_microbatches=m,
             schedule="gpipe" if phased else held,
             kinds=tuple(replace(kind, count=max(1, kind.count * chunks)) for kind in kinds),
             max_replicas=1 if chunks > 1 else self.most_replicas,
+            overhead=0.0 if m == sum(counts) == 1 else ACTION_OVERHEAD,  # of one device the runtime calls the model
             may_recompute=costs.training,
             chunks=chunks,
             share=largest_size(costs.batch_size, m) / costs.batch_size,  # of the largest micro-batch
@@ -322,6 +325,7 @@ class Searching:
             gradients=tuple(Shared(one.gradient, readers) for readers, one in held if one.gradient),
             saved=atoms.saved,
             transient=atoms.transient,
+            once=tuple(Shared(w.once, s.atoms) for s, w in atoms.parameters if w.once),
             pinned=atoms.pinned,
             recomputed=atoms.recomputed if costs.training else (),
             unrepeatable=atoms.unrepeatable,

@@ -44,8 +44,10 @@ class Tables:
     sent: np.ndarray  # bytes forward, of values that another stage reads, each once
     resident: np.ndarray  # bytes
     gradients: np.ndarray  # bytes to reduce once a step
+    tied_gradients: np.ndarray  # bytes of those whose parameters another stage has, too
     saved: np.ndarray  # bytes
     transient: np.ndarray  # bytes
+    once: np.ndarray  # s once a step
     must_recompute: np.ndarray  # bool
     may_recompute: np.ndarray  # bool
 
@@ -58,6 +60,7 @@ def tables(
     gradients: Sequence[Shared],
     saved: Sequence[Shared],
     transient: np.ndarray,
+    once: Sequence[Shared] = (),
     recomputed: Iterable[int],
     unrepeatable: Iterable[int],
 ) -> Tables:
@@ -83,11 +86,24 @@ def tables(
         sent=traffic.sent,
         resident=shared(resident),
         gradients=shared(gradients),
+        tied_gradients=_tied(touching, block_of, gradients),
         saved=shared(saved),
         transient=touching.largest(_block_maximum(block_of, transient, over_blocks.shape[1])),
+        once=shared(once),
         must_recompute=any_of(recomputed),
         may_recompute=~any_of(unrepeatable),
     )
+
+
+def _tied(touching: _Touching, block_of: np.ndarray, gradients: Sequence[Shared]) -> np.ndarray:
+    """Bytes of the items that a stage has some of the atoms of, but not all."""
+    several = _grouped((_block_set(block_of, item.atoms), (item.nbytes,)) for item in gradients)
+    several = {blocks: weight for blocks, weight in several.items() if len(blocks) > 1}
+    if not several:
+        return np.zeros(touching.follows.shape)
+    # A difference of equal sums may leave a rounding residue; no parameter has less than a byte.
+    tied = touching.weigh(several)[0] - touching.contain(several)[0]
+    return np.where(tied >= 0.5, tied, 0.0)
 
 
 class _Traffic(NamedTuple):

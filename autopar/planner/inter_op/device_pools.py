@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
-from autopar.costs.gradient_reduction import all_reduce_seconds, reduction_seconds_per_byte
-from autopar.costs.python_overhead import ACTION_OVERHEAD
+from autopar.costs.gradient_reduction import ReductionCurve, reduction_curve, reduction_seconds_per_byte
 from autopar.planner.inter_op.problem import DeviceKind
 
 # Groups of one device kind whose memory differs by less than this factor count as equal, with the smaller memory.
 _SAME_MEMORY = 1.1
-# Bytes of gradients that are reduced together: the rate of large messages counts.
-_BUCKET = 1 << 28
 
 
 def pools_of(groups: Sequence[DeviceGroup]) -> list[list[DeviceGroup]]:
@@ -46,16 +44,20 @@ def kind_of_pool(costs: CostGraph, pool: Sequence[DeviceGroup], memory: float) -
         name=pool[0].kind,
         count=len(pool),
         memory=float(memory),
-        latency=min((link.latency for link in links), default=0.0) + ACTION_OVERHEAD,
+        latency=min((link.latency for link in links), default=0.0),
         seconds_per_byte=1 / max((link.bandwidth for link in links), default=math.inf),
         reduce_seconds_per_byte=reduction_seconds_per_byte(costs, pool),
         all_reduce=_all_reduce(costs, pool),
+        exchange=_exchange(costs, pool),
     )
 
 
-def _all_reduce(costs: CostGraph, pool: Sequence[DeviceGroup]) -> tuple[float, ...]:
-    """Seconds per byte among the first 1, 2, .. groups of `pool`; empty where the groups are workers of one process."""
-    if costs.cluster is None:
-        return ()
-    counts = range(1, len(pool) + 1)
-    return tuple(all_reduce_seconds(costs.cluster, _BUCKET, pool[:count]) / _BUCKET for count in counts)
+def _all_reduce(costs: CostGraph, pool: Sequence[DeviceGroup]) -> Callable[[int], ReductionCurve] | None:
+    """By their number, the curve of the first groups of `pool`; None where the groups are workers of one process."""
+    return None if costs.cluster is None else cache(lambda count: reduction_curve(costs, pool[:count]))
+
+
+def _exchange(costs: CostGraph, pool: Sequence[DeviceGroup]) -> ReductionCurve | None:
+    """The curve of one group of `pool` and the nearest other one; None if there is no other."""
+    other = next((group for group in (*pool[1:], *costs.groups) if group != pool[0]), None)
+    return None if other is None else reduction_curve(costs, [pool[0], other])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
@@ -22,6 +24,7 @@ from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import parts
 from autopar.sharding.stage_sharding import StageSharding
+from autopar.sharding.strategy_costs import kept_layout, kept_share
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,15 @@ def mesh_configuration(
     """The stage configuration of a solution. `fastest`: it was chosen without a price of memory."""
     table = program.costs.table(kind, 1)
     m, rows, kept = task.n_microbatches, task.rows, program.folded.kept
-    forward, backward = _with_collectives(solution, program.folded, m)
-    seconds = np.array([[[of.get(kept(n), 0.0) for n in table.nodes]] for of in (forward, backward)])
+    columns = _with_collectives(solution, program.folded)
+    forward, backward, once = (np.array([of.get(kept(n), 0.0) for n in table.nodes]) for of in columns)
     _, _, loss = table.at(rows)
     return MeshConfiguration(
         name,
         kind,
         m,
-        CostTable(name, 1, table.nodes, (rows,), seconds[0], seconds[1], np.array([loss])),
-        _graph(program, solution),
+        CostTable(name, 1, table.nodes, (rows,), forward[None], backward[None], np.array([loss]), once),
+        _graph(program, facts, solution),
         program,
         task,
         facts,
@@ -99,44 +102,90 @@ def mesh_configuration(
     )
 
 
-def _graph(program: SplitProgram, solution: Sharding) -> nx.DiGraph:
+def _graph(program: SplitProgram, facts: GraphFacts, solution: Sharding) -> nx.DiGraph:
     """The cost graph with the bytes of each device of the mesh."""
     mesh, kept = solution.mesh.shape, program.folded.kept
     graph: nx.DiGraph = nx.DiGraph(program.costs.graph)
     cut = {n: parts(s.outputs[0], mesh) if s.outputs else 1 for n, s in solution.strategies.items()}
-    held = {n: (parts(s.layout, mesh), parts(s.state, mesh)) for n, s in solution.stored.items()}
+    weights = _weights(program, solution)
     for node, data in graph.nodes(data=True):
-        work = solution.work.get(kept(node))
-        if work is None:
+        if kept(node) not in solution.strategies:
             continue
         whole: OperatorCost = data["cost"]
-        weights = dict(whole.parameters)
-        for parameter in program.parameters[node]:
-            storage, stored = program.storages.get(parameter), held.get(kept(parameter))
-            if stored is not None and storage in weights:
-                weights[storage] = weights[storage]._replace(parts=stored[0], state_parts=stored[1])
+        # One of equal layers represents the parameters of all, and the first of its names a tied parameter.
+        represented = {program.storages.get(p): program.storages.get(kept(p)) for p in program.parameters[node]}
         data["cost"] = replace(
             whole,
             output_bytes=whole.output_bytes / cut[kept(node)],
             gradient_bytes=whole.gradient_bytes / cut[kept(node)],
-            allocated_bytes=whole.allocated_bytes * work.kept,
-            saved={storage: nbytes * work.kept for storage, nbytes in whole.saved.items()},
-            parameters=weights,
+            allocated_bytes=whole.allocated_bytes / cut[kept(node)],
+            saved=dict(_kept(program, facts, solution, node)),
+            parameters={
+                storage: weight._replace(**weights.get(represented.get(storage), {}))
+                for storage, weight in whole.parameters.items()
+            },
         )
     return graph
 
 
-def _with_collectives(found: Sharding, folded: Folded, m: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds forward and backward per micro-batch of each node of the folded graph, for one of its copies.
+def _weights(program: SplitProgram, solution: Sharding) -> dict[str | None, dict[str, Any]]:
+    """By storage: what the solution says of a parameter, as fields of `Weight`."""
+    mesh = solution.mesh.shape
+    once: dict[str, float] = defaultdict(float)
+    for collective in solution.collectives:
+        if collective.shared:
+            once[collective.tensor] += collective.seconds / collective.times
+    return {
+        program.storages[name]: {
+            "parts": parts(stored.layout, mesh),
+            "state_parts": parts(stored.state, mesh),
+            "once": once[name],
+        }
+        for name, stored in solution.stored.items()
+        if name in program.storages
+    }
 
-    They include the collectives of what the node reads; a collective that runs once a step counts a share in each of
-    the `m` micro-batches.
+
+def _kept(program: SplitProgram, facts: GraphFacts, solution: Sharding, node: str) -> Iterator[tuple[Hashable, float]]:
+    """What each device keeps of an operator's tensors for the backward: (storage on the device, bytes).
+
+    Operators that keep one tensor in the same layout share its storage; a redistributed copy is a storage of its own.
+    """
+    whole: OperatorCost = program.costs.graph.nodes[node]["cost"]
+    strategy = solution.strategies[program.folded.kept(node)]
+    ruled = facts.with_rule(facts.node(program.folded.kept(node)))
+    for storage, nbytes in whole.saved.items():
+        of_node = whole.saved_places.get(storage)
+        place = ruled.place(of_node)
+        layout, share = kept_layout(strategy, place), kept_share(strategy, place, solution.mesh.shape)
+        moved = None
+        if of_node is not None and of_node >= 0:
+            maker = program.folded.kept(program.nodes[node].all_input_nodes[of_node].name)
+            made = solution.strategies[maker].outputs if maker in solution.strategies else ()
+            moved = layout if len(made) == 1 and made[0] != layout else None
+        yield (storage, share, moved), nbytes * share
+
+
+class _NodeSeconds(NamedTuple):
+    """Seconds by node of the folded graph, of one of its copies."""
+
+    forward: dict[str, float]  # per micro-batch
+    backward: dict[str, float]  # per micro-batch
+    once: dict[str, float]  # per step
+
+
+def _with_collectives(found: Sharding, folded: Folded) -> _NodeSeconds:
+    """The seconds of each node, with the collectives of what it reads.
+
+    What happens once a step has a column of its own: a mesh does it once, however few of the micro-batches it runs.
     """
     forward = {name: work.forward for name, work in found.work.items()}
     backward = {name: work.backward for name, work in found.work.items()}
+    seconds = _NodeSeconds(forward, backward, {})
     for collective in found.collectives:
+        if collective.shared:
+            continue  # of a parameter with several readers, see `_weights`
         reader = collective.reader if collective.reader in found.work else collective.tensor
-        share = 1 / (folded.copies.get(reader, 1) * (m if collective.once else 1))
-        into = backward if collective.backward or collective.once else forward
-        into[reader] = into.get(reader, 0.0) + collective.seconds * share
-    return forward, backward
+        into = seconds.once if collective.once else backward if collective.backward else forward
+        into[reader] = into.get(reader, 0.0) + collective.seconds / folded.copies.get(reader, 1)
+    return seconds

@@ -29,6 +29,7 @@ from autopar.costs.cost_table import Calls
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
 from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
+from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.mesh import Mesh, make_mesh
 from cost_models import Cluster, Device
 from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key
@@ -77,6 +78,7 @@ class Meshes:
         self._limit = memory_limit or float("inf")
         self._folded = fold(subject.module)
         self._facts: dict[int, GraphFacts] = {}
+        self._works = LocalWorks()
         nodes = {n.name: n for n in subject.module.graph.nodes if n.name in costs.graph}
         self._program = SplitProgram(costs, self._folded, nodes, subject.storages)
 
@@ -183,7 +185,7 @@ class Meshes:
 
     def _facts_of(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:
-            self._facts[task.rows] = GraphFacts(task)
+            self._facts[task.rows] = GraphFacts(task, self._works)
         return self._facts[task.rows]
 
 

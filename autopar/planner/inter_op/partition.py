@@ -2,13 +2,15 @@
 
 Objective, for m micro-batches and stages s with r_s replicas: the "sum of stages + (m - 1) x the slowest" of Alpa
 (Zheng et al. 2022, eq. 2), generalised to replicas, each of which runs at most ceil(m / r_s) of the micro-batches, and
-to split backwards, whose weight parts w_s are delayed into the bubble (Qi et al. 2024; w_s = 0 for other schedules):
+to split backwards, whose weight parts w_s (with their overhead, a third) are delayed into the bubble (Qi et al. 2024;
+w_s = 0 for other schedules):
 
     T = sum_s f_s + max_s p_s
     f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       time of the first micro-batch
-    p_s = (ceil(m / r_s) - 1) t_s + d_s + gradient_bytes_s reduction(r_s)
-    t_s = forward and backward of its atoms, forward twice if it recomputes
+    p_s = (ceil(m / r_s) - 1) t_s + d_s + reduction(r_s, gradient bytes_s) + o_s
+    t_s = forward and backward of its atoms, forward twice if it recomputes, + overhead of its 2 actions
           + latency + bytes x seconds_per_byte of its kind, for each direction of its incoming values that carries bytes
+    o_s = what happens once a step: collectives of its mesh, gradients of parameters that another stage has, too
 
 With equal stages that is (m + p - 1) t for GPipe and 1F1B, and m t + (p - 1)(F + I - W) for ZB-H1. With v stages on a
 device (interleaved 1F1B) every device counts as v of them, f_s = t_s / v and p_s = (m v - 1) t_s: (m v + p - 1) t with

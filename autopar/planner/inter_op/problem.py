@@ -14,11 +14,13 @@ On a line of atoms the cuts are its prefixes and a stage is an interval.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from autopar.costs.gradient_reduction import Position, ReductionCurve
 from autopar.planner.inter_op.cut_tables import Tables, tables
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 
@@ -37,6 +39,7 @@ class Space:
     gradients: tuple[Shared, ...]  # reduced once a step where the stage is replicated; whatever the batch
     saved: tuple[Shared, ...]  # activations kept for backward
     transient: np.ndarray  # [n] bytes while the atom runs; the maximum over a stage counts
+    once: tuple[Shared, ...] = ()  # seconds once a step of a stage that has any of the atoms
     pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage that it must be in, from 0)
     recomputed: tuple[int, ...] = ()  # atoms whose stage must recompute
     unrepeatable: tuple[int, ...] = ()  # atoms whose stage may not
@@ -55,7 +58,7 @@ class Space:
         for index, value in enumerate(self.values):
             inside = all(0 <= atom < n for atom in (value.producer, *value.consumers))
             _check(inside, f"values[{index}] names an atom outside 0..{n - 1}: {value}")
-        for name in ("resident", "gradients", "saved"):
+        for name in ("resident", "gradients", "saved", "once"):
             items: tuple[Shared, ...] = getattr(self, name)
             check_costs(f"{name}: nbytes", [item.nbytes for item in items])
             for index, item in enumerate(items):
@@ -78,9 +81,22 @@ class Space:
             gradients=self.gradients,
             saved=self.saved,
             transient=self.transient,
+            once=self.once,
             recomputed=self.recomputed,
             unrepeatable=self.unrepeatable,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Bytes of gradients on each device of many stages."""
+
+    nbytes: np.ndarray
+
+    @cached_property
+    def position(self) -> Position:
+        """Where they lie on all curves."""
+        return Position.of(self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -94,13 +110,20 @@ class DeviceKind:
     seconds_per_byte: float  # of that transfer, counted to the stage that receives
     reduce_seconds_per_byte: float  # of a replicated stage, once a step, for every replica but the first
     send_seconds_per_byte: float = 0.0  # of a transfer out of the device, once for every value, counted to the sender
-    all_reduce: tuple[float, ...] = ()  # seconds per gradient byte for 1, 2, .. replicas; empty: one adds up for all
+    all_reduce: Callable[[int], ReductionCurve] | None = None  # of gradients, by replicas; None: one adds up for all
+    exchange: ReductionCurve | None = None  # of gradients of tied parameters, with another stage; None: free
     pool: int | None = None  # kinds of one pool share its devices; None for all kinds: each has its own
     space: Space | None = None  # what stages hold and send here, over the same cuts; None: as in the problem
 
-    def reduction(self, replicas: int) -> float:
-        """Seconds once a step for every gradient byte of a stage on `replicas` devices."""
-        return self.all_reduce[replicas - 1] if self.all_reduce else (replicas - 1) * self.reduce_seconds_per_byte
+    def reduction(self, replicas: int, nbytes: Gradients) -> np.ndarray:
+        """Seconds once a step to add up the gradients of stages on `replicas` devices."""
+        if self.all_reduce is not None:
+            return self.all_reduce(replicas).at(nbytes.position)
+        return (replicas - 1) * self.reduce_seconds_per_byte * nbytes.nbytes
+
+    def exchanged(self, nbytes: Gradients) -> np.ndarray:
+        """Seconds once a step to add up the gradients of parameters that other stages have, too."""
+        return np.zeros_like(nbytes.nbytes) if self.exchange is None else self.exchange.at(nbytes.position)
 
 
 @dataclass(frozen=True)
@@ -119,6 +142,8 @@ class Problem:
     kinds: tuple[DeviceKind, ...]
     max_replicas: int  # of one stage
     weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
+    once: np.ndarray | None = None  # [n_kinds, n] seconds once a step, however many micro-batches and replicas
+    overhead: float = 0.0  # s of every action of a stage (forward, backward, weight part), beside its operators
     may_recompute: bool = False  # stages may run their forwards again instead of keeping activations
     sum_counts: bool = True  # False: the objective is the largest stage alone, for one micro-batch after the first
     chunks: int = 1  # stages of each device (interleaved); a device then counts as this many, without replicas
@@ -127,12 +152,13 @@ class Problem:
     def __post_init__(self) -> None:
         n = self.space.n_atoms
         _check(len(self.kinds) >= 1, "the problem needs at least one kind of device")
-        for name in ("forward", "backward", "weight"):
+        for name in ("forward", "backward", "weight", "once"):
             array = getattr(self, name)
             if array is not None:
                 shape = (len(self.kinds), n)
                 _check(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
                 check_costs(name, array)
+        check_costs("overhead", self.overhead)
         for name in ("n_microbatches", "max_replicas", "chunks"):
             count = getattr(self, name)
             _check(count >= 1, f"{name} must be at least 1, got {count}")
@@ -142,9 +168,6 @@ class Problem:
             _check(kind.memory >= 0, f"kind {kind.name!r}: memory must be a number of bytes >= 0, got {kind.memory}")
             for field in ("latency", "seconds_per_byte", "reduce_seconds_per_byte", "send_seconds_per_byte"):
                 check_costs(f"kind {kind.name!r}: {field}", getattr(kind, field))
-            missing = bool(kind.all_reduce) and len(kind.all_reduce) < min(kind.count, self.max_replicas)
-            _check(not missing, f"kind {kind.name!r}: all_reduce ends at {len(kind.all_reduce)} replicas")
-            check_costs(f"kind {kind.name!r}: all_reduce", kind.all_reduce)
             same = kind.space is None or kind.space.cuts is self.space.cuts
             _check(same, f"kind {kind.name!r}: its space has other cuts")
         _check(set(self.pools) == set(range(len(set(self.pools)))), f"pools must be 0, 1, .., got {self.pools}")
@@ -166,6 +189,13 @@ class Problem:
     def tables(self, kind: int) -> Tables:
         """Every quantity of a stage on devices of a kind, for all pairs of cuts."""
         return (self.kinds[kind].space or self.space).tables
+
+    @cached_property
+    def n_actions(self) -> int:
+        """Of a stage for each micro-batch."""
+        if not self.backward.any():
+            return 1
+        return 2 if self.weight is None else 3
 
     @property
     def bytes_share(self) -> float:

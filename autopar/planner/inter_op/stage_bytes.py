@@ -17,7 +17,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Shared:
-    """Bytes that a stage holds once if it has any of the atoms: a parameter with its gradient, a saved storage."""
+    """Bytes that a stage holds once if it has any of the atoms: a parameter with its gradient, a saved storage.
 
-    nbytes: float  # bytes
+    Or seconds that it takes once a step in the same case.
+    """
+
+    nbytes: float  # bytes, or seconds
     atoms: tuple[int, ...]

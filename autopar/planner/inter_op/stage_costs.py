@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.planner.inter_op.memory_formula import activation_bytes
-from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.problem import Gradients, Problem
 from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
 
 # Beyond this many devices, only numbers of replicas that change ceil(m / r) are candidates: 2 sqrt(m) of them.
@@ -57,6 +57,8 @@ class Costs:
         self.n_devices = sum(counts)
         self._extra = extra_memory
         self._known_limits: dict[int, tuple[int, ...]] = {}
+        self._known_gradients: dict[int, Gradients] = {}
+        self._known_once: dict[int, np.ndarray] = {}
         self.modes = [
             Mode(kind, recompute)
             for kind, pool in enumerate(problem.pools)
@@ -84,7 +86,8 @@ class Costs:
         """p_s in seconds."""
         terms, kind = self.terms[mode], self.problem.kinds[mode.kind]
         rounds = math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
-        return rounds * terms.time + kind.reduction(replicas) * self.problem.tables(mode.kind).gradients + terms.delayed
+        reduction = kind.reduction(replicas, self._gradients(mode.kind))
+        return rounds * terms.time + reduction + self._once(mode.kind) + terms.delayed
 
     def stages(self, bound: float) -> Stages:
         """All stages whose max term is at most `bound` (s), less those that others with fewer replicas make needless.
@@ -146,17 +149,32 @@ class Costs:
         work = problem.forward[mode.kind] + problem.backward[mode.kind]
         if mode.recompute:
             work = work + problem.forward[mode.kind]
-        time = self._between(work) + kind.latency * tables.messages
+        time = self._between(work) + kind.latency * tables.messages + problem.overhead * problem.n_actions
         time += kind.seconds_per_byte * share * (tables.received + tables.received_gradient)
         time += kind.send_seconds_per_byte * share * tables.sent
         delayed = np.zeros_like(time)
         if problem.weight is not None:
-            delayed = np.minimum(2 * self._between(problem.weight[mode.kind]), time)
+            delayed = np.minimum(2 * (self._between(problem.weight[mode.kind]) + problem.overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
         allowed = tables.follows & (tables.may_recompute if mode.recompute else ~tables.must_recompute)
         in_flight, working = activation_bytes(tables.saved, tables.received, tables.transient, mode.recompute)
         once = tables.resident + share * working
         return Terms(time, np.where(allowed, fill, math.inf), delayed, once, share * in_flight)
+
+    def _gradients(self, kind: int) -> Gradients:
+        if kind not in self._known_gradients:
+            self._known_gradients[kind] = Gradients(self.problem.tables(kind).gradients)
+        return self._known_gradients[kind]
+
+    def _once(self, kind: int) -> np.ndarray:
+        """Seconds once a step, whatever the replicas: collectives of the mesh, gradients of tied parameters."""
+        if kind not in self._known_once:
+            tables = self.problem.tables(kind)
+            own = tables.once + self.problem.kinds[kind].exchanged(Gradients(tables.tied_gradients))
+            if self.problem.once is not None:
+                own = own + self._between(self.problem.once[kind])
+            self._known_once[kind] = own
+        return self._known_once[kind]
 
     def _between(self, weights: np.ndarray) -> np.ndarray:
         """Sum of `weights` [n] over the atoms between every two cuts."""

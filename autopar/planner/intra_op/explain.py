@@ -175,8 +175,8 @@ class _Neighbourhood:
         found = {i: 0 for i, seconds in enumerate(self.problem.seconds) if len(seconds) == 1}
         for name, (variable, options) in self.problem.options.items():
             found[variable] = options.strategies.index(self.found.strategies[name])
-        for name, (variable, layouts) in self.problem.stored.items():
-            found[variable] = layouts.index(self.found.stored[name])
+        for name, stored in self.problem.stored.items():
+            found[stored.variable] = stored.options.index(self.found.stored[name])
         return found
 
     @cached_property
@@ -283,7 +283,7 @@ class _Neighbourhood:
     def _seconds(self) -> list[np.ndarray]:
         """Seconds of every variable's options; infinite where the constraints forbid one."""
         problem = self.problem
-        return narrowed(self.solved.constraints, problem.seconds, problem.options, problem.stored)
+        return narrowed(self.solved.constraints, problem.seconds, problem.options, problem.stored_options)
 
     @cached_property
     def _chosen(self) -> Whole:

@@ -29,11 +29,26 @@ class TensorUse:
     outs: tuple[Any, ...]  # by label where it is made: Ends of an activation, Stored of a parameter or an input
     ins: tuple[Ends, ...]  # by label where it is read
     table: RedistributionTable
+    once_table: RedistributionTable  # with the prices of what happens once a step, in buckets
     origin: TensorOrigin
     gradient: bool  # a gradient flows back
     times: int  # copies of a folded layer for which this happens
     shared: bool = False  # it leads to the layouts that several readers share
     via: TensorUse | None = None  # the use that leads to where this one starts
+
+
+@dataclass(frozen=True)
+class SharedStored(Stored):
+    """A parameter that several operators read, such as a tied weight.
+
+    The gradients of those that read it as it is stored are added up on each device, and reduced once a step together:
+
+        embedding -- P --.
+                          >-- P -- reduced once --> state
+        head      -- P --'
+    """
+
+    gradient: Placements  # of that sum; a reader with other placements has its gradient reduced for itself
 
 
 @dataclass(frozen=True)
@@ -82,14 +97,29 @@ def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool)
         return [NeededRedistribution(made, layout), *back]
     if use.origin == "input":
         return [NeededRedistribution(out.layout, layout)]
-    updated = NeededRedistribution(out.state, out.layout, once=True)  # what the optimizer wrote
+    shared = isinstance(out, SharedStored)
+    updated = [] if shared else [_updated(out)]
+    if out.layout == layout and shared and gradient == out.gradient:
+        return []
     if out.layout == layout:
-        return [NeededRedistribution(gradient, out.state, backward=True, once=True), updated]
+        return [NeededRedistribution(gradient, out.state, backward=True, once=True), *updated]
     return [
         NeededRedistribution(out.layout, layout, times=2),
         NeededRedistribution(gradient, out.layout, backward=True),
-        updated,
+        *updated,
     ]
+
+
+def needed_once(stored: Stored) -> list[NeededRedistribution]:
+    """What a parameter needs once a step for all its readers together."""
+    if not isinstance(stored, SharedStored):
+        return []
+    return [NeededRedistribution(stored.gradient, stored.state, backward=True, once=True), _updated(stored)]
+
+
+def _updated(stored: Stored) -> NeededRedistribution:
+    """Of what the optimizer wrote."""
+    return NeededRedistribution(stored.state, stored.layout, once=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +157,7 @@ class Collective:
     times: int  # per step or micro-batch, over all equal layers that the reader represents
     steps: tuple[RedistributionStep, ...]
     each: int = 1  # of `times` those of one of the equal layers
+    shared: bool = False  # by all readers of a parameter; listed with the first
 
     @property
     def seconds(self) -> float:
@@ -137,7 +168,7 @@ class Collective:
 def collectives_of(use: TensorUse, out: Any, into: Ends, training: bool) -> Iterator[Collective]:
     """The redistributions between two choices that are not local."""
     for needed in needed_redistributions(use, out, into, training):
-        steps = use.table.path(needed.before, needed.after)
+        steps = (use.once_table if needed.once else use.table).path(needed.before, needed.after)
         if any(step.collective for step in steps):
             times = needed.times * use.times
             yield Collective(use.tensor, use.item, use.reader, needed.backward, needed.once, times, steps, needed.times)

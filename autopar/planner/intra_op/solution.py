@@ -56,12 +56,13 @@ def whole_graph_sharding(problem: ShardingProblem, found: Sharding, keys: Mappin
     return stage_sharding(problem.task, problem.facts, found, operators)
 
 
-def times(found: Sharding) -> tuple[float, float]:
-    """Seconds of a micro-batch forward, and backward with its part of what happens once per step."""
+def times(found: Sharding, n_microbatches: int) -> tuple[float, float, float]:
+    """Seconds of a micro-batch forward and backward, and of what happens once per step."""
     forward = [work.forward for work in found.work.values()]
     forward += [one.seconds for one in found.collectives if not (one.backward or one.once)]
+    once = math.fsum(one.seconds for one in found.collectives if one.once)
     total = math.fsum(forward)
-    return total, max(0.0, found.seconds - total)
+    return total, max(0.0, found.seconds - total - once / n_microbatches), once
 
 
 def exchanges_within(task: ShardingTask, facts: GraphFacts, found: Sharding) -> Iterator[Exchange]:
@@ -86,7 +87,7 @@ class _StageSolution:
 
     def build(self) -> StageSharding:
         exchanges = tuple(e for node in self._operators.nodes for e in self._exchanges(node))
-        share = [1 / self._task.n_microbatches if exchange.once else 1.0 for exchange in exchanges]
+        each = [exchange for exchange in exchanges if not exchange.once]
         repeated = tuple(self._repeated())
         return StageSharding(
             self._found.mesh.shape,
@@ -95,8 +96,8 @@ class _StageSolution:
             tuple(self._parameters()),
             tuple(dict.fromkeys(one for node in self._operators.nodes for one in self._redistributions(node))),
             exchanges,
-            round(math.fsum(e.nbytes * part for e, part in zip(exchanges, share, strict=True))),
-            math.fsum(e.seconds * part for e, part in zip(exchanges, share, strict=True)),
+            sum(e.nbytes for e in each),
+            math.fsum(e.seconds for e in each),
             math.fsum(one.seconds for one in repeated),
             repeated,
         )
@@ -116,7 +117,7 @@ class _StageSolution:
         for name in dict.fromkeys(str(node.target) for node in read):
             stored = self._found.stored.get(self._operators.represented_by(name))
             if stored is not None and any(code != REPLICATE for code in (*stored.layout, *stored.state)):
-                yield name, stored
+                yield name, Stored(stored.layout, stored.state)
 
     def _repeated(self) -> Iterator[Repeated]:
         """The seconds that each device would not need if no two devices did the same."""

@@ -17,9 +17,12 @@ A parameter is stored in one layout, its optimizer's state in the same or a fine
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,21 +31,25 @@ from torch import fx
 
 from autopar.analysis.node_values import observe
 from autopar.analysis.operators import requires_grad_nodes
+from autopar.costs.gradient_reduction import BUCKET
 from autopar.planner.intra_op.elimination.choices import Edge
 from autopar.planner.intra_op.redistributions import (
     OUTPUT,
     ProducedTensor,
     Reader,
+    SharedStored,
     TensorOrigin,
     TensorUse,
     finer,
+    needed_once,
     needed_redistributions,
 )
-from autopar.sharding.layouts import REPLICATE, layouts, parts
+from autopar.sharding.layouts import DUAL, REPLICATE, Placements, layouts, parts
+from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import RedistributionTable
 from autopar.sharding.stage_sharding import Stored
-from autopar.sharding.strategy_costs import Ends, OperatorWithRule, StrategyCosts, StrategyCostTable, with_rule
+from autopar.sharding.strategy_costs import Ends, OperatorWithRule, Place, StrategyCosts, StrategyCostTable, with_rule
 from cost_models import Cluster, Collective, optimizer_state_bytes
 from cost_models.graphs import get_attribute, storage_key, tensors_in
 from cost_models.hardware.device_specs import efficiency_of, rates_of
@@ -69,17 +76,36 @@ class ShardingTask:
 class GraphFacts:
     """What the costs of a task depend on, whatever the mesh: values, work and kept bytes of every node."""
 
-    def __init__(self, task: ShardingTask) -> None:
+    def __init__(self, task: ShardingTask, local_works: LocalWorks | None = None) -> None:
+        """`local_works`: shared with the facts of other micro-batch sizes."""
+        self.local_works = local_works or LocalWorks()
         self.values: dict[fx.Node, Any] = observe(task.module, list(task.inputs))
         self.work = count(task.module, task.rows, training=task.training, inputs=list(task.inputs))
         counted = measure_bytes(task.module, list(task.inputs), task.rows, task.training, "cuda")
         kept: set[int] = set()
-        self.saved: dict[str, int] = {}
+        self._saved: dict[str, list[tuple[Place, int]]] = {}  # place among the node's inputs or results, bytes
         for name, storages in counted.saved.items():  # what several operators keep counts to the first
-            self.saved[name] = sum(nbytes for key, nbytes in storages if key not in kept)
+            items = zip(storages, counted.places[name], strict=True)
+            self._saved[name] = [(place, nbytes) for (key, nbytes), place in items if key not in kept]
             kept |= {key for key, _ in storages}
         self.trained = {node.name for node in requires_grad_nodes(task.module)} if task.training else set[str]()
         self._with_rule: dict[fx.Node, OperatorWithRule] = {}
+        self._named = {node.name: node for node in task.module.graph.nodes}
+
+    def is_trained(self, node: fx.Node) -> bool:
+        """Whether a gradient flows to what a node makes."""
+        if node.op == "get_attr":
+            value = self.values[node]
+            return isinstance(value, torch.Tensor) and value.requires_grad
+        return node.name in self.trained
+
+    def node(self, name: str) -> fx.Node:
+        return self._named[name]
+
+    def saved(self, node: fx.Node) -> tuple[tuple[Place, int], ...]:
+        """What an operator keeps for the backward: (tensor, bytes), by `StrategyCosts.kept`."""
+        ruled = self.with_rule(node)
+        return tuple((ruled.place(place), nbytes) for place, nbytes in self._saved.get(node.name, ()))
 
     def with_rule(self, node: fx.Node) -> OperatorWithRule:
         if node not in self._with_rule:
@@ -108,6 +134,9 @@ class StoredChoice(NamedTuple):
 
     variable: int
     options: tuple[Stored, ...]
+    once_table: RedistributionTable
+    times: int  # copies of a folded layer
+    readers: list[tuple[str, str]]  # (node that is read, operator)
 
 
 class PricedUse(NamedTuple):
@@ -136,7 +165,15 @@ class StrategyGraph:
         self.facts = facts or GraphFacts(task)
         device_kinds = {device.name: device.kind for device in task.cluster.devices}
         spec = task.cluster.specs[device_kinds[mesh.devices[0]]]
-        self.table = StrategyCostTable(mesh, task.cluster, rates_of(spec), efficiency_of(spec), training=task.training)
+        self.table = StrategyCostTable(
+            mesh,
+            task.cluster,
+            rates_of(spec),
+            efficiency_of(spec),
+            training=task.training,
+            trained=self.facts.is_trained,
+            works=self.facts.local_works,
+        )
         self.variables: list[OptionCosts] = []
         self.uses: list[PricedUse] = []
         self.options: dict[str, OperatorChoice] = {}  # by node
@@ -148,9 +185,10 @@ class StrategyGraph:
         self._labels: dict[int, np.ndarray] = {}
         self._no_costs: dict[int, OptionCosts] = {}
         self._stored_costs: dict[tuple[Any, ...], tuple[tuple[Stored, ...], OptionCosts]] = {}
-        self._operator_costs: dict[tuple[StrategyCosts, int], OptionCosts] = {}
+        self._operator_costs: dict[tuple[StrategyCosts, tuple[tuple[Place, int], ...]], OptionCosts] = {}
         self._copied: dict[tuple[OptionCosts, int], OptionCosts] = {}
         self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
+        self._once_tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
         self._use_seconds: dict[tuple[_UseKey, int], np.ndarray] = {}
         self._build()
 
@@ -163,6 +201,11 @@ class StrategyGraph:
     def nbytes(self) -> list[np.ndarray]:
         """[options] of every variable."""
         return [variable.nbytes for variable in self.variables]
+
+    @property
+    def stored_options(self) -> dict[str, tuple[int, tuple[Stored, ...]]]:
+        """(variable, its options) of every parameter and input."""
+        return {name: (one.variable, one.options) for name, one in self.stored.items()}
 
     @property
     def edges(self) -> list[Edge]:
@@ -197,27 +240,47 @@ class StrategyGraph:
             self._produced[node] = [by_storage[storage]]  # tied: one tensor
             return
         trained = node.op == "get_attr" and self.task.training and value.requires_grad
-        key = (tuple(value.shape), value.dtype, trained, node.op)
+        shared = trained and self._n_readers[storage] > 1
+        key = (tuple(value.shape), value.dtype, trained, node.op, shared)
         if key not in self._stored_costs:
-            self._stored_costs[key] = self._stored_options(value, trained, node.op)
+            self._stored_costs[key] = self._stored_options(value, trained, node.op, shared)
         options, costs = self._stored_costs[key]
         name, labels = str(node.target), self._labels_of(len(options))
-        variable = self._add_variable(costs, self.task.copies.get(node.name, 1))
+        copies = self.task.copies.get(node.name, 1)
+        variable = self._add_variable(costs, copies)
         produced = ProducedTensor(variable, labels, options, "parameter" if trained else "input", name)
         self._produced[node] = [produced]
-        self.stored[name] = StoredChoice(variable, options)
+        self.stored[name] = StoredChoice(variable, options, self._once_table_of(value), copies, [])
         by_storage[storage] = produced
 
-    def _stored_options(self, value: torch.Tensor, trained: bool, op: str) -> tuple[tuple[Stored, ...], OptionCosts]:
+    @cached_property
+    def _n_readers(self) -> Mapping[int, int]:
+        """By storage: how many operators read a parameter, by whatever name."""
+        found: dict[int, int] = defaultdict(int)
+        for node in self.task.module.graph.nodes:
+            value = get_attribute(self.task.module, str(node.target)) if node.op == "get_attr" else None
+            if isinstance(value, torch.Tensor):
+                found[storage_key(value)] += len(node.users)
+        return found
+
+    def _stored_options(
+        self, value: torch.Tensor, trained: bool, op: str, shared: bool
+    ) -> tuple[tuple[Stored, ...], OptionCosts]:
         every = layouts(value.shape, self.mesh.shape, partial=False)
         pairs = [(a, b) for a in every for b in (every if trained else [a]) if finer(b, a)]
         nbytes = value.numel() * value.element_size() if op == "get_attr" else 0
         state = optimizer_state_bytes(self.task.optimizer, nbytes, value.shape) if trained else 0
+        options = [Stored(*pair) for pair in pairs]
+        if shared:
+            options = [SharedStored(*pair, gradient) for pair in pairs for gradient in _gradients(pair[0])]
         held = [
-            nbytes * (2 if trained else 1) / parts(layout, self.mesh.shape) + state / parts(finer, self.mesh.shape)
-            for layout, finer in pairs
+            nbytes * (2 if trained else 1) / parts(one.layout, self.mesh.shape)
+            + state / parts(one.state, self.mesh.shape)
+            for one in options
         ]
-        return tuple(Stored(*pair) for pair in pairs), OptionCosts(np.zeros(len(pairs)), np.array(held))
+        table, m = self._once_table_of(value), self.task.n_microbatches
+        seconds = [sum(table.between(n.before, n.after) / m for n in needed_once(one)) for one in options]
+        return tuple(options), OptionCosts(np.array(seconds, dtype=float), np.array(held))
 
     def _add_operator(self, node: fx.Node) -> None:
         values = self.facts.values
@@ -231,9 +294,10 @@ class StrategyGraph:
         work = self.facts.work.get(node.name, OperatorWork((), ()))
         ruled = self.facts.with_rule(node)
         costs = self.table.of(ruled, values, work)
-        saved = self.facts.saved.get(node.name, 0) * self.task.in_flight
+        saved = self.facts.saved(node)
         if (costs, saved) not in self._operator_costs:
-            self._operator_costs[costs, saved] = OptionCosts(costs.seconds, costs.kept * saved)
+            nbytes = sum((costs.kept(place) * n for place, n in saved), np.zeros(len(costs.strategies)))
+            self._operator_costs[costs, saved] = OptionCosts(costs.seconds, nbytes * self.task.in_flight)
         copies = self.task.copies.get(node.name, 1)
         variable = self._add_variable(self._operator_costs[costs, saved], copies)
         self.options[node.name] = OperatorChoice(variable, costs)
@@ -317,12 +381,15 @@ class StrategyGraph:
             produced.layouts,
             reader.layouts,
             self._table_of(value),
+            self._once_table_of(value) if produced.origin == "parameter" else self._table_of(value),
             produced.origin,
             value.is_floating_point() and tensor.name in self.facts.trained,
             reader.times,
             shared,
             via,
         )
+        if produced.origin == "parameter":
+            self.stored[produced.name].readers.append((item, reader.name))
         seconds = self._seconds_of(use, value, reader.times)
         edge = Edge(produced.variable, reader.variable, produced.labels, reader.labels, seconds)
         self.uses.append(PricedUse(edge, use))
@@ -335,8 +402,23 @@ class StrategyGraph:
             self._tables[key] = RedistributionTable(shape, itemsize, self.mesh.shape, self._price, partial=floating)
         return self._tables[key]
 
+    def _once_table_of(self, value: torch.Tensor) -> RedistributionTable:
+        """Of what happens once a step, to all parameters together."""
+        key = (tuple(value.shape), value.element_size(), value.is_floating_point())
+        if key not in self._once_tables:
+            shape, itemsize, floating = key
+            self._once_tables[key] = RedistributionTable(
+                shape, itemsize, self.mesh.shape, self._price_in_bucket, partial=floating
+            )
+        return self._once_tables[key]
+
     def _price(self, collective: Collective, nbytes: float, axis: int) -> float:
         return self.mesh.seconds(collective, nbytes, axis, self.task.cluster)
+
+    def _price_in_bucket(self, collective: Collective, nbytes: float, axis: int) -> float:
+        """Its part of the seconds of a bucket, in which it travels with other parameters."""
+        bucket = max(nbytes, BUCKET)
+        return nbytes / bucket * self._price(collective, bucket, axis)
 
     def _seconds_of(self, use: TensorUse, value: torch.Tensor, times: int) -> np.ndarray:
         """[layouts made, layouts read] seconds of a micro-batch, `times` over."""
@@ -362,7 +444,17 @@ class StrategyGraph:
         for i, out in enumerate(use.outs):
             for j, into in enumerate(use.ins):
                 found[i, j] = sum(
-                    needed.times * use.table.between(needed.before, needed.after) / (m if needed.once else 1)
+                    needed.times
+                    * (
+                        use.once_table.between(needed.before, needed.after) / m
+                        if needed.once
+                        else use.table.between(needed.before, needed.after)
+                    )
                     for needed in needed_redistributions(use, out, into, self.task.training)
                 )
         return found
+
+
+def _gradients(layout: Placements) -> Iterator[Placements]:
+    """The placements of gradients that are computed for a parameter that is read in `layout`."""
+    yield from itertools.product(*((code,) if code >= 0 else (REPLICATE, DUAL[REPLICATE]) for code in layout))

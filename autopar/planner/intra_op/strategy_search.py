@@ -5,16 +5,17 @@ ShardingTask --strategy_graph--> variables and edges --elimination--> Sharding -
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.errors import PlanError
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select
-from autopar.planner.intra_op.redistributions import ChosenUse, Collective, collectives_of
-from autopar.planner.intra_op.strategy_graph import GraphFacts, OptionCosts, ShardingTask, StrategyGraph
+from autopar.planner.intra_op.redistributions import ChosenUse, Collective, collectives_of, needed_once
+from autopar.planner.intra_op.strategy_graph import GraphFacts, OptionCosts, ShardingTask, StoredChoice, StrategyGraph
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.stage_sharding import Stored
+from autopar.sharding.stage_sharding import Stored, stored_text
 from autopar.sharding.strategies import Strategy
 from autopar.sharding.strategy_costs import StrategyCosts
 
@@ -26,7 +27,6 @@ class ChosenCosts:
     forward: float  # s
     backward: float  # s
     share: float  # of its work
-    kept: float  # fraction that a device has of what it keeps for the backward, and of what it reads and makes
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ShardingProblem(StrategyGraph):
         By duality no choice that needs as few bytes is faster. This takes no longer than a search without a limit.
         """
         unbound = [self._with_price(variable, price).seconds for variable in self.variables]
-        seconds = narrowed(constraints, unbound, self.options, self.stored)
+        seconds = narrowed(constraints, unbound, self.options, self.stored_options)
         found = select(SelectionProblem(seconds, self.nbytes, self.edges), float("inf"))
         taken, nbytes = cost(SelectionProblem(self.seconds, self.nbytes, self.edges), found.options)
         return self._solution(replace(found, seconds=taken, bytes=nbytes, bound=taken if found.proven else 0.0))
@@ -94,8 +94,26 @@ class ShardingProblem(StrategyGraph):
         for name, strategy in fixed.items():
             variable, costs = self.options[name]
             kept[variable] = costs.strategies.index(strategy)
-        seconds = narrowed(constraints, self.seconds, self.options, self.stored)
+        seconds = narrowed(constraints, self.seconds, self.options, self.stored_options)
         return self._solution(select(SelectionProblem(seconds, self.nbytes, self.edges, kept), memory))
+
+    def with_choices(self, strategies: Mapping[str, Strategy], stored: Mapping[str, Stored]) -> Sharding:
+        """The solution with these strategies of operators and these layouts of parameters; the rest is the fastest.
+
+        Raises PlanError for a parameter that cannot be stored so.
+        """
+        fixed = {}
+        for name, strategy in strategies.items():
+            variable, costs = self.options[name]
+            fixed[variable] = costs.strategies.index(strategy)
+        for name, wanted in stored.items():
+            variable, options = self.stored_options[name]
+            if wanted not in options:
+                texts = "; ".join(map(stored_text, options))
+                raise PlanError(f"parameter {name} cannot be stored as '{stored_text(wanted)}'; it can as {texts}")
+            fixed[variable] = options.index(wanted)
+        choices = SelectionProblem(self.seconds, self.nbytes, self.edges, fixed)
+        return self._solution(select(choices, float("inf")))
 
     def _solution(self, found: Selection) -> Sharding:
         option = found.options
@@ -106,10 +124,12 @@ class ShardingProblem(StrategyGraph):
             into = use.ins[edge.into[option[edge.target]]]
             collectives += collectives_of(use, out, into, self.task.training)
             uses.append(ChosenUse(use, out, into, self.task.training))
+        for name, stored in self.stored.items():
+            collectives += self._once(name, stored, stored.options[option[stored.variable]])
         return Sharding(
             self.mesh,
             {name: costs.strategies[option[v]] for name, (v, costs) in self.options.items()},
-            {name: stored[option[v]] for name, (v, stored) in self.stored.items()},
+            {name: one.options[option[one.variable]] for name, one in self.stored.items()},
             tuple(collectives),
             found.seconds,
             found.bytes,
@@ -121,8 +141,16 @@ class ShardingProblem(StrategyGraph):
             tuple(uses),
         )
 
+    def _once(self, name: str, stored: StoredChoice, chosen: Stored) -> Iterator[Collective]:
+        """The collectives once a step that the readers of a parameter share; they are listed with the first reader."""
+        for needed in needed_once(chosen):
+            steps = stored.once_table.path(needed.before, needed.after)
+            if any(step.collective for step in steps):
+                item, reader = stored.readers[0]
+                yield Collective(name, item, reader, needed.backward, True, stored.times, steps, shared=True)
+
 
 def _chosen_costs(costs: StrategyCosts, chosen: int) -> ChosenCosts:
     forward = float(costs.forward[chosen])
     backward = float(costs.seconds[chosen]) - forward
-    return ChosenCosts(forward, backward, costs.strategies[chosen].share, float(costs.kept[chosen]))
+    return ChosenCosts(forward, backward, costs.strategies[chosen].share)

@@ -14,6 +14,7 @@ from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, pl
 from autopar.planner.inter_op.meshes import subject_of
 from autopar.planner.mesh_size_search import plan_with_meshes
 from autopar.planner.predict import predict_plan
+from autopar.planner.price_sharded import predict_sharded
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import search_options
 from cost_models import Cluster
@@ -41,5 +42,11 @@ def priced_ahead(
     """The user's `plan` with its predictions, from the data sheets of `cluster`. Raises PlanError."""
     plan.check_model(example.model)
     example, search = search_options(example, options, len(cluster.devices))
-    costs = estimate_costs(example, cluster, progress=progress)
-    return replace(predict_plan(plan, example, costs, search.conditions), model=fingerprint(example.model))
+    if any(stage.sharding is not None for stage in plan.stages):
+        costs = estimate_costs(example, cluster, n_microbatches=plan.n_microbatches, progress=progress)
+        subject = subject_of(example, options.optimizer_name)
+        priced = predict_sharded(plan, example, costs, subject, search.conditions)
+    else:
+        costs = estimate_costs(example, cluster, progress=progress)
+        priced = predict_plan(plan, example, costs, search.conditions)
+    return replace(priced, model=fingerprint(example.model))

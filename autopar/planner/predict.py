@@ -19,7 +19,7 @@ from autopar.costs.gradient_reduction import reduction_seconds
 from autopar.plan.plan import Plan, Stage, StageTransfer
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import atom_times
-from autopar.planner.inter_op.atoms import Atoms, gather
+from autopar.planner.inter_op.atoms import Atoms, gather_all
 from autopar.planner.predicted_step import PredictedStage, PredictedStep, step_of_plan
 from autopar.planner.stage_contents import stage_contents, stage_traffic, tied_gradients
 from autopar.schedule.clock import Transfer
@@ -27,29 +27,40 @@ from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.timeline import Timeline
 
 
-def predict(costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], conditions: Conditions) -> Plan:
+def predict(
+    costs: CostGraph,
+    plan: Plan,
+    stage_of: Mapping[str, int],
+    conditions: Conditions,
+    configurations: tuple[str, ...] = (),
+) -> Plan:
     """`plan` with its costs filled in, as if the search had found it; fields that are not costs stay.
 
     `stage_of`: node of the cost graph -> stage, as `plan.assign` returns it. Values must flow to later stages only.
-    Sharded stages, and what they send, keep the plan's own costs: `costs` are those of whole operators.
+    `configurations`: what each stage's costs are found by (`Arrangement.cost_names`). Without, sharded stages and what
+    they send keep the plan's own costs: `costs` are those of whole operators.
     """
     line: list[list[str]] = [[] for _ in plan.stages]
     for name, operator in costs.operators.items():
         if not operator.replicable:
             line[stage_of[name]].append(name)
-    atoms = gather(costs, tuple(map(tuple, line)))
+    atoms = gather_all(costs, tuple(map(tuple, line)))
     group_of = {group.first: group for group in costs.groups}
     arrangement = Arrangement(
         tuple((s,) for s in range(len(line))),
-        tuple(tuple(group_of[name] for name in stage.devices) for stage in plan.stages),
+        tuple(
+            tuple(group_of[name] for name in stage.devices[:: stage.shards if configurations else 1])
+            for stage in plan.stages
+        ),
         min(plan.n_microbatches, max(costs.batch_size, 1)),
         plan.schedule,
         tuple(stage.recompute for stage in plan.stages),
+        configurations,
     )
     step = predicted_step(costs, atoms, arrangement, conditions)
     priced = as_plan(costs, atoms, arrangement, step, step.timeline())
     priced = replace(priced, split=plan.split, notes=plan.notes, model=plan.model)
-    if not any(stage.sharding for stage in plan.stages):
+    if configurations or not any(stage.sharding for stage in plan.stages):
         return priced
     kept = _with_sharded(priced, plan)
     sharded_step = step_of_plan(kept, barrier=step.barrier) if len(kept.transfers) == len(priced.transfers) else None
@@ -64,12 +75,17 @@ def predict_plan(plan: Plan, example: Example, costs: CostGraph, conditions: Con
 
     Raises PlanError where the plan fits neither.
     """
+    plan = completed(plan, example, costs)
+    stage_of = {node.name: stage for node, stage in plan.assign(example.program, example.batching.storages).items()}
+    return predict(costs, plan, stage_of, conditions)
+
+
+def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
+    """`plan` on the devices of `costs`, with all operators of the example's call. Raises PlanError."""
     plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
     if example.batching.obstacle:
         plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
-    plan = plan.listing(example.program, example.batching.storages)
-    stage_of = {node.name: stage for node, stage in plan.assign(example.program, example.batching.storages).items()}
-    return predict(costs, plan, stage_of, conditions)
+    return plan.listing(example.program, example.batching.storages)
 
 
 def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, conditions: Conditions) -> PredictedStep:

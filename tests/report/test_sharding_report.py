@@ -43,9 +43,8 @@ def test_a_stage_lists_every_chosen_collective_as_often_as_it_happens(name: str,
         assert len(mine) == sum(c.times * sum(step.collective is not None for step in c.steps) for c in wanted)
         assert math.fsum(e.seconds for e in mine) == pytest.approx(math.fsum(c.seconds for c in wanted))
     work = math.fsum(w.forward + w.backward for w in found.work.values())
-    once = math.fsum(c.seconds for c in found.collectives if c.once)
     assert sharding.collective_time == pytest.approx(
-        found.seconds - work - once / M + math.fsum(e.seconds for e in within.elements())
+        found.seconds - work + math.fsum(e.seconds for e in within.elements())
     )
     inputs = {node.name for node in problem.task.module.graph.nodes if node.op == "placeholder"}
     assert not inputs & {key for key, _ in sharding.parameters}
@@ -69,12 +68,12 @@ def test_the_text_of_a_plan_counts_all_collectives_of_a_step_and_says_their_shar
     assert all(row[0] in COLLECTIVES or row[0].startswith("...") for row in rows)
 
 
-@pytest.mark.parametrize("room", [1.0, 0.8])
+@pytest.mark.parametrize("room", [1.0, 0.6])
 def test_nothing_is_listed_twice(room: float) -> None:
     text = str(chosen("llama", room)[0])
     for head in ("operators", "parameters", "collective "):
         if f"\n{head}" in text:
-            rows = [tuple(row) for row in table_in(text, head) if len(row) > 1]  # without lines that go on with a name
+            rows = [tuple(row) for row in table_in(text, head)]
             assert len(rows) == len(set(rows))
 
 

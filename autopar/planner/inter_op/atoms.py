@@ -89,8 +89,18 @@ def make_atoms(costs: CostGraph, constraints: Constraints = NO_CONSTRAINTS) -> A
     # Operators of one atom need not be neighbours in the program: number the atoms in an order in which they can run.
     runs = gather(costs, merged, constraints, order).graph(np.zeros(len(merged))).order
     ordered = [merged[atom] for atom in runs]
-    own = {c.name: gather(replace(costs, graph=c.graph), ordered, constraints, order) for c in costs.configurations}
-    return replace(gather(costs, ordered, constraints, order), by_configuration=own)
+    return gather_all(costs, ordered, constraints, order)
+
+
+def gather_all(
+    costs: CostGraph,
+    nodes: Sequence[tuple[str, ...]],
+    constraints: Constraints = NO_CONSTRAINTS,
+    order: Iterable[tuple[str, str]] = (),
+) -> Atoms:
+    """`gather`, also under every stage configuration."""
+    own = {c.name: gather(replace(costs, graph=c.graph), nodes, constraints, order) for c in costs.configurations}
+    return replace(gather(costs, nodes, constraints, order), by_configuration=own)
 
 
 def _nothing_to_divide(costs: CostGraph) -> str:

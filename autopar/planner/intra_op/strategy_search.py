@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.errors import PlanError
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select
@@ -15,7 +16,7 @@ from autopar.planner.intra_op.redistributions import ChosenUse, Collective, coll
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_graph import OptionCosts, StoredChoice, StrategyGraph
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.stage_sharding import Stored
+from autopar.sharding.stage_sharding import Stored, stored_text
 from autopar.sharding.strategies import Strategy
 from autopar.sharding.strategy_costs import StrategyCosts
 
@@ -76,7 +77,7 @@ class ShardingProblem(StrategyGraph):
         By duality no choice that needs as few bytes is faster. This takes no longer than a search without a limit.
         """
         unbound = [self._with_price(variable, price).seconds for variable in self.variables]
-        seconds = narrowed(constraints, unbound, self.options, self.stored)
+        seconds = narrowed(constraints, unbound, self.options, self.stored_options)
         found = select(SelectionProblem(seconds, self.nbytes, self.edges), float("inf"))
         taken, nbytes = cost(SelectionProblem(self.seconds, self.nbytes, self.edges), found.options)
         return self._solution(replace(found, seconds=taken, bytes=nbytes, bound=taken if found.proven else 0.0))
@@ -96,6 +97,24 @@ class ShardingProblem(StrategyGraph):
             kept[variable] = costs.strategies.index(strategy)
         seconds = narrowed(constraints, self.seconds, self.options, self.stored_options)
         return self._solution(select(SelectionProblem(seconds, self.nbytes, self.edges, kept), memory))
+
+    def with_choices(self, strategies: Mapping[str, Strategy], stored: Mapping[str, Stored]) -> Sharding:
+        """The solution with these strategies of operators and these layouts of parameters; the rest is the fastest.
+
+        Raises PlanError for a parameter that cannot be stored so.
+        """
+        fixed = {}
+        for name, strategy in strategies.items():
+            variable, costs = self.options[name]
+            fixed[variable] = costs.strategies.index(strategy)
+        for name, wanted in stored.items():
+            variable, options = self.stored_options[name]
+            if wanted not in options:
+                texts = "; ".join(map(stored_text, options))
+                raise PlanError(f"parameter {name} cannot be stored as '{stored_text(wanted)}'; it can as {texts}")
+            fixed[variable] = options.index(wanted)
+        choices = SelectionProblem(self.seconds, self.nbytes, self.edges, fixed)
+        return self._solution(select(choices, float("inf")))
 
     def _solution(self, found: Selection) -> Sharding:
         option = found.options

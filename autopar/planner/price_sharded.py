@@ -1,0 +1,138 @@
+"""The price of a plan with sharded stages: its strategies become stage configurations, priced like those of the search.
+
+    stage 0   mesh (2, 4), strategies A   --ShardingProblem, A fixed--> configuration --.
+    stage 1   mesh (8,),   strategies B   --ShardingProblem, B fixed--> configuration --+--> predict --> Plan
+    stage 2   one device                  ------------------------------- device kind --'
+
+So a plan has one price, whether the search found it, a file holds it, or somebody wrote it by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.analysis.example import Example
+from autopar.capture.repeated_layers.fold import Folded
+from autopar.costs.cost_graph import CostGraph
+from autopar.errors import PlanError
+from autopar.plan.plan import Plan, Stage
+from autopar.planner.arrangement import Conditions
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
+from autopar.planner.inter_op.meshes import Subject
+from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
+from autopar.planner.intra_op.strategy_search import ShardingProblem
+from autopar.planner.predict import completed, predict
+from autopar.sharding.layouts import REPLICATE
+from autopar.sharding.mesh import make_mesh
+from autopar.sharding.stage_sharding import StageSharding, Stored, strategy_text
+from autopar.sharding.strategies import OperatorPlacements, Strategy
+
+_MOST_NAMED = 6  # strategies in a message
+
+
+def predict_sharded(plan: Plan, example: Example, costs: CostGraph, subject: Subject, conditions: Conditions) -> Plan:
+    """`plan` for the example's call on the cluster of `costs`, with its costs filled in.
+
+    Raises PlanError where the plan fits neither, and for strategies that an operator does not have.
+    """
+    plan = completed(plan, example, costs)
+    if costs.batch_size % plan.n_microbatches:
+        raise PlanError(
+            f"{plan.n_microbatches} micro-batches do not divide the batch of {costs.batch_size} samples evenly, which "
+            "sharded stages need"
+        )
+    pricing = _Pricing(plan, costs, subject)
+    meshes, configurations, names = [], [], []
+    for number, stage in enumerate(plan.stages):
+        size = stage.shards
+        meshes += [tuple(stage.devices[i : i + size]) for i in range(0, len(stage.devices), size)]
+        configuration = pricing.configuration(number, stage) if stage.sharding is not None else None
+        names.append(costs.groups[0].kind if configuration is None else configuration.name)
+        configurations += [configuration] if configuration is not None else []
+    on_meshes = replace(costs, configurations=tuple(configurations), meshes=tuple(dict.fromkeys(meshes)))
+    stage_of = {node.name: stage for node, stage in plan.assign(example.program, example.batching.storages).items()}
+    return predict(on_meshes, plan, stage_of, conditions, tuple(names))
+
+
+class _Pricing:
+    """The stage configurations of one plan."""
+
+    def __init__(self, plan: Plan, costs: CostGraph, subject: Subject) -> None:
+        assert costs.cluster is not None, "sharded stages are priced on the links of a cluster"
+        m = plan.n_microbatches
+        rows = costs.batch_size // m
+        nodes = {n.name: n for n in subject.module.graph.nodes if n.name in costs.graph}
+        self._plan, self._costs = plan, costs
+        self._program = SplitProgram(costs, Folded(subject.module), nodes, subject.storages)
+        self._task = ShardingTask(
+            subject.module,
+            subject.inputs(rows),
+            rows,
+            costs.cluster,
+            n_microbatches=m,
+            training=costs.training,
+            optimizer=subject.optimizer,
+        )
+        self._facts = GraphFacts(self._task)
+        self._node_of = {operator.key: name for name, operator in costs.operators.items()}
+
+    def configuration(self, number: int, stage: Stage) -> MeshConfiguration:
+        """How the devices of stage `number` do all operators: those of stages with such a mesh as the plan says."""
+        sharding = stage.sharding
+        assert sharding is not None
+        mesh = make_mesh(sharding.mesh, stage.devices[: sharding.size], sharding.axes)
+        problem = ShardingProblem(self._task, mesh, self._facts)
+        like = [(i, s) for i, s in enumerate(self._plan.stages) if _is_like(s.sharding, sharding)]
+        like.sort(key=lambda pair: pair[0] != number)  # a parameter that several stages read: as in this one
+        strategies: dict[str, Strategy] = {}
+        stored: dict[str, Stored] = {}
+        problems: list[str] = []
+        for _, other in like:
+            assert other.sharding is not None
+            problems += self._strategies(problem, other, other.sharding, strategies)
+            stored = {**dict(self._stored(problem, other, other.sharding)), **stored}
+        if problems:
+            raise PlanError("\n  ".join(problems))
+        kind = next(device.kind for device in self._costs.devices if device.name == stage.devices[0])
+        found = problem.with_choices(strategies, stored)
+        return mesh_configuration(f"stage {number}", kind, self._program, self._task, self._facts, found, fastest=True)
+
+    def _strategies(
+        self, problem: ShardingProblem, stage: Stage, sharding: StageSharding, into: dict[str, Strategy]
+    ) -> Iterator[str]:
+        """Add the strategies of a stage's operators by node; yields what is wrong with them."""
+        for key in stage.operators:
+            node = self._node_of.get(key, "")
+            if node not in problem.options:
+                continue
+            offered = problem.options[node].costs.strategies
+            wanted = sharding.strategy_of.get(key)
+            match = next((s for s in offered if _is(s, wanted)), None)
+            if match is None:
+                named = "; ".join(strategy_text(s) for s in offered[:_MOST_NAMED])
+                text = strategy_text(wanted) if wanted is not None else "R .. -> R"
+                yield f"{key} has no strategy '{text}' on a mesh of shape {sharding.mesh}; it has {named}"
+            else:
+                into.setdefault(node, match)
+
+    def _stored(self, problem: ShardingProblem, stage: Stage, sharding: StageSharding) -> Iterator[tuple[str, Stored]]:
+        """How the parameters of a stage are stored: those that the plan does not name are whole on every device."""
+        whole = (REPLICATE,) * len(sharding.mesh)
+        for key in stage.operators:
+            node = self._program.nodes.get(self._node_of.get(key, ""))
+            for source in node.all_input_nodes if node is not None else ():
+                name = str(source.target)
+                if source.op == "get_attr" and name in problem.stored:
+                    yield name, sharding.stored.get(name, Stored(whole, whole))
+
+
+def _is_like(sharding: StageSharding | None, other: StageSharding) -> bool:
+    return sharding is not None and sharding.mesh == other.mesh
+
+
+def _is(strategy: Strategy, wanted: OperatorPlacements | None) -> bool:
+    """Whether a strategy has these placements; None: every device does the operator whole."""
+    if wanted is None:
+        return all(code == REPLICATE for side in strategy.placements for layout in side for code in layout)
+    return strategy.placements == wanted

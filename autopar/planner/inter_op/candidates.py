@@ -22,12 +22,13 @@ from autopar.plan.validation import places
 from autopar.planner.arrangement import Arrangement
 from autopar.planner.inter_op.atom_times import AtomTimes, atom_times
 from autopar.planner.inter_op.atoms import make_atoms
+from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.cut_selection import PartitionResult, cuts_worth_looking_at, most_cuts, refine
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_assignment import assign_groups
 from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
-from autopar.planner.inter_op.partition import relaxed_bound, solve
+from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Solution, Space
 from autopar.planner.inter_op.search_budget import COARSE, EXACT, EXACT_STATES, ONE_OF_SEVERAL
 from autopar.planner.inter_op.stage_bytes import Shared

@@ -1,14 +1,32 @@
-"""Which cuts a search looks at, and improving a partition over more cuts near its own."""
+"""Which cuts a search looks at, and improving a partition over more cuts.
+
+1. first       all cuts of a small graph, the most promising ones of another     `cuts_worth_looking_at`
+2. orders      all prefixes of one topological order after the other             `along_orders`
+3. near        cuts near those of the plan                                       `refine`
+4. all         whatever cuts a better plan could have                            `over_all_cuts`
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.planner.inter_op.cuts import AtomGraph, all_cuts, cuts_near, first_cuts
+from autopar.planner.inter_op.bounds import cut_bounds, relaxed_bound
+from autopar.planner.inter_op.cuts import (
+    AtomGraph,
+    Mask,
+    all_cuts,
+    cut_matrix,
+    cut_rows,
+    cuts_near,
+    every_mask,
+    first_cuts,
+    prefixes,
+)
+from autopar.planner.inter_op.orders import usual_orders
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import Problem, Solution
 
@@ -17,6 +35,12 @@ _WORK = 2e7
 _FEWEST_CUTS = 48
 # A round that gains less than this share is the last.
 _GAIN = 1e-4
+# Cuts of a graph that are listed at most, to find those that a better plan could have.
+_LISTED = 100_000
+_CHUNK = 4096
+_ROUNDING = 1e-9  # share of a bound that may be due to rounding
+
+ProblemOf = Callable[[np.ndarray], Problem]  # the problem over given cuts
 
 
 @dataclass(frozen=True)
@@ -26,6 +50,12 @@ class PartitionResult:
     problem: Problem
     solution: Solution
     complete: bool  # every cut of the graph was looked at
+    bound: float = 0.0  # s: no partition has a smaller objective, whatever its cuts
+
+    @property
+    def proven(self) -> bool:
+        """No partition of the graph is better."""
+        return self.bound >= self.solution.objective
 
     def stages(self) -> list[np.ndarray]:
         """The atoms of each stage, as masks [n]."""
@@ -50,10 +80,49 @@ def most_cuts(counts: Sequence[int], most: int) -> int:
     return int(min(most, max(_FEWEST_CUTS, math.sqrt(2 * _WORK / (states * len(counts))))))
 
 
+def best_partition(
+    graph: AtomGraph, problem_of: ProblemOf, *, counts: Sequence[int], limit: int, rounds: int
+) -> PartitionResult | None:
+    """The best partition found over all cuts of the graph; None if none fits.
+
+    It is never worse than the best one along any of `usual_orders`. `limit`: cuts in one dynamic program, except for
+    those along an order. `rounds`: times that the partition is improved over cuts near its own.
+    """
+    cuts, complete = cuts_worth_looking_at(graph, limit)
+    problem = problem_of(cuts)
+    solution = solve(problem, counts)
+    found = None if solution is None else PartitionResult(problem, solution, complete, solution.bound * complete)
+    if complete:
+        return found
+    found = along_orders(graph, found, problem_of, counts=counts)
+    if found is not None:
+        found = refine(graph, found, problem_of, counts=counts, limit=limit, rounds=rounds)
+    return over_all_cuts(graph, found, problem_of, counts=counts, limit=limit)
+
+
+def along_orders(
+    graph: AtomGraph,
+    found: PartitionResult | None,
+    problem_of: ProblemOf,
+    *,
+    counts: Sequence[int],
+    tolerance: float = 0.0,
+    exactly: bool = False,
+) -> PartitionResult | None:
+    """`found`, or a better partition whose cuts are prefixes of one of `usual_orders`."""
+    for order in usual_orders(graph.before, graph.after):
+        problem = problem_of(prefixes(order))
+        cutoff = math.inf if found is None else found.solution.objective
+        solution = solve(problem, counts, cutoff=cutoff, tolerance=tolerance, exactly=exactly)
+        if solution is not None:
+            found = PartitionResult(problem, solution, False)
+    return found
+
+
 def refine(
     graph: AtomGraph,
     found: PartitionResult,
-    problem_of: Callable[[np.ndarray], Problem],
+    problem_of: ProblemOf,
     *,
     counts: Sequence[int],
     limit: int,
@@ -71,3 +140,44 @@ def refine(
         if gain < _GAIN:
             break
     return found
+
+
+def over_all_cuts(
+    graph: AtomGraph, found: PartitionResult | None, problem_of: ProblemOf, *, counts: Sequence[int], limit: int
+) -> PartitionResult | None:
+    """`found`, or a better partition, with a bound on all others.
+
+    Of all cuts of the graph, only those count whose bound is below the partition found. If they are at most `limit`,
+    the result is the best there is; otherwise those with the lowest bounds are looked at, and the lowest bound of the
+    others is one for all partitions with any of these.
+    """
+    problem = problem_of(cut_matrix([0, (1 << graph.n) - 1], graph.n))
+    anywhere = relaxed_bound(problem, counts)
+    masks = every_mask(graph, _LISTED)
+    if masks is None:
+        return None if found is None else replace(found, bound=anywhere)
+    while True:
+        best = math.inf if found is None else found.solution.objective
+        masks, bounds = _below(masks, graph, problem, counts, best)
+        kept = problem_of(cut_matrix([0, *masks[:limit], (1 << graph.n) - 1], graph.n))
+        solution = solve(kept, counts, cutoff=best)
+        rest = float(bounds[limit]) if len(masks) > limit else math.inf
+        if solution is None:
+            return None if found is None else replace(found, bound=max(anywhere, min(best, rest)))
+        found = PartitionResult(kept, solution, False)
+        if math.isinf(rest):
+            return replace(found, bound=solution.bound)
+
+
+def _below(
+    masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int], best: float
+) -> tuple[list[Mask], np.ndarray]:
+    """The cuts that a partition with an objective below `best` may have, and their bounds, lowest first."""
+    parts = [
+        cut_bounds(problem, counts, cut_rows(masks[start : start + _CHUNK], graph.n))
+        for start in range(0, len(masks), _CHUNK)
+    ]
+    bounds = np.concatenate(parts) * (1 - _ROUNDING)
+    order = np.argsort(bounds, kind="stable")
+    order = order[bounds[order] < best]
+    return [masks[i] for i in order], bounds[order]

@@ -133,8 +133,8 @@ def parse_instance(instance: dict[str, Any]) -> Instance:
 
 
 def _order(edges: Iterable[dict[str, Any]], nodes: dict[Any, Any], atom: dict[Any, int]) -> list[tuple[int, int]]:
-    """(atom, atom whose stage is the same or later). Stages follow the forwards, and the backwards run through them from
-    the last to the first.
+    """(atom, atom whose stage is the same or later). Stages follow the forwards; backwards run through them from the
+    last to the first.
 
     Backward nodes come along with the forward node of their colour. Some have none, such as the sum of the gradients of
     all readers of a value; the edges between them and other backward nodes count the other way round:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,6 +74,11 @@ def cuts_worth_looking_at(graph: AtomGraph, limit: int) -> tuple[np.ndarray, boo
     return (first_cuts(graph, limit), False) if every is None else (every, True)
 
 
+def cuts_along_orders(graph: AtomGraph) -> list[np.ndarray]:
+    """The prefixes of each of the usual topological orders, [n + 1, n]."""
+    return [prefixes(order) for order in usual_orders(graph.before, graph.after)]
+
+
 def most_cuts(counts: Sequence[int], most: int) -> int:
     """The number of cuts that a dynamic program over `counts` devices of each kind can afford, at most `most`."""
     states = math.prod(c + 1 for c in counts)
@@ -85,7 +90,7 @@ def best_partition(
 ) -> PartitionResult | None:
     """The best partition found over all cuts of the graph; None if none fits.
 
-    It is never worse than the best one along any of `usual_orders`. `limit`: cuts in one dynamic program, except for
+    It is never worse than the best one along any of the usual orders. `limit`: cuts in one dynamic program, except for
     those along an order. `rounds`: times that the partition is improved over cuts near its own.
     """
     cuts, complete = cuts_worth_looking_at(graph, limit)
@@ -94,24 +99,22 @@ def best_partition(
     found = None if solution is None else PartitionResult(problem, solution, complete, solution.bound * complete)
     if complete:
         return found
-    found = along_orders(graph, found, problem_of, counts=counts)
+    found = along_orders(found, map(problem_of, cuts_along_orders(graph)), counts=counts)
     if found is not None:
         found = refine(graph, found, problem_of, counts=counts, limit=limit, rounds=rounds)
     return over_all_cuts(graph, found, problem_of, counts=counts, limit=limit)
 
 
 def along_orders(
-    graph: AtomGraph,
     found: PartitionResult | None,
-    problem_of: ProblemOf,
+    problems: Iterable[Problem],
     *,
     counts: Sequence[int],
     tolerance: float = 0.0,
     exactly: bool = False,
 ) -> PartitionResult | None:
-    """`found`, or a better partition whose cuts are prefixes of one of `usual_orders`."""
-    for order in usual_orders(graph.before, graph.after):
-        problem = problem_of(prefixes(order))
+    """`found`, or a better partition of one of `problems`, each over the prefixes of one order."""
+    for problem in problems:
         cutoff = math.inf if found is None else found.solution.objective
         solution = solve(problem, counts, cutoff=cutoff, tolerance=tolerance, exactly=exactly)
         if solution is not None:
@@ -143,7 +146,13 @@ def refine(
 
 
 def over_all_cuts(
-    graph: AtomGraph, found: PartitionResult | None, problem_of: ProblemOf, *, counts: Sequence[int], limit: int
+    graph: AtomGraph,
+    found: PartitionResult | None,
+    problem_of: ProblemOf,
+    *,
+    counts: Sequence[int],
+    limit: int,
+    tolerance: float = 0.0,
 ) -> PartitionResult | None:
     """`found`, or a better partition, with a bound on all others.
 
@@ -152,21 +161,22 @@ def over_all_cuts(
     others is one for all partitions with any of these.
     """
     problem = problem_of(cut_matrix([0, (1 << graph.n) - 1], graph.n))
-    anywhere = relaxed_bound(problem, counts)
+    bound = relaxed_bound(problem, counts)
     masks = every_mask(graph, _LISTED)
-    if masks is None:
-        return None if found is None else replace(found, bound=anywhere)
-    while True:
+    rest = 0.0  # no partition with a cut that is not looked at has a smaller objective
+    while masks is not None:
         best = math.inf if found is None else found.solution.objective
         masks, bounds = _below(masks, graph, problem, counts, best)
         kept = problem_of(cut_matrix([0, *masks[:limit], (1 << graph.n) - 1], graph.n))
-        solution = solve(kept, counts, cutoff=best)
-        rest = float(bounds[limit]) if len(masks) > limit else math.inf
+        solution = solve(kept, counts, cutoff=best, tolerance=tolerance)
+        rest = min(best * (1 - tolerance), float(bounds[limit]) if len(masks) > limit else math.inf)
         if solution is None:
-            return None if found is None else replace(found, bound=max(anywhere, min(best, rest)))
+            break
         found = PartitionResult(kept, solution, False)
-        if math.isinf(rest):
-            return replace(found, bound=solution.bound)
+        if len(masks) <= limit:
+            rest = solution.bound
+            break
+    return None if found is None else replace(found, bound=max(bound, rest))
 
 
 def _below(

@@ -53,17 +53,8 @@ def breadth_first(before: Neighbours, after: Neighbours) -> list[int]:
 
 
 def usual_orders(before: Neighbours, after: Neighbours) -> list[list[int]]:
-    """The different ones among: by number, depth first, breadth first, and the last two from the back.
-
-    From the back, atoms without predecessors run as late as they can.
-    """
-    orders = [
-        by_number(before, after),
-        depth_first(before, after),
-        depth_first(after, before)[::-1],
-        breadth_first(before, after),
-        breadth_first(after, before)[::-1],
-    ]
+    """By number, depth first and breadth first; equal ones once."""
+    orders = [by_number(before, after), depth_first(before, after), breadth_first(before, after)]
     return [order for i, order in enumerate(orders) if order not in orders[:i]]
 
 

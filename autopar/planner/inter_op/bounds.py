@@ -71,7 +71,9 @@ class _Relaxed:
             early = self.busy(np.array(first), before, sent, self.send)
             late = self.busy(self._counts - np.array(first), after, received, self.receive)
             np.minimum(slowest, np.maximum(early, late), out=slowest)
-        return self.fills(sent, received) + self.rounds * slowest
+        possible = np.isfinite(slowest)  # one device has no cut but those at its ends
+        seconds = self.fills(sent, received) + self.rounds * np.where(possible, slowest, 0.0)
+        return np.where(possible, seconds, np.inf)
 
     def busy(self, counts: np.ndarray, atoms: np.ndarray, nbytes: np.ndarray, link: np.ndarray) -> np.ndarray:
         """[n] seconds a micro-batch that the slowest of `counts` devices is busy at least, with these atoms [n, atoms]

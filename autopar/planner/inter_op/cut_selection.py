@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.planner.inter_op.bounds import cut_bounds, relaxed_bound
+from autopar.planner.inter_op.chain_bounds import chain_bounds
 from autopar.planner.inter_op.cuts import (
     AtomGraph,
     Mask,
@@ -93,16 +94,21 @@ def best_partition(
     It is never worse than the best one along any of the usual orders. `limit`: cuts in one dynamic program, except for
     those along an order. `rounds`: times that the partition is improved over cuts near its own.
     """
-    cuts, complete = cuts_worth_looking_at(graph, limit)
-    problem = problem_of(cuts)
-    solution = solve(problem, counts)
-    found = None if solution is None else PartitionResult(problem, solution, complete, solution.bound * complete)
-    if complete:
+    every = all_cuts(graph, limit)
+    if every is not None:
+        problem = problem_of(every)
+        solution = solve(problem, counts)
+        return None if solution is None else PartitionResult(problem, solution, True, solution.bound)
+    found = along_orders(None, map(problem_of, cuts_along_orders(graph)), counts=counts)
+    found = over_all_cuts(graph, found, problem_of, counts=counts, limit=limit)
+    if found is not None and found.proven:
         return found
-    found = along_orders(found, map(problem_of, cuts_along_orders(graph)), counts=counts)
-    if found is not None:
-        found = refine(graph, found, problem_of, counts=counts, limit=limit, rounds=rounds)
-    return over_all_cuts(graph, found, problem_of, counts=counts, limit=limit)
+    problem = problem_of(first_cuts(graph, limit))
+    best = along_orders(found, [problem], counts=counts)
+    if best is None:
+        return None
+    best = refine(graph, best, problem_of, counts=counts, limit=limit, rounds=rounds)
+    return best if best is found else over_all_cuts(graph, best, problem_of, counts=counts, limit=limit)
 
 
 def along_orders(
@@ -166,28 +172,41 @@ def over_all_cuts(
     rest = 0.0  # no partition with a cut that is not looked at has a smaller objective
     while masks is not None:
         best = math.inf if found is None else found.solution.objective
-        masks, bounds = _below(masks, graph, problem, counts, best)
-        kept = problem_of(cut_matrix([0, *masks[:limit], (1 << graph.n) - 1], graph.n))
+        masks, promising, rest = _below(masks, graph, problem, counts, best, limit)
+        kept = problem_of(cut_matrix([0, *promising, (1 << graph.n) - 1], graph.n))
         solution = solve(kept, counts, cutoff=best, tolerance=tolerance)
-        rest = min(best * (1 - tolerance), float(bounds[limit]) if len(masks) > limit else math.inf)
+        rest = min(rest, best * (1 - tolerance) if solution is None else solution.bound)
         if solution is None:
             break
         found = PartitionResult(kept, solution, False)
-        if len(masks) <= limit:
-            rest = solution.bound
+        if rest >= solution.bound:
             break
     return None if found is None else replace(found, bound=max(bound, rest))
 
 
 def _below(
-    masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int], best: float
-) -> tuple[list[Mask], np.ndarray]:
-    """The cuts that a partition with an objective below `best` may have, and their bounds, lowest first."""
+    masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int], best: float, limit: int
+) -> tuple[list[Mask], list[Mask], float]:
+    """(the cuts that a partition with an objective below `best` may have, the most promising `limit` of them, a bound
+    on the partitions with any of the others)."""
     parts = [
         cut_bounds(problem, counts, cut_rows(masks[start : start + _CHUNK], graph.n))
         for start in range(0, len(masks), _CHUNK)
     ]
-    bounds = np.concatenate(parts) * (1 - _ROUNDING)
+    masks, bounds = _lowest(masks, np.concatenate(parts), best)
+    promising, rest = masks, math.inf
+    tighter = chain_bounds(problem, counts, cut_rows(masks, graph.n), best) if masks else None
+    if tighter is not None:
+        rest = float(bounds[len(tighter)]) if len(tighter) < len(masks) else math.inf
+        promising, bounds = _lowest(masks[: len(tighter)], tighter, best)
+        masks = masks if math.isfinite(rest) else promising
+    if len(promising) > limit:
+        rest = min(rest, float(bounds[limit]))
+    return masks, promising[:limit], rest
+
+
+def _lowest(masks: list[Mask], bounds: np.ndarray, best: float) -> tuple[list[Mask], np.ndarray]:
+    bounds = bounds * (1 - _ROUNDING)
     order = np.argsort(bounds, kind="stable")
     order = order[bounds[order] < best]
     return [masks[i] for i in order], bounds[order]

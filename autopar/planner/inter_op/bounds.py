@@ -29,7 +29,7 @@ def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
     """A lower bound in seconds on every plan on at most `counts` devices, whatever its cuts."""
     everything, nothing = np.ones((1, problem.n_atoms)), np.zeros(1)
     relaxed = _Relaxed(problem, counts)
-    slowest = relaxed.busy(np.array(counts), everything, nothing, relaxed.send)
+    slowest = relaxed.busy(np.array(counts), everything, nothing, nothing)
     return float((relaxed.fills(nothing, nothing) + relaxed.rounds * slowest)[0])
 
 
@@ -54,8 +54,8 @@ class _Relaxed:
         totals = self._work.sum(axis=1)
         self._speed = np.where(totals > 0, 1 / np.where(totals > 0, totals, 1.0), 1.0)
         kinds = problem.kinds
-        self.send = self._cheapest([kind.send_seconds_per_byte for kind in kinds])  # [n_pools] s per byte
-        self.receive = self._cheapest([kind.seconds_per_byte for kind in kinds])
+        self._send = self._cheapest([kind.send_seconds_per_byte for kind in kinds])  # [n_pools] s per byte
+        self._receive = self._cheapest([kind.seconds_per_byte for kind in kinds])
         most_replicas = min(problem.max_replicas, problem.n_microbatches, int(self._counts.max()))
         self.rounds = max(problem.n_microbatches * problem.chunks - most_replicas, 0)
         # Where kinds differ in what they send, transfers count as free.
@@ -63,21 +63,23 @@ class _Relaxed:
 
     def with_cuts(self, cuts: np.ndarray) -> np.ndarray:
         """`cut_bounds`."""
-        sent, gradient = self._problem.bytes_share * crossing(self._values, cuts)
-        received = sent + gradient
+        share = self._problem.bytes_share
+        # Values may also be read before the cut and produced after it.
+        later, earlier = share * crossing(self._values, cuts), share * crossing(self._values, ~cuts)
         before, after = cuts.astype(float), (~cuts).astype(float)
         slowest = np.full(len(cuts), np.inf)
         for first in itertools.product(*(range(count + 1) for count in self._counts)):
-            early = self.busy(np.array(first), before, sent, self.send)
-            late = self.busy(self._counts - np.array(first), after, received, self.receive)
+            early = self.busy(np.array(first), before, later[0], earlier.sum(axis=0))
+            late = self.busy(self._counts - np.array(first), after, earlier[0], later.sum(axis=0))
             np.minimum(slowest, np.maximum(early, late), out=slowest)
         possible = np.isfinite(slowest)  # one device has no cut but those at its ends
-        seconds = self.fills(sent, received) + self.rounds * np.where(possible, slowest, 0.0)
+        both = later + earlier
+        seconds = self.fills(both[0], both.sum(axis=0)) + self.rounds * np.where(possible, slowest, 0.0)
         return np.where(possible, seconds, np.inf)
 
-    def busy(self, counts: np.ndarray, atoms: np.ndarray, nbytes: np.ndarray, link: np.ndarray) -> np.ndarray:
+    def busy(self, counts: np.ndarray, atoms: np.ndarray, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
         """[n] seconds a micro-batch that the slowest of `counts` devices is busy at least, with these atoms [n, atoms]
-        and transfers [n].
+        and bytes [n].
 
         For any weights a_k of the pools with sum_k a_k count_k = 1, it is at least sum_i min_k a_k w_ki (duality);
         weights by speed make that tight where pools differ by a factor alone.
@@ -87,7 +89,8 @@ class _Relaxed:
             return np.where(atoms.any(axis=1), np.inf, 0.0)
         multiplier = self._speed[used] / (self._speed[used] @ counts[used])
         seconds = (multiplier[:, None] * self._work[used]).min(axis=0)
-        return np.asarray(atoms @ seconds + (multiplier * link[used]).min() * nbytes)
+        transfers = (multiplier * self._send[used]).min() * sent + (multiplier * self._receive[used]).min() * received
+        return np.asarray(atoms @ seconds + transfers)
 
     def fills(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
         """[n] seconds of the first micro-batch at least."""
@@ -96,7 +99,7 @@ class _Relaxed:
             return np.zeros(len(sent))
         delayed = 0.0 if problem.weight is None else problem.weight
         work = (self._every - 2 * delayed)[np.isin(self._pools, used)].min(axis=0).sum()
-        transfers = self.send[used].min() * sent + self.receive[used].min() * received
+        transfers = self._send[used].min() * sent + self._receive[used].min() * received
         return np.maximum(work + transfers, 0.0) / problem.chunks
 
     def _cheapest(self, seconds: Sequence[float]) -> np.ndarray:

@@ -1,14 +1,16 @@
 """Lower bounds on the largest load of plans with a given cut, from all the other cuts that the plan could have.
 
 The load of the stage between cuts I and J is its work, what it receives and what it sends. A value crosses I if it is
-produced before I and has a reader after it. The stage receives what crosses I, unless no reader is in it; and sends what
-crosses J, unless it was produced before I:
+produced before I and has a reader after it. The stage receives what crosses I, unless no reader is in it; it sends
+what crosses J, unless it was produced before I:
 
     received = (crosses I) - (crosses I, as many readers before I as before J)
     sent     = (crosses J) - (produced before I, crosses J)
 
-What is subtracted are matrix products for all pairs of cuts. A dynamic program over the loads from the front and one
-from the back meet at each cut. Only pairs whose load is below the best plan's are kept, which are few.
+What is subtracted are matrix products for all pairs of cuts. Values whose readers come before their producer (backward
+nodes may come along with forward nodes that run early) are the same thing seen from the other end. A dynamic program
+over the loads from the front and one from the back meet at each cut. Only pairs whose load is below the best plan's are
+kept, which are few.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class _Pairs(NamedTuple):
 
 
 def chain_bounds(problem: Problem, counts: Sequence[int], cuts: np.ndarray, best: float) -> np.ndarray | None:
-    """[n] lower bounds in seconds on every plan that has only cuts among the first n of `cuts` [n_cuts, atoms], has this
-    one, and is better than `best`; inf where there is no such plan.
+    """[n] lower bounds in seconds on every plan that has this cut, only others among the first n of `cuts`
+    [n_cuts, atoms], and is better than `best`; inf where there is no such plan.
 
     n is the number of cuts that can be afforded. None where the sum of stages counts or stages have replicas.
     """
@@ -115,45 +117,74 @@ def _stages(problem: Problem, cuts: np.ndarray, least: np.ndarray, best: float) 
     return [_Pairs(pool, *columns) for pool, columns in zip(problem.pools, stages, strict=True)]
 
 
+class _Sent(NamedTuple):
+    """A value, or several with the same producer and readers."""
+
+    producer: int
+    readers: tuple[int, ...]  # all after the producer, or all before it
+    nbytes: float  # of a micro-batch, counted to stages that send it
+    both_ways: float  # with its gradient, counted to stages that receive it
+
+
 class _Transfers:
-    """Bytes of a micro-batch that stages between cuts receive and send; values with the same producer and readers are
-    one."""
+    """Bytes of a micro-batch that stages between cuts receive and send at least."""
 
     def __init__(self, problem: Problem, cuts: np.ndarray) -> None:
-        total: dict[tuple[int, tuple[int, ...]], list[float]] = {}
+        total: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         for value in problem.space.values:
-            readers = tuple(sorted(set(value.consumers) - {value.producer}))
-            if readers and (value.nbytes or value.grad_nbytes):
-                both = total.setdefault((value.producer, readers), [0.0, 0.0])
-                both[0] += value.nbytes * problem.bytes_share
-                both[1] += value.grad_nbytes * problem.bytes_share
-        self._produced = cuts[:, [producer for producer, _ in total]].astype(float)
-        self._nbytes = np.array([nbytes for nbytes, _ in total.values()])
+            key = (value.producer, tuple(sorted(set(value.consumers) - {value.producer})))
+            nbytes = np.array([value.nbytes, value.nbytes + value.grad_nbytes]) * problem.bytes_share
+            if nbytes.any():
+                total[key] = total.get(key, 0.0) + nbytes
+        later, earlier = list[_Sent](), list[_Sent]()
+        for (producer, readers), (nbytes, both_ways) in total.items():
+            # Readers that come before the producer in one cut and after it in another do not count.
+            after = tuple(r for r in readers if not (cuts[:, r] & ~cuts[:, producer]).any())
+            before = tuple(r for r in readers if r not in after and not (cuts[:, producer] & ~cuts[:, r]).any())
+            if after:
+                later.append(_Sent(producer, after, nbytes, both_ways))
+            if before:
+                earlier.append(_Sent(producer, before, 0.0 if after else nbytes, both_ways))  # sent once
+        self._later, self._earlier = _OneWay(cuts, later), _OneWay(~cuts, earlier)
+
+    def received(self, rows: slice, columns: slice) -> np.ndarray:
+        """[rows, columns] by stages from each cut of `rows` to each of `columns`."""
+        return self._later.received(rows, columns) + self._earlier.received(columns, rows).T
+
+    def sent(self, rows: slice, columns: slice) -> np.ndarray:
+        """[rows, columns] by stages from each cut of `rows` to each of `columns`."""
+        return self._later.sent(rows, columns) + self._earlier.sent(columns, rows).T
+
+
+class _OneWay:
+    """Transfers of values whose readers come after their producers."""
+
+    def __init__(self, cuts: np.ndarray, values: list[_Sent]) -> None:
+        self._produced = cuts[:, [value.producer for value in values]].astype(float)
+        self._nbytes = np.array([value.nbytes for value in values])
         self._crosses = np.zeros_like(self._produced)
-        crosses_with, same, both_ways = [], [], []
-        for column, ((_, readers), nbytes) in enumerate(total.items()):
-            n_read = cuts[:, list(readers)].sum(axis=1)
-            for number in range(len(readers)):
-                here = n_read == number
-                crosses_with.append(here * self._produced[:, column])
-                same.append(here)
-                both_ways.append(sum(nbytes))
-            self._crosses[:, column] = self._produced[:, column] * (n_read < len(readers))
-        shape = (len(both_ways), len(cuts))
-        self._crosses_with = np.array(crosses_with, dtype=float).reshape(shape).T  # by number of readers before the cut
-        self._same = np.array(same, dtype=float).reshape(shape)
-        self._both_ways = np.array(both_ways)
+        self._both_ways = np.array([value.both_ways for value in values for _ in value.readers])
+        # By value and number of readers before the cut.
+        self._same = np.zeros((len(cuts), len(self._both_ways)))
+        self._crosses_with = np.zeros_like(self._same)
+        at = 0
+        for column, value in enumerate(values):
+            n_read = cuts[:, list(value.readers)].sum(axis=1)
+            self._crosses[:, column] = self._produced[:, column] * (n_read < len(value.readers))
+            for number in range(len(value.readers)):
+                self._same[:, at] = n_read == number
+                self._crosses_with[:, at] = self._same[:, at] * self._produced[:, column]
+                at += 1
         self._arriving = self._crosses_with @ self._both_ways
         self._leaving = self._crosses @ self._nbytes
 
-    def received(self, rows: slice, columns: slice) -> np.ndarray:
-        """[rows, columns] forward and backward, by stages from each cut of `rows` to each of `columns`."""
-        unread = (self._crosses_with[rows] * self._both_ways) @ self._same[:, columns]
-        return np.asarray(self._arriving[rows, None] - unread)
+    def received(self, starts: slice, stops: slice) -> np.ndarray:
+        unread = (self._crosses_with[starts] * self._both_ways) @ self._same[stops].T
+        return np.asarray(self._arriving[starts, None] - unread)
 
-    def sent(self, rows: slice, columns: slice) -> np.ndarray:
-        earlier = (self._produced[rows] * self._nbytes) @ self._crosses[columns].T
-        return np.asarray(self._leaving[None, columns] - earlier)
+    def sent(self, starts: slice, stops: slice) -> np.ndarray:
+        earlier = (self._produced[starts] * self._nbytes) @ self._crosses[stops].T
+        return np.asarray(self._leaving[None, stops] - earlier)
 
 
 def _least_loads(

@@ -63,9 +63,7 @@ class _Relaxed:
 
     def with_cuts(self, cuts: np.ndarray) -> np.ndarray:
         """`cut_bounds`."""
-        share = self._problem.bytes_share
-        # Values may also be read before the cut and produced after it.
-        later, earlier = share * crossing(self._values, cuts), share * crossing(self._values, ~cuts)
+        later, earlier = self._problem.bytes_share * crossing(self._values, cuts)
         before, after = cuts.astype(float), (~cuts).astype(float)
         slowest = np.full(len(cuts), np.inf)
         for first in itertools.product(*(range(count + 1) for count in self._counts)):

@@ -23,8 +23,8 @@ import numpy as np
 from autopar.planner.inter_op.problem import Problem
 
 _ROWS = 256  # cuts at a time, to bound memory
-_PAIRS = 1.2e7  # most pairs of cuts
-_WORK = 1.5e10  # most multiplications
+_PAIRS = 8e6  # most pairs of cuts
+_WORK = 1e10  # most multiplications
 
 
 class _Pairs(NamedTuple):
@@ -40,15 +40,18 @@ class _Pairs(NamedTuple):
         return _Pairs(self.pool, self.stop[order], self.start[order], self.load[order])
 
 
-def chain_bounds(problem: Problem, counts: Sequence[int], cuts: np.ndarray, best: float) -> np.ndarray | None:
+def chain_bounds(
+    problem: Problem, counts: Sequence[int], cuts: np.ndarray, best: float, effort: float = 1.0
+) -> np.ndarray | None:
     """[n] lower bounds in seconds on every plan that has this cut, only others among the first n of `cuts`
     [n_cuts, atoms], and is better than `best`; inf where there is no such plan.
 
-    n is the number of cuts that can be afforded. None where the sum of stages counts or stages have replicas.
+    n is the number of cuts that can be afforded with `effort`, a share of the most there is. None where the sum of
+    stages counts or stages have replicas.
     """
     if problem.sum_counts or problem.max_replicas > 1 or any(kind.space for kind in problem.kinds):
         return None
-    cuts = cuts[: _affordable(problem, cuts, best)]
+    cuts = cuts[: _affordable(problem, cuts, best, effort)]
     sizes = cuts.sum(axis=1)
     if not (sizes == 0).any() or not (sizes == problem.n_atoms).any():
         return None
@@ -69,14 +72,14 @@ def chain_bounds(problem: Problem, counts: Sequence[int], cuts: np.ndarray, best
     return found
 
 
-def _affordable(problem: Problem, cuts: np.ndarray, best: float) -> int:
+def _affordable(problem: Problem, cuts: np.ndarray, best: float, effort: float) -> int:
     """How many of the first cuts do not take too long."""
     n_columns = sum(1 + len(value.consumers) for value in problem.space.values)
     least, n = _least_work(problem, cuts), len(cuts)
     while n:
         ends = _ends(problem, np.sort(least[:n]), best)
         pairs = float((ends - np.arange(n)).sum())
-        if pairs <= _PAIRS and pairs * (cuts.shape[1] + n_columns) <= _WORK:
+        if pairs <= effort * _PAIRS and pairs * (cuts.shape[1] + n_columns) <= effort * _WORK:
             break
         n = n * 7 // 8
     return n
@@ -138,9 +141,12 @@ class _Transfers:
                 total[key] = total.get(key, 0.0) + nbytes
         later, earlier = list[_Sent](), list[_Sent]()
         for (producer, readers), (nbytes, both_ways) in total.items():
+            made = cuts[:, [producer]]
+            first = (made & ~cuts[:, list(readers)]).any(axis=0)  # the producer comes before the reader in some cut
+            last = (~made & cuts[:, list(readers)]).any(axis=0)
             # Readers that come before the producer in one cut and after it in another do not count.
-            after = tuple(r for r in readers if not (cuts[:, r] & ~cuts[:, producer]).any())
-            before = tuple(r for r in readers if r not in after and not (cuts[:, producer] & ~cuts[:, r]).any())
+            after = tuple(r for r, f, b in zip(readers, first, last, strict=True) if f and not b)
+            before = tuple(r for r, f, b in zip(readers, first, last, strict=True) if b and not f)
             if after:
                 later.append(_Sent(producer, after, nbytes, both_ways))
             if before:

@@ -39,7 +39,8 @@ _GAIN = 1e-4
 # Cuts of a graph that are listed at most, to find those that a better plan could have.
 _LISTED = 100_000
 _CHUNK = 4096
-_ROUNDING = 1e-9  # share of a bound that may be due to rounding
+_FIRST_EFFORT = 0.2  # share of the effort that a better partition is first looked for with
+_ROUNDING = 1e-9  # share of an objective or a bound that may be due to rounding
 
 ProblemOf = Callable[[np.ndarray], Problem]  # the problem over given cuts
 
@@ -56,7 +57,7 @@ class PartitionResult:
     @property
     def proven(self) -> bool:
         """No partition of the graph is better."""
-        return self.bound >= self.solution.objective
+        return self.bound >= self.solution.objective * (1 - 2 * _ROUNDING)
 
     def stages(self) -> list[np.ndarray]:
         """The atoms of each stage, as masks [n]."""
@@ -100,7 +101,7 @@ def best_partition(
         solution = solve(problem, counts)
         return None if solution is None else PartitionResult(problem, solution, True, solution.bound)
     found = along_orders(None, map(problem_of, cuts_along_orders(graph)), counts=counts)
-    found = over_all_cuts(graph, found, problem_of, counts=counts, limit=limit)
+    found = over_all_cuts(graph, found, problem_of, counts=counts, limit=limit // 2)
     if found is not None and found.proven:
         return found
     problem = problem_of(first_cuts(graph, limit))
@@ -108,7 +109,7 @@ def best_partition(
     if best is None:
         return None
     best = refine(graph, best, problem_of, counts=counts, limit=limit, rounds=rounds)
-    return best if best is found else over_all_cuts(graph, best, problem_of, counts=counts, limit=limit)
+    return best if best is found else over_all_cuts(graph, best, problem_of, counts=counts, limit=limit // 2)
 
 
 def along_orders(
@@ -121,7 +122,7 @@ def along_orders(
 ) -> PartitionResult | None:
     """`found`, or a better partition of one of `problems`, each over the prefixes of one order."""
     for problem in problems:
-        cutoff = math.inf if found is None else found.solution.objective
+        cutoff = math.inf if found is None else found.solution.objective * (1 - _ROUNDING)
         solution = solve(problem, counts, cutoff=cutoff, tolerance=tolerance, exactly=exactly)
         if solution is not None:
             found = PartitionResult(problem, solution, False)
@@ -170,22 +171,25 @@ def over_all_cuts(
     bound = relaxed_bound(problem, counts)
     masks = every_mask(graph, _LISTED)
     rest = 0.0  # no partition with a cut that is not looked at has a smaller objective
+    effort = _FIRST_EFFORT
     while masks is not None:
-        best = math.inf if found is None else found.solution.objective
-        masks, promising, rest = _below(masks, graph, problem, counts, best, limit)
+        best = math.inf if found is None else found.solution.objective * (1 - _ROUNDING)
+        masks, promising, rest = _below(masks, graph, problem, counts, best, limit, effort)
         kept = problem_of(cut_matrix([0, *promising, (1 << graph.n) - 1], graph.n))
         solution = solve(kept, counts, cutoff=best, tolerance=tolerance)
         rest = min(rest, best * (1 - tolerance) if solution is None else solution.bound)
-        if solution is None:
+        if solution is not None:
+            found = PartitionResult(kept, solution, False)
+        elif effort == 1:
             break
-        found = PartitionResult(kept, solution, False)
-        if rest >= solution.bound:
+        if found is not None and rest >= found.solution.objective * (1 - tolerance - _ROUNDING):
             break
+        effort = 1.0
     return None if found is None else replace(found, bound=max(bound, rest))
 
 
 def _below(
-    masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int], best: float, limit: int
+    masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int], best: float, limit: int, effort: float
 ) -> tuple[list[Mask], list[Mask], float]:
     """(the cuts that a partition with an objective below `best` may have, the most promising `limit` of them, a bound
     on the partitions with any of the others)."""
@@ -195,7 +199,7 @@ def _below(
     ]
     masks, bounds = _lowest(masks, np.concatenate(parts), best)
     promising, rest = masks, math.inf
-    tighter = chain_bounds(problem, counts, cut_rows(masks, graph.n), best) if masks else None
+    tighter = chain_bounds(problem, counts, cut_rows(masks, graph.n), best, effort) if masks else None
     if tighter is not None:
         rest = float(bounds[len(tighter)]) if len(tighter) < len(masks) else math.inf
         promising, bounds = _lowest(masks[: len(tighter)], tighter, best)
@@ -206,7 +210,7 @@ def _below(
 
 
 def _lowest(masks: list[Mask], bounds: np.ndarray, best: float) -> tuple[list[Mask], np.ndarray]:
-    bounds = bounds * (1 - _ROUNDING)
+    """Masks with bounds below `best`, lowest first."""
     order = np.argsort(bounds, kind="stable")
     order = order[bounds[order] < best]
     return [masks[i] for i in order], bounds[order]

@@ -90,19 +90,21 @@ class AtomGraph:
 
     def crossing(self, cuts: np.ndarray) -> np.ndarray:
         """[n_cuts] bytes, forward and backward, of values produced before each cut [n_cuts, n], read after it."""
-        return np.asarray(crossing(self.values, cuts).sum(axis=0))
+        return np.asarray(crossing(self.values, cuts)[0].sum(axis=0))
 
 
 def crossing(values: Iterable[Value], cuts: np.ndarray) -> np.ndarray:
-    """[2, n_cuts] bytes forward and backward of values that are produced before each cut and read after it."""
+    """[2, 2, n_cuts] bytes, forward and backward, of values that are produced before each cut and read after it, and of
+    values that are read before it and produced after it."""
     read = [v for v in values if v.consumers]
-    if not read:
-        return np.zeros((2, len(cuts)))
-    lengths = [len(v.consumers) for v in read]
-    readers = cuts[:, [c for v in read for c in v.consumers]]
-    all_read = np.logical_and.reduceat(readers, np.cumsum([0, *lengths[:-1]]), axis=1)
-    crosses = cuts[:, [v.producer for v in read]] & ~all_read
-    return np.array([[v.nbytes for v in read], [v.grad_nbytes for v in read]]) @ crosses.T
+    readers = np.zeros((cuts.shape[1], len(read)), dtype=np.float32)
+    for column, value in enumerate(read):
+        readers[list(value.consumers), column] = 1
+    n_read = cuts.astype(np.float32) @ readers
+    produced = cuts[:, [v.producer for v in read]]
+    nbytes = np.array([[v.nbytes, v.grad_nbytes] for v in read]).reshape(-1, 2)
+    crosses = produced & (n_read < readers.sum(axis=0)), ~produced & (n_read > 0)
+    return np.array([(c.astype(float) @ nbytes).T for c in crosses])
 
 
 def all_cuts(graph: AtomGraph, limit: int) -> np.ndarray | None:

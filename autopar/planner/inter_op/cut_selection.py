@@ -39,7 +39,8 @@ _GAIN = 1e-4
 # Cuts of a graph that are listed at most, to find those that a better plan could have.
 _LISTED = 100_000
 _CHUNK = 4096
-_FIRST_EFFORT = 0.2  # share of the effort that a better partition is first looked for with
+_FEW = 4000
+_FIRST_EFFORT = 0.2  # of more than `_FEW` cuts: share of the effort that a better partition is first looked for with
 _ROUNDING = 1e-9  # share of an objective or a bound that may be due to rounding
 
 ProblemOf = Callable[[np.ndarray], Problem]  # the problem over given cuts
@@ -171,7 +172,7 @@ def over_all_cuts(
     bound = relaxed_bound(problem, counts)
     masks = every_mask(graph, _LISTED)
     rest = 0.0  # no partition with a cut that is not looked at has a smaller objective
-    effort = _FIRST_EFFORT
+    effort = 1.0 if masks is None or len(masks) <= _FEW else _FIRST_EFFORT
     while masks is not None:
         best = math.inf if found is None else found.solution.objective * (1 - _ROUNDING)
         masks, promising, rest = _below(masks, graph, problem, counts, best, limit, effort)

@@ -29,10 +29,11 @@ def load(instance: Instance, inside: frozenset[Any], on_cpu: bool) -> float:
     return seconds + float(sum(crossing.values()))
 
 
-def contracted(instance: Instance) -> tuple[Groups, set[tuple[int, int]]]:
+def contracted(instance: Instance, together: bool = False) -> tuple[Groups, set[tuple[int, int]]]:
     """Groups in the order of their first nodes, and which of them comes before which.
 
     Forward edges count as they are, backward edges the other way round where a node has no forward one of its colour.
+    `together`: what takes no time goes with the only one that it is linked with, unless memory could be short.
     """
     backward = {node["id"]: bool(node["isBackwardNode"]) for node in instance["nodes"]}
     colour = {
@@ -49,6 +50,15 @@ def contracted(instance: Instance) -> tuple[Groups, set[tuple[int, int]]]:
         if backward[source] and backward[target] and not {colour[source], colour[target]} <= forward_colours:
             graph.add_edge(colour[target], colour[source])
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    if together and sum(node["size"] for node in instance["nodes"]) <= instance["maxSizePerFPGA"]:
+        links = nx.Graph(graph)
+        links.add_edges_from((colour[e["sourceId"]], colour[e["destId"]]) for e in instance["edges"])
+        links.remove_edges_from(list(nx.selfloop_edges(links)))
+        busy = {colour[n["id"]] for n in instance["nodes"] if n["fpgaLatency"] or n["cpuLatency"]}
+        for group in set(links) - busy:
+            if links.degree(group) == 1:
+                other = next(iter(links[group]))
+                graph.add_edges_from([(group, other), (other, group)])
     merged = nx.condensation(graph)
     place = {i: at for at, i in enumerate(backward)}
     members = {g: frozenset(i for i in backward if colour[i] in merged.nodes[g]["members"]) for g in merged}
@@ -65,7 +75,7 @@ def least_load(instance: Instance) -> float:
 
 def least_along_orders(instance: Instance) -> float:
     """Over all chains of prefixes of one topological order."""
-    groups, edges = contracted(instance)
+    groups, edges = contracted(instance, together=True)
     found = [_least(instance, groups, prefix_sets(order)) for order in orders(len(groups), edges).values()]
     return min(found)
 

@@ -23,8 +23,8 @@ import numpy as np
 from autopar.planner.inter_op.problem import Problem
 
 _ROWS = 256  # cuts at a time, to bound memory
-_PAIRS = 8e6  # most pairs of cuts
-_WORK = 1e10  # most multiplications
+_PAIRS = 1.2e7  # most pairs of cuts
+_WORK = 1.3e10  # most multiplications
 
 
 class _Pairs(NamedTuple):

@@ -110,7 +110,7 @@ def best_partition(
     if best is None:
         return None
     best = refine(graph, best, problem_of, counts=counts, limit=limit, rounds=rounds)
-    return best if best is found else over_all_cuts(graph, best, problem_of, counts=counts, limit=limit // 2)
+    return replace(best, bound=relaxed_bound(problem, counts) if found is None else found.bound)
 
 
 def along_orders(
@@ -181,7 +181,7 @@ def over_all_cuts(
         rest = min(rest, best * (1 - tolerance) if solution is None else solution.bound)
         if solution is not None:
             found = PartitionResult(kept, solution, False)
-        elif effort == 1:
+        if effort == 1 and (solution is None or len(masks) > _FEW):
             break
         if found is not None and rest >= found.solution.objective * (1 - tolerance - _ROUNDING):
             break

@@ -172,10 +172,11 @@ def over_all_cuts(
     bound = relaxed_bound(problem, counts)
     masks = every_mask(graph, _LISTED)
     rest = 0.0  # no partition with a cut that is not looked at has a smaller objective
+    bounds = _bounds(masks or [], graph, problem, counts)
     effort = 1.0 if masks is None or len(masks) <= _FEW else _FIRST_EFFORT
     while masks is not None:
         best = math.inf if found is None else found.solution.objective * (1 - _ROUNDING)
-        masks, promising, rest = _below(masks, graph, problem, counts, best, limit, effort)
+        masks, bounds, promising, rest = _below(masks, bounds, graph, problem, counts, best, limit, effort)
         kept = problem_of(cut_matrix([0, *promising, (1 << graph.n) - 1], graph.n))
         solution = solve(kept, counts, cutoff=best, tolerance=tolerance)
         rest = min(rest, best * (1 - tolerance) if solution is None else solution.bound)
@@ -189,25 +190,37 @@ def over_all_cuts(
     return None if found is None else replace(found, bound=max(bound, rest))
 
 
+def _bounds(masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int]) -> np.ndarray:
+    """`cut_bounds` of the masks."""
+    starts = range(0, len(masks), _CHUNK)
+    parts = [cut_bounds(problem, counts, cut_rows(masks[at : at + _CHUNK], graph.n)) for at in starts]
+    return np.concatenate([np.zeros(0), *parts])
+
+
 def _below(
-    masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int], best: float, limit: int, effort: float
-) -> tuple[list[Mask], list[Mask], float]:
-    """(the cuts that a partition with an objective below `best` may have, the most promising `limit` of them, a bound
-    on the partitions with any of the others)."""
-    parts = [
-        cut_bounds(problem, counts, cut_rows(masks[start : start + _CHUNK], graph.n))
-        for start in range(0, len(masks), _CHUNK)
-    ]
-    masks, bounds = _lowest(masks, np.concatenate(parts), best)
-    promising, rest = masks, math.inf
-    tighter = chain_bounds(problem, counts, cut_rows(masks, graph.n), best, effort) if masks else None
-    if tighter is not None:
-        rest = float(bounds[len(tighter)]) if len(tighter) < len(masks) else math.inf
-        promising, bounds = _lowest(masks[: len(tighter)], tighter, best)
-        masks = masks if math.isfinite(rest) else promising
+    masks: list[Mask],
+    bounds: np.ndarray,
+    graph: AtomGraph,
+    problem: Problem,
+    counts: Sequence[int],
+    best: float,
+    limit: int,
+    effort: float,
+) -> tuple[list[Mask], np.ndarray, list[Mask], float]:
+    """(the cuts that a partition with an objective below `best` may have, their bounds, the most promising `limit` of
+    them, a bound on the partitions with any of the others)."""
+    masks, bounds = _lowest(masks, bounds, best)
+    promising, tight, rest = masks, bounds, math.inf
+    chains = chain_bounds(problem, counts, cut_rows(masks, graph.n), best, effort) if masks else None
+    if chains is not None:
+        promising, tight = _lowest(masks[: len(chains)], chains, best)
+        if len(chains) < len(masks):
+            rest = float(bounds[len(chains)])
+        else:
+            masks, bounds = promising, tight
     if len(promising) > limit:
-        rest = min(rest, float(bounds[limit]))
-    return masks, promising[:limit], rest
+        rest = min(rest, float(tight[limit]))
+    return masks, bounds, promising[:limit], rest
 
 
 def _lowest(masks: list[Mask], bounds: np.ndarray, best: float) -> tuple[list[Mask], np.ndarray]:

@@ -11,7 +11,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partition_oracle import closed_sets
+from instance_oracle import least_along_orders, least_load
 
 from benchmarks.__main__ import main
 from benchmarks.partition_instances import parse_instance, solve_instance
@@ -53,43 +53,70 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def load(instance: dict[str, Any], inside: frozenset[Any], on_cpu: bool) -> float:
-    """Seconds of the nodes `inside` on one device."""
-    nodes = {node["id"]: node for node in instance["nodes"]}
-    if on_cpu:
-        return float(sum(nodes[i]["cpuLatency"] for i in inside))
-    if sum(nodes[i]["size"] for i in inside) > instance["maxSizePerFPGA"]:
-        return math.inf
-    crossing = {
-        e["sourceId"]: e["cost"] for e in instance["edges"] if (e["sourceId"] in inside) != (e["destId"] in inside)
+@st.composite
+def training_graphs(draw: st.DrawFn) -> dict[str, Any]:
+    """Forward nodes with backward nodes that mirror them; most share a colour, and some gradients are summed first."""
+    n = draw(st.integers(3, 8))
+    tenths = st.integers(0, 60).map(lambda x: x / 10)
+    pairs = [(a, b) for a in range(n) for b in range(a + 1, min(n, a + 5))]
+    forward = sorted(set(draw(st.lists(st.sampled_from(pairs), min_size=n - 1, max_size=2 * n))))
+    readers = {a: [b for x, b in forward if x == a] for a in range(n)}
+    summed = {a for a in range(n) if len(readers[a]) > 1 and draw(st.booleans())}
+    edges = [*forward, *((b + 100, a + (200 if a in summed else 100)) for a, b in forward)]
+    edges += [(a + 200, a + 100) for a in summed]
+    edges += [(a, b + 100) for a, b in forward if draw(st.booleans())]  # saved for backward
+    uncoloured = {a + 100 for a in range(n) if draw(st.integers(0, 4)) == 0} | {a + 200 for a in summed}
+    ids = [*range(n), *(a + 100 for a in reversed(range(n))), *(a + 200 for a in sorted(summed))]
+    cost = {i: draw(tenths) / 2 for i in ids}
+
+    def node(i: int) -> dict[str, Any]:
+        seconds = draw(tenths)
+        colour = {} if i in uncoloured else {"colorClass": i % 100}
+        times = {"fpgaLatency": seconds, "cpuLatency": 4 * seconds}
+        return {"id": i, "supportedOnFpga": 1, "isBackwardNode": i >= 100, "size": 1.0, **times, **colour}
+
+    return {
+        "maxSizePerFPGA": draw(st.sampled_from([6.0, 1e9])),
+        "maxFPGAs": draw(st.integers(2, 4)),
+        "maxCPUs": draw(st.integers(0, 1)),
+        "nodes": [node(i) for i in ids],
+        "edges": [{"sourceId": a, "destId": b, "cost": cost[a]} for a, b in edges],
     }
-    return float(sum(nodes[i]["fpgaLatency"] for i in inside) + sum(crossing.values()))
 
 
-def least_load(instance: dict[str, Any]) -> float:
-    """Over all chains of cuts of the forward nodes and all choices of devices."""
-    forward = [node["id"] for node in instance["nodes"] if not node["isBackwardNode"]]
-    edges = {(e["sourceId"], e["destId"]) for e in instance["edges"] if e["sourceId"] < 100 and e["destId"] < 100}
-    cuts = closed_sets(len(forward), edges)
+@settings(max_examples=examples(40), deadline=None)
+@given(training_graphs(), st.integers(2, 6), st.sampled_from([0, 100_000]))
+def test_a_training_graph_is_never_split_worse_than_along_one_order(
+    instance: dict[str, Any], limit: int, listed: int
+) -> None:
+    if not any(node["fpgaLatency"] for node in instance["nodes"]):
+        return
+    along = least_along_orders(instance)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.partition_instances._CUTS", limit)
+        patch.setattr("benchmarks.partition_instances._ROUNDS", 0)
+        patch.setattr("autopar.planner.inter_op.cut_selection._LISTED", listed)
+        if math.isinf(along):
+            return
+        found = solve_instance(instance)
+    assert found.solution.objective <= along * (1 + 1e-9)
+    best = least_load(instance)
+    assert found.bound * (1 - 1e-9) <= best <= found.solution.objective * (1 + 1e-9)
+    if found.proven:
+        assert found.solution.objective == pytest.approx(best)
 
-    def whole(atoms: frozenset[int]) -> frozenset[int]:
-        ids = {node["id"] for node in instance["nodes"]}
-        return frozenset(i for a in atoms for i in (a, a + 100) if i in ids)
 
-    def best(done: frozenset[int], accelerators: int, cpus: int) -> float:
-        if len(done) == len(forward):
-            return 0.0
-        found = math.inf
-        for cut in cuts:
-            if done < cut:
-                inside = whole(cut - done)
-                if accelerators:
-                    found = min(found, max(load(instance, inside, False), best(cut, accelerators - 1, cpus)))
-                if cpus:
-                    found = min(found, max(load(instance, inside, True), best(cut, accelerators, cpus - 1)))
-        return found
-
-    return best(frozenset(), instance["maxFPGAs"], instance["maxCPUs"])
+def test_the_sum_of_gradients_follows_the_order_of_the_forwards() -> None:
+    """Without an order of its own, the sum could go anywhere: 0 is read by 1 and 2, whose gradients meet at 200."""
+    node = {"supportedOnFpga": 1, "cpuLatency": 9.0, "fpgaLatency": 1.0, "size": 1.0}
+    ids = [0, 1, 2, 102, 101, 100, 200]
+    nodes = [{**node, "id": i, "isBackwardNode": i >= 100} for i in ids]
+    nodes = [n if n["id"] == 200 else {**n, "colorClass": n["id"] % 100} for n in nodes]
+    pairs = [(0, 1), (0, 2), (101, 200), (102, 200), (200, 100)]
+    edges = [{"sourceId": a, "destId": b, "cost": 1.0} for a, b in pairs]
+    parsed = parse_instance({"maxSizePerFPGA": 1e9, "maxFPGAs": 2, "maxCPUs": 0, "nodes": nodes, "edges": edges})
+    assert parsed.graph.n == 4
+    assert parsed.graph.edges == {(0, 1), (0, 2), (0, 3), (3, 1), (3, 2)}
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -23,12 +24,21 @@ from autopar.plan.validation import places
 from autopar.planner.arrangement import Arrangement
 from autopar.planner.inter_op.atom_times import AtomTimes, atom_times
 from autopar.planner.inter_op.atoms import make_atoms
-from autopar.planner.inter_op.cut_selection import PartitionResult, cuts_worth_looking_at, most_cuts, refine
+from autopar.planner.inter_op.bounds import relaxed_bound
+from autopar.planner.inter_op.cut_selection import (
+    PartitionResult,
+    along_orders,
+    cuts_along_orders,
+    cuts_worth_looking_at,
+    most_cuts,
+    over_all_cuts,
+    refine,
+)
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_assignment import assign_groups
 from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
-from autopar.planner.inter_op.partition import relaxed_bound, solve
+from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Solution, Space
 from autopar.planner.inter_op.search_budget import COARSE, EXACT, EXACT_STATES, ONE_OF_SEVERAL
 from autopar.planner.inter_op.stage_bytes import Shared
@@ -43,6 +53,8 @@ from autopar.schedule.timeline import Timeline
 _PROMISING = 0.04
 _FEWEST_SIMULATED = 1
 _ACTIONS_SIMULATED = 300_000  # in total; more would take longer than the search itself
+_MOST_PREFIXES = 2000  # cuts of a search along one order
+_ORDER_TOLERANCE = 5e-4  # share of the objective that it leaves unproven
 _FEW_DEVICES = 8  # up to this many devices, every vector of device counts is searched
 _FIRST_TOLERANCE = 5e-3  # share of the objective that the first look leaves unproven
 
@@ -101,6 +113,8 @@ class Searching:
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
         self._configured: dict[str, Space] = {}  # the space with the bytes of a stage configuration, by its name
         self._bounds: dict[Config, float] = {}  # s: no partition that was looked at has a smaller objective
+        self._along: set[Config] = set()  # searched along whole orders
+        self._anywhere: dict[Config, float] = {}  # s: no partition has, whatever its cuts
 
     # -- searching --------------------------------------------------------------------------------------------------
 
@@ -136,7 +150,7 @@ class Searching:
     def _solve(self, config: Config, problem: Problem, cutoff: float, tolerance: float) -> Solution | None:
         counts = tuple(c * config.chunks for c in config.counts)
         solution = solve(problem, counts, cutoff=cutoff, tolerance=tolerance, exactly=config.chunks > 1)
-        self._bounds[config] = cutoff if solution is None else solution.bound
+        self._bounds[config] = cutoff * (1 - tolerance) if solution is None else solution.bound
         return solution
 
     def prove(self, chosen: Candidate) -> list[Candidate]:
@@ -144,19 +158,30 @@ class Searching:
 
         Returns the better plans.
         """
-        if self.effort.tolerance > 0:
-            return []
         schedule = self._searched_as(chosen.config.schedule)
-        best, better = chosen.solution.objective, list[Candidate]()
-        for config in sorted(self._bounds, key=lambda c: self._bounds[c]):
+        better = self._better_along_orders(chosen, replace(chosen.config, schedule=schedule))
+        best = min(c.solution.objective for c in [chosen, *better])
+        for config in sorted(self._bounds, key=lambda c: self._bounds[c]) if self.effort.tolerance == 0 else ():
             if config.schedule != schedule or self._bounds[config] >= best:
                 continue
-            problem = self.problem(config.n_microbatches, schedule, config.counts, config.chunks)
+            problem = self._problem_of(config)
             solution = self._solve(config, problem, math.nextafter(best, math.inf), self.effort.tolerance)
             if solution is not None and solution.objective < best:
                 best = solution.objective
                 better += self._candidates(config, PartitionResult(problem, solution, self.complete))
         return better
+
+    def _better_along_orders(self, chosen: Candidate, config: Config) -> list[Candidate]:
+        """A better partition than the chosen one along a whole order, if there is any."""
+        if self.complete or self.effort.refined == 0 or config in self._along or sum(config.counts) == 1:
+            return []
+        found = self._along_orders(config, chosen.found)
+        return [] if found is chosen.found else list(self._candidates(config, found))
+
+    def _relaxed(self, config: Config) -> float:
+        """A bound in seconds on every partition, whatever its cuts."""
+        counts = tuple(c * config.chunks for c in config.counts)
+        return max(self._anywhere.get(config, 0.0), relaxed_bound(self._problem_of(config), counts))
 
     def _configs(self, m: int, counts: Used) -> Iterator[Config]:
         total = sum(counts)
@@ -210,26 +235,48 @@ class Searching:
         return candidates
 
     def _refine(self, found: dict[Config, PartitionResult]) -> None:
-        """Improve the best partitions of each schedule over cuts near theirs."""
+        """Improve the best partitions of each schedule over more cuts."""
         for schedule in self.schedules:
             mine = sorted((c for c in found if c.schedule == schedule), key=lambda c: found[c].solution.objective)
             for config in mine[: self.effort.refined]:
-                if config.chunks > 1 or sum(config.counts) == 1:
-                    continue
+                if sum(config.counts) > 1:
+                    along = config is mine[0]
+                    found[config] = self._refined(config, found[config], along)
 
-                def problem_of(cuts: np.ndarray, config: Config = config) -> Problem:
-                    space = self._space_of(cuts)
-                    return self.problem(config.n_microbatches, config.schedule, config.counts, config.chunks, space)
+    def _refined(self, config: Config, found: PartitionResult, along: bool) -> PartitionResult:
+        """`found`, or a better partition: along whole orders, near its cuts, and over all cuts of the graph."""
+        if along:
+            found = self._along_orders(config, found)
+        if config.chunks > 1:
+            return found
 
-                found[config] = refine(
-                    self.graph,
-                    found[config],
-                    problem_of,
-                    counts=config.counts,
-                    limit=self._most_cuts,
-                    rounds=self.effort.rounds,
-                    tolerance=self.effort.tolerance,
-                )
+        def problem_of(cuts: np.ndarray) -> Problem:
+            return self._problem_of(config, self._space_of(cuts))
+
+        counts, limit, tolerance = config.counts, self._most_cuts, self.effort.tolerance
+        rounds = self.effort.rounds
+        found = refine(self.graph, found, problem_of, counts=counts, limit=limit, rounds=rounds, tolerance=tolerance)
+        best = over_all_cuts(self.graph, found, problem_of, counts=counts, limit=limit, tolerance=tolerance) or found
+        self._anywhere[config] = best.bound
+        return best
+
+    def _along_orders(self, config: Config, found: PartitionResult) -> PartitionResult:
+        """`found`, or a better partition along one of the usual orders."""
+        self._along.add(config)
+        problems = [self._problem_of(config, space) for space in self._order_spaces]
+        counts = tuple(c * config.chunks for c in config.counts)
+        tolerance, exactly = max(self.effort.tolerance, _ORDER_TOLERANCE), config.chunks > 1
+        return along_orders(found, problems, counts=counts, tolerance=tolerance, exactly=exactly) or found
+
+    @cached_property
+    def _order_spaces(self) -> list[Space]:
+        """One over the prefixes of each of the usual orders; none if a search over so many cuts takes too long."""
+        if self.graph.n >= most_cuts(self.full, _MOST_PREFIXES):
+            return []
+        return [self._space_of(cuts) for cuts in cuts_along_orders(self.graph)]
+
+    def _problem_of(self, config: Config, space: Space | None = None) -> Problem:
+        return self.problem(config.n_microbatches, config.schedule, config.counts, config.chunks, space)
 
     def some_plan_uses_more(self, n_groups: int) -> bool:
         """Whether a plan on more than `n_groups` device groups fits the memory and the options, however slow it is."""
@@ -394,9 +441,7 @@ class Searching:
         near = f"within {_gap(objective, bound)} of a bound that no plan under {config.schedule} is below: {space}"
         if self.complete:
             return bound, near
-        counts = tuple(c * config.chunks for c in config.counts)
-        problem = self.problem(config.n_microbatches, schedule, config.counts, config.chunks)
-        anywhere = min(bound, relaxed_bound(problem, counts))
+        anywhere = min([bound, *(self._relaxed(c) for c in self._bounds if c.schedule == schedule)])
         return anywhere, f"{near}; within {_gap(objective, anywhere)} of one for any cuts"
 
     def _searched_as(self, schedule: str) -> str:

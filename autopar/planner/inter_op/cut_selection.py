@@ -1,14 +1,33 @@
-"""Which cuts a search looks at, and improving a partition over more cuts near its own."""
+"""Which cuts a search looks at, and improving a partition over more cuts.
+
+1. first       all cuts of a small graph, the most promising ones of another     `cuts_worth_looking_at`
+2. orders      all prefixes of one topological order after the other             `along_orders`
+3. near        cuts near those of the plan                                       `refine`
+4. all         whatever cuts a better plan could have                            `over_all_cuts`
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.planner.inter_op.cuts import AtomGraph, all_cuts, cuts_near, first_cuts
+from autopar.planner.inter_op.bounds import cut_bounds, relaxed_bound
+from autopar.planner.inter_op.chain_bounds import chain_bounds
+from autopar.planner.inter_op.cuts import (
+    AtomGraph,
+    Mask,
+    all_cuts,
+    cut_matrix,
+    cut_rows,
+    cuts_near,
+    every_mask,
+    first_cuts,
+    prefixes,
+)
+from autopar.planner.inter_op.orders import usual_orders
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import Problem, Solution
 
@@ -17,6 +36,14 @@ _WORK = 2e7
 _FEWEST_CUTS = 48
 # A round that gains less than this share is the last.
 _GAIN = 1e-4
+# Cuts of a graph that are listed at most, to find those that a better plan could have.
+_LISTED = 100_000
+_CHUNK = 4096
+_FEW = 4000
+_FIRST_EFFORT = 0.2  # of more than `_FEW` cuts: share of the effort that a better partition is first looked for with
+_ROUNDING = 1e-9  # share of an objective or a bound that may be due to rounding
+
+ProblemOf = Callable[[np.ndarray], Problem]  # the problem over given cuts
 
 
 @dataclass(frozen=True)
@@ -26,6 +53,12 @@ class PartitionResult:
     problem: Problem
     solution: Solution
     complete: bool  # every cut of the graph was looked at
+    bound: float = 0.0  # s: no partition has a smaller objective, whatever its cuts
+
+    @property
+    def proven(self) -> bool:
+        """No partition of the graph is better."""
+        return self.bound >= self.solution.objective * (1 - 2 * _ROUNDING)
 
     def stages(self) -> list[np.ndarray]:
         """The atoms of each stage, as masks [n]."""
@@ -44,16 +77,63 @@ def cuts_worth_looking_at(graph: AtomGraph, limit: int) -> tuple[np.ndarray, boo
     return (first_cuts(graph, limit), False) if every is None else (every, True)
 
 
+def cuts_along_orders(graph: AtomGraph) -> list[np.ndarray]:
+    """The prefixes of each of the usual topological orders, [n + 1, n]."""
+    return [prefixes(order) for order in usual_orders(graph.before, graph.after)]
+
+
 def most_cuts(counts: Sequence[int], most: int) -> int:
     """The number of cuts that a dynamic program over `counts` devices of each kind can afford, at most `most`."""
     states = math.prod(c + 1 for c in counts)
     return int(min(most, max(_FEWEST_CUTS, math.sqrt(2 * _WORK / (states * len(counts))))))
 
 
+def best_partition(
+    graph: AtomGraph, problem_of: ProblemOf, *, counts: Sequence[int], limit: int, rounds: int
+) -> PartitionResult | None:
+    """The best partition found over all cuts of the graph; None if none fits.
+
+    It is never worse than the best one along any of the usual orders. `limit`: cuts in one dynamic program, except for
+    those along an order. `rounds`: times that the partition is improved over cuts near its own.
+    """
+    every = all_cuts(graph, limit)
+    if every is not None:
+        problem = problem_of(every)
+        solution = solve(problem, counts)
+        return None if solution is None else PartitionResult(problem, solution, True, solution.bound)
+    found = along_orders(None, map(problem_of, cuts_along_orders(graph)), counts=counts)
+    found = over_all_cuts(graph, found, problem_of, counts=counts, limit=limit // 2)
+    if found is not None and found.proven:
+        return found
+    problem = problem_of(first_cuts(graph, limit))
+    best = along_orders(found, [problem], counts=counts)
+    if best is None:
+        return None
+    best = refine(graph, best, problem_of, counts=counts, limit=limit, rounds=rounds)
+    return replace(best, bound=relaxed_bound(problem, counts) if found is None else found.bound)
+
+
+def along_orders(
+    found: PartitionResult | None,
+    problems: Iterable[Problem],
+    *,
+    counts: Sequence[int],
+    tolerance: float = 0.0,
+    exactly: bool = False,
+) -> PartitionResult | None:
+    """`found`, or a better partition of one of `problems`, each over the prefixes of one order."""
+    for problem in problems:
+        cutoff = math.inf if found is None else found.solution.objective * (1 - _ROUNDING)
+        solution = solve(problem, counts, cutoff=cutoff, tolerance=tolerance, exactly=exactly)
+        if solution is not None:
+            found = PartitionResult(problem, solution, False)
+    return found
+
+
 def refine(
     graph: AtomGraph,
     found: PartitionResult,
-    problem_of: Callable[[np.ndarray], Problem],
+    problem_of: ProblemOf,
     *,
     counts: Sequence[int],
     limit: int,
@@ -71,3 +151,80 @@ def refine(
         if gain < _GAIN:
             break
     return found
+
+
+def over_all_cuts(
+    graph: AtomGraph,
+    found: PartitionResult | None,
+    problem_of: ProblemOf,
+    *,
+    counts: Sequence[int],
+    limit: int,
+    tolerance: float = 0.0,
+) -> PartitionResult | None:
+    """`found`, or a better partition, with a bound on all others.
+
+    Of all cuts of the graph, only those count whose bound is below the partition found. If they are at most `limit`,
+    the result is the best there is; otherwise those with the lowest bounds are looked at, and the lowest bound of the
+    others is one for all partitions with any of these.
+    """
+    problem = problem_of(cut_matrix([0, (1 << graph.n) - 1], graph.n))
+    bound = relaxed_bound(problem, counts)
+    masks = every_mask(graph, _LISTED)
+    rest = 0.0  # no partition with a cut that is not looked at has a smaller objective
+    bounds = _bounds(masks or [], graph, problem, counts)
+    effort = 1.0 if masks is None or len(masks) <= _FEW else _FIRST_EFFORT
+    while masks is not None:
+        best = math.inf if found is None else found.solution.objective * (1 - _ROUNDING)
+        masks, bounds, promising, rest = _below(masks, bounds, graph, problem, counts, best, limit, effort)
+        kept = problem_of(cut_matrix([0, *promising, (1 << graph.n) - 1], graph.n))
+        solution = solve(kept, counts, cutoff=best, tolerance=tolerance)
+        rest = min(rest, best * (1 - tolerance) if solution is None else solution.bound)
+        if solution is not None:
+            found = PartitionResult(kept, solution, False)
+        if effort == 1 and (solution is None or len(masks) > _FEW):
+            break
+        if found is not None and rest >= found.solution.objective * (1 - tolerance - _ROUNDING):
+            break
+        effort = 1.0
+    return None if found is None else replace(found, bound=max(bound, rest))
+
+
+def _bounds(masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int]) -> np.ndarray:
+    """`cut_bounds` of the masks."""
+    starts = range(0, len(masks), _CHUNK)
+    parts = [cut_bounds(problem, counts, cut_rows(masks[at : at + _CHUNK], graph.n)) for at in starts]
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def _below(
+    masks: list[Mask],
+    bounds: np.ndarray,
+    graph: AtomGraph,
+    problem: Problem,
+    counts: Sequence[int],
+    best: float,
+    limit: int,
+    effort: float,
+) -> tuple[list[Mask], np.ndarray, list[Mask], float]:
+    """(the cuts that a partition with an objective below `best` may have, their bounds, the most promising `limit` of
+    them, a bound on the partitions with any of the others)."""
+    masks, bounds = _lowest(masks, bounds, best)
+    promising, tight, rest = masks, bounds, math.inf
+    chains = chain_bounds(problem, counts, cut_rows(masks, graph.n), best, effort) if masks else None
+    if chains is not None:
+        promising, tight = _lowest(masks[: len(chains)], chains, best)
+        if len(chains) < len(masks):
+            rest = float(bounds[len(chains)])
+        else:
+            masks, bounds = promising, tight
+    if len(promising) > limit:
+        rest = min(rest, float(tight[limit]))
+    return masks, bounds, promising[:limit], rest
+
+
+def _lowest(masks: list[Mask], bounds: np.ndarray, best: float) -> tuple[list[Mask], np.ndarray]:
+    """Masks with bounds below `best`, lowest first."""
+    order = np.argsort(bounds, kind="stable")
+    order = order[bounds[order] < best]
+    return [masks[i] for i in order], bounds[order]

@@ -8,7 +8,6 @@ around its cuts: atoms added with all their ancestors, or removed with all their
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
+from autopar.planner.inter_op.orders import by_number, depth_first, shuffled
 from autopar.planner.inter_op.stage_bytes import Value
 
 _CUTS_PER_ORDER = 200  # one more order for each of these in the limit
@@ -58,19 +58,9 @@ class AtomGraph:
     @cached_property
     def order(self) -> list[int]:
         """The topological order that is closest to the program's."""
-        missing = [len(b) for b in self.before]
-        ready = [a for a in range(self.n) if not missing[a]]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            atom = heapq.heappop(ready)
-            order.append(atom)
-            for later in self.after[atom]:
-                missing[later] -= 1
-                if not missing[later]:
-                    heapq.heappush(ready, later)
+        order = by_number(self.before, self.after)
         if len(order) < self.n:
-            raise CyclicGraph(_cycle(self.after, [a for a in range(self.n) if missing[a]]))
+            raise CyclicGraph(_cycle(self.after, sorted(set(range(self.n)) - set(order))))
         return order
 
     @cached_property
@@ -100,51 +90,67 @@ class AtomGraph:
 
     def crossing(self, cuts: np.ndarray) -> np.ndarray:
         """[n_cuts] bytes, forward and backward, of values produced before each cut [n_cuts, n], read after it."""
-        producers, readers, starts, nbytes = self._flat_values
-        if not len(readers):
-            return np.zeros(len(cuts))
-        made = cuts[:, producers]
-        all_read = np.logical_and.reduceat(cuts[:, readers], starts, axis=1)
-        return np.asarray((made & ~all_read) @ nbytes)
+        return np.asarray(crossing(self.values, cuts)[0].sum(axis=0))
 
-    @cached_property
-    def _flat_values(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        values = [v for v in self.values if v.consumers]
-        lengths = [len(v.consumers) for v in values]
-        return (
-            np.array([v.producer for v in values], dtype=int),
-            np.array([c for v in values for c in v.consumers], dtype=int),
-            np.cumsum([0, *lengths[:-1]]),
-            np.array([v.nbytes + v.grad_nbytes for v in values]),
-        )
+
+def crossing(values: Iterable[Value], cuts: np.ndarray) -> np.ndarray:
+    """[2, 2, n_cuts] bytes, forward and backward, of values that are produced before each cut and read after it, and of
+    values that are read before it and produced after it."""
+    read = [v for v in values if v.consumers]
+    readers = np.zeros((cuts.shape[1], len(read)), dtype=np.float32)
+    for column, value in enumerate(read):
+        readers[list(value.consumers), column] = 1
+    n_read = cuts.astype(np.float32) @ readers
+    produced = cuts[:, [v.producer for v in read]]
+    nbytes = np.array([[v.nbytes, v.grad_nbytes] for v in read]).reshape(-1, 2)
+    crosses = produced & (n_read < readers.sum(axis=0)), ~produced & (n_read > 0)
+    return np.array([(c.astype(float) @ nbytes).T for c in crosses])
 
 
 def all_cuts(graph: AtomGraph, limit: int) -> np.ndarray | None:
     """Every cut of the graph, by size; None if there are more than `limit`."""
+    found = every_mask(graph, limit)
+    return None if found is None else cut_matrix(found, graph.n)
+
+
+def every_mask(graph: AtomGraph, limit: int) -> list[Mask] | None:
+    """Every cut of the graph, in no order; None if there are more than `limit`.
+
+    A cut without the atom that comes last in a topological order is a cut. So each cut grows out of exactly one other,
+    by an atom that comes later than all it has.
+    """
     need = [sum(1 << b for b in graph.before[a]) for a in range(graph.n)]
-    level: list[Mask] = [0]
+    place = np.argsort(graph.order).tolist()
     found: list[Mask] = [0]
-    for _ in range(graph.n):
-        larger: set[Mask] = set()
-        for cut in level:
-            for atom in range(graph.n):
-                if not cut >> atom & 1 and not need[atom] & ~cut:
-                    larger.add(cut | 1 << atom)
-        level = sorted(larger)
-        found += level
-        if len(found) > limit:
+    open_: list[tuple[Mask, list[int]]] = [(0, [a for a in graph.order if not need[a]])]
+    while open_:
+        cut, ready = open_.pop()
+        if len(found) + len(ready) > limit:
             return None
-    return _matrix(found, graph.n)
+        for at, atom in enumerate(ready):
+            larger = cut | 1 << atom
+            found.append(larger)
+            new = [later for later in graph.after[atom] if not need[later] & ~larger]
+            later = ready[at + 1 :] if not new else sorted([*ready[at + 1 :], *new], key=place.__getitem__)
+            if later:
+                open_.append((larger, later))
+    return found
 
 
 def first_cuts(graph: AtomGraph, limit: int) -> np.ndarray:
     """About `limit` cuts along several orders: evenly spread by weight, where fewest bytes cross."""
-    orders = [*_orders(graph), *_shuffled(graph, limit // _CUTS_PER_ORDER)]
+    before, after = graph.before, graph.after
+    orders = [*_weighted_orders(graph), *shuffled(before, after, limit // _CUTS_PER_ORDER)]
     share = [limit // 2, *[limit // (2 * max(1, len(orders) - 1))] * (len(orders) - 1)]
     chosen: set[Mask] = {0, (1 << graph.n) - 1}
     for order, number in zip(orders, share, strict=True):
         chosen.update(_narrowest(graph, order, max(2, number)))
-    return _matrix(chosen, graph.n)
+    return cut_matrix(chosen, graph.n)
+
+
+def prefixes(order: Sequence[int]) -> np.ndarray:
+    """The cuts along a topological order, [n + 1, n]."""
+    return line_cuts(len(order))[:, np.argsort(order)]
 
 
 def cuts_near(graph: AtomGraph, plan: np.ndarray, limit: int) -> np.ndarray:
@@ -154,43 +160,21 @@ def cuts_near(graph: AtomGraph, plan: np.ndarray, limit: int) -> np.ndarray:
     if inner:
         each = max(2, limit // len(inner))
         stage = graph.weight.sum() / (len(inner) + 1)
-        orders = list(_orders(graph))[:2]
+        orders = _weighted_orders(graph)[:2]
         for cut in inner:
             around = sorted({*_moved(graph, cut, 4 * each), *_shifted(cut, orders, 2 * each)} - chosen)
             chosen.update(_most_promising(graph, cut, around, each, stage))
-    return _matrix(chosen, graph.n)
+    return cut_matrix(chosen, graph.n)
 
 
-def _orders(graph: AtomGraph) -> Iterator[list[int]]:
-    """Three topological orders: the program's, branch by branch from the front, and branch by branch from the back."""
-    yield graph.order
-    forwards = _branch_by_branch(graph.before, graph.after, graph.weight)
-    yield forwards
-    yield _branch_by_branch(graph.after, graph.before, graph.weight)[::-1]
-
-
-def _shuffled(graph: AtomGraph, number: int) -> Iterator[list[int]]:
-    """Orders branch by branch, with the branches shuffled; the same orders on every call."""
-    random = np.random.default_rng(0)
-    for _ in range(number):
-        yield _branch_by_branch(graph.before, graph.after, random.permutation(graph.n).astype(float))
-
-
-def _branch_by_branch(before: list[list[int]], after: list[list[int]], weight: np.ndarray) -> list[int]:
-    """Depth first: atoms that have just become ready run next, lighter ones first."""
-    missing = [len(b) for b in before]
-    stack = [a for a in reversed(range(len(before))) if not missing[a]]
-    order = []
-    while stack:
-        atom = stack.pop()
-        order.append(atom)
-        ready = []
-        for later in after[atom]:
-            missing[later] -= 1
-            if not missing[later]:
-                ready.append(later)
-        stack += sorted(ready, key=lambda a: (-weight[a], -a))
-    return order
+def _weighted_orders(graph: AtomGraph) -> list[list[int]]:
+    """The program's order, and branch by branch, lighter ones first, from the front and from the back."""
+    before, after = graph.before, graph.after
+    return [
+        graph.order,
+        depth_first(before, after, graph.weight),
+        depth_first(after, before, graph.weight)[::-1],
+    ]
 
 
 def _narrowest(graph: AtomGraph, order: Sequence[int], number: int) -> list[Mask]:
@@ -252,8 +236,8 @@ def _most_promising(graph: AtomGraph, cut: Mask, around: list[Mask], number: int
     """`number` of the cuts `around`: half the nearest in weight, half with fewest bytes across, within half a stage."""
     if not around:
         return []
-    cuts = _rows(around, graph.n)
-    distance = np.abs(cuts @ graph.weight - _rows([cut], graph.n) @ graph.weight)
+    cuts = cut_rows(around, graph.n)
+    distance = np.abs(cuts @ graph.weight - cut_rows([cut], graph.n) @ graph.weight)
     near = np.flatnonzero(distance <= max(stage / 2, 1e-12))
     crossing = graph.crossing(cuts[near])
     by_weight = near[np.argsort(distance[near], kind="stable")[: number // 2]]
@@ -265,15 +249,15 @@ def _mask(row: np.ndarray) -> Mask:
     return int.from_bytes(np.packbits(row, bitorder="little").tobytes(), "little")
 
 
-def _rows(masks: Sequence[Mask], n: int) -> np.ndarray:
+def cut_rows(masks: Sequence[Mask], n: int) -> np.ndarray:
     width = (n + 7) // 8
     packed = np.frombuffer(b"".join(m.to_bytes(width, "little") for m in masks), dtype=np.uint8)
     return np.unpackbits(packed.reshape(len(masks), width), axis=1, count=n, bitorder="little").astype(bool)
 
 
-def _matrix(masks: Iterable[Mask], n: int) -> np.ndarray:
+def cut_matrix(masks: Iterable[Mask], n: int) -> np.ndarray:
     """Cuts as rows [n_cuts, n], by size."""
-    return _rows(sorted(set(masks), key=lambda m: (m.bit_count(), m)), n)
+    return cut_rows(sorted(set(masks), key=lambda m: (m.bit_count(), m)), n)
 
 
 def _cycle(after: list[list[int]], stuck: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The dynamic program over chains of cuts: the plan with the least sum of fills.
+"""The dynamic program over chains of cuts: the plan with the least sum of fills, or with the least largest fill.
 
 For each cut I and each vector of device counts E = (e_0, e_1, ...), one number per kind, `best` is the least sum of the
 fills of all stages after I on exactly E devices:
@@ -7,7 +7,8 @@ fills of all stages after I on exactly E devices:
     best[all][0] = 0
 
 where a stage's memory limits how many devices E - r e_k may follow it. Each stage that is pinned to a place in the plan
-(first, second, ...) adds a level to `best`.
+(first, second, ...) adds a level to `best`. For the least largest fill, the larger of fill and `best` takes the place
+of their sum.
 
 O(stages x vectors of device counts) operations. One array operation handles all stages of one first cut, kind and
 number of replicas, over all vectors of device counts; with few vectors, one handles all cuts instead.
@@ -52,6 +53,7 @@ class Level(NamedTuple):
     rows: np.ndarray  # [n_cuts + 1]: stages from rows[i] to rows[i + 1] start at cut i
     best: np.ndarray  # [n_cuts, *(counts + 1)] s
     following: np.ndarray  # `best` of the next level; `best` itself where any number of stages may follow
+    combine: np.ufunc  # np.add or np.maximum
 
 
 def sweep(
@@ -62,17 +64,19 @@ def sweep(
     places: np.ndarray,
     pinned: frozenset[int],
     exactly: bool = False,
+    combine: np.ufunc = np.add,
 ) -> Path | None:
     """The plan with the least sum of fills on at most (or exactly) `counts` devices of each pool; None without any.
 
     `pools` [kinds]: the pool from which a stage of each kind takes its devices.
     `places`: for every stage the place in a plan (from 0) that it is pinned to, -1 for none, -2 for contradicting pins.
-    `pinned`: all places with pins. Among equal plans the one with fewest devices, then the earliest cuts, is returned.
+    `pinned`: all places with pins. `combine`: np.maximum for the plan whose largest fill is the least. Among equal
+    plans the one with fewest devices, then the earliest cuts, is returned.
     """
-    levels = [_free(_subset(stages, places == -1) if pinned else stages, pools, n_cuts, counts)]
+    levels = [_free(_subset(stages, places == -1) if pinned else stages, pools, n_cuts, counts, combine)]
     for place in range(max(pinned, default=-1), -1, -1):
         here = _subset(stages, places == (place if place in pinned else -1))
-        levels.insert(0, _level(here, pools, n_cuts, counts, levels[0].best))
+        levels.insert(0, _level(here, pools, n_cuts, counts, levels[0].best, combine))
     totals = levels[0].best[0]
     least = float(totals[counts] if exactly else totals.min())
     if math.isinf(least):
@@ -83,11 +87,11 @@ def sweep(
     return Path(_trace(levels, pools, used), least, used)
 
 
-def _free(stages: Stages, pools: np.ndarray, n_cuts: int, counts: tuple[int, ...]) -> Level:
+def _free(stages: Stages, pools: np.ndarray, n_cuts: int, counts: tuple[int, ...], combine: np.ufunc) -> Level:
     """The level after all pins: any number of stages."""
     best = np.full((n_cuts, *(c + 1 for c in counts)), math.inf)
     best[(n_cuts - 1, *(0 for _ in counts))] = 0.0
-    level = Level(stages, _rows(stages, n_cuts), best, best)
+    level = Level(stages, _rows(stages, n_cuts), best, best, combine)
     n_states = best[0].size
     moves = np.count_nonzero(np.bincount(stages.kind * (max(counts) + 1) + stages.replicas))
     if n_states * moves <= _FEW_STATES:
@@ -97,9 +101,11 @@ def _free(stages: Stages, pools: np.ndarray, n_cuts: int, counts: tuple[int, ...
     return level
 
 
-def _level(stages: Stages, pools: np.ndarray, n_cuts: int, counts: tuple[int, ...], following: np.ndarray) -> Level:
+def _level(
+    stages: Stages, pools: np.ndarray, n_cuts: int, counts: tuple[int, ...], following: np.ndarray, combine: np.ufunc
+) -> Level:
     """One pinned place."""
-    level = Level(stages, _rows(stages, n_cuts), np.full_like(following, math.inf), following)
+    level = Level(stages, _rows(stages, n_cuts), np.full_like(following, math.inf), following, combine)
     _by_cut(level, pools, counts)
     return level
 
@@ -116,7 +122,7 @@ def _by_cut(level: Level, pools: np.ndarray, counts: tuple[int, ...]) -> None:
         start, axis, replicas = int(stages.start[begin]), int(pools[stages.kind[begin]]), int(stages.replicas[begin])
         rest = _along(axis, slice(0, counts[axis] + 1 - replicas), len(counts))
         found = level.following[stages.stop[begin:end]][(slice(None), *rest)]
-        found = found + stages.fill[begin:end].reshape(-1, *(1 for _ in counts))
+        found = level.combine(found, stages.fill[begin:end].reshape(-1, *(1 for _ in counts)))
         after = stages.most_after[begin:end]
         if after.min() < most - replicas:
             fits = n_devices[rest][None] <= after.reshape(-1, *(1 for _ in counts))
@@ -145,7 +151,7 @@ def _by_state(level: Level, pools: np.ndarray, counts: tuple[int, ...]) -> None:
                 continue
             rest = (*state[:axis], state[axis] - replicas, *state[axis + 1 :])
             following = level.following[(slice(None), *rest)]
-            found = np.where(after >= n_devices[rest], edge + following[None, :], math.inf).min(axis=1)
+            found = np.where(after >= n_devices[rest], level.combine(edge, following[None, :]), math.inf).min(axis=1)
             target = level.best[(slice(None), *state)]
             np.minimum(target, found, out=target)
 
@@ -168,7 +174,7 @@ def _trace(levels: list[Level], pools: np.ndarray, used: tuple[int, ...]) -> tup
             rest = (*state[:axis], state[axis] - replicas, *state[axis + 1 :])
             if sum(rest) > stages.most_after[row]:
                 continue
-            if stages.fill[row] + level.following[(int(stages.stop[row]), *rest)] == goal:
+            if level.combine(stages.fill[row], level.following[(int(stages.stop[row]), *rest)]) == goal:
                 found.append((int(stages.stop[row]), kind, bool(stages.recompute[row]), replicas, rest))
         stop, kind, recompute, replicas, rest = min(found)
         steps.append(SweepStep(cut, stop, kind, recompute, replicas, sum(rest)))

@@ -30,7 +30,8 @@ intervals, splits the one that promises most, and stops when none promises more 
        |         x   x   x
        +--[------)[--)[--)[---->   max term
 
-Stopping early leaves the least promise as a proven lower bound.
+Stopping early leaves the least promise as a proven lower bound. Where the sum does not count (`Problem.sum_counts`),
+one sweep over max terms finds the plan whose largest is the least.
 
 Complexity. One sweep takes O(cuts^2 x prod_k (count_k + 1)) operations, for each kind and each number of replicas that
 memory makes different; about ten to thirty sweeps.
@@ -44,6 +45,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.dynamic_program import Path, SweepStep, sweep
 from autopar.planner.inter_op.problem import Infeasibility, Problem, Solution, StageChoice
 from autopar.planner.inter_op.stage_costs import Costs, Mode
@@ -77,35 +79,6 @@ def solve(
     if relaxed_bound(problem, counts) >= cutoff:
         return None
     return _Search(Costs(problem, counts), exactly).best(cutoff, tolerance)
-
-
-def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
-    """A lower bound in seconds on every plan on at most `counts` devices, whatever its cuts.
-
-    Without transfers and memory: a stage on r devices has p_s >= (m / r - 1) (t_s - d_s) and t_s is at least its share
-    of the work w, so that with at most R devices a stage and D in all
-
-        T >= sum_s f_s + (m - R) w / D,   sum_s f_s >= w - (delayed work)
-
-    where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m.
-    """
-    used = [pool for pool, count in enumerate(counts) if count]
-    pools = np.array(problem.pools)
-    every = problem.forward + problem.backward
-    work = np.array([every[pools == pool].min(axis=0) for pool in used])  # by the pool's fastest kind
-    delayed = np.zeros_like(every) if problem.weight is None else problem.weight
-    fills = (
-        (every - 2 * delayed)[np.isin(pools, used)].min(axis=0).sum() / problem.chunks if problem.sum_counts else 0.0
-    )
-    # For any weights a_k of the kinds with sum_k a_k count_k = 1, the slowest device takes sum_i min_k a_k w_ki at
-    # least (duality); weights by speed make that tight where kinds differ by a factor alone.
-    totals = work.sum(axis=1)
-    speed = np.array([1 / t if t > 0 else 1.0 for t in totals])
-    multiplier = speed / sum(s * counts[k] for s, k in zip(speed, used, strict=True))
-    least = float((multiplier[:, None] * work).min(axis=0).sum())
-    rounds = problem.n_microbatches * problem.chunks
-    most_replicas = min(problem.max_replicas, problem.n_microbatches, max(counts))
-    return max(float(fills), 0.0) + max(rounds - most_replicas, 0) * least
 
 
 def explain_infeasible(problem: Problem) -> Infeasibility | None:
@@ -152,6 +125,8 @@ class _Search:
         first = self.least_sum(math.inf)
         if first is None:
             return None
+        if not self._costs.problem.sum_counts:
+            return self._solution(first, first.total, first.total) if first.total < cutoff else None
         top = self._max_term(first)
         best, best_time = first, first.total + top
         # (promise, no plan's max term is at or below, plans are below, least sum of those)
@@ -178,14 +153,19 @@ class _Search:
         bound = min(best_time, intervals[0][0]) if intervals else best_time
         if best_time >= cutoff:
             return None
-        return Solution(tuple(_choice(self._costs, s) for s in best.steps), best_time, bound, best.used)
+        return self._solution(best, best_time, bound)
+
+    def _solution(self, path: Path, objective: float, bound: float) -> Solution:
+        return Solution(tuple(_choice(self._costs, s) for s in path.steps), objective, bound, path.used)
 
     def least_sum(self, bound: float) -> Path | None:
-        """The plan with the least sum of fills among those whose max term is at most `bound`."""
+        """The plan with the least sum of fills among those whose max term is at most `bound`; where the sum does not
+        count, the plan with the least max term."""
         stages = self._costs.stages(bound)
         places, pinned = self._places[stages.start, stages.stop], self._pinned
         axes = np.array(self._costs.problem.pools)
-        return sweep(stages, axes, self._costs.n_cuts, self._costs.counts, places, pinned, self._exactly)
+        combine = np.add if self._costs.problem.sum_counts else np.maximum
+        return sweep(stages, axes, self._costs.n_cuts, self._costs.counts, places, pinned, self._exactly, combine)
 
     def _max_term(self, path: Path) -> float:
         costs = self._costs

@@ -93,20 +93,23 @@ class Costs:
         """All stages whose max term is at most `bound` (s), less those that others with fewer replicas make needless.
 
         Fewer replicas leave more devices to others and let earlier stages hold fewer micro-batches; the time of a
-        micro-batch is the same. So more replicas are kept only where they let more devices follow.
+        micro-batch is the same. So more replicas are kept only where they let more devices follow. Where the sum of
+        fills does not count, max terms take their place, which more replicas make smaller.
         """
+        sum_counts = self.problem.sum_counts
         found: list[tuple[np.ndarray, ...]] = []
         for mode in self.modes:
             terms = self.terms[mode]
             followed = np.full(terms.fill.shape, -1)
             for replicas, max_term, most_after in self._choices[mode]:
                 after = np.where(max_term <= bound, most_after, -1)
-                rows, columns = np.nonzero(after > followed)
+                rows, columns = np.nonzero(after > (followed if sum_counts else -1))
                 if rows.size:
                     same = np.full(rows.size, replicas)
                     kept = after[rows, columns]
+                    term = terms.fill if sum_counts else max_term
                     mode_of = np.full(rows.size, mode.kind), np.full(rows.size, mode.recompute)
-                    found.append((rows, columns, *mode_of, same, terms.fill[rows, columns], kept))
+                    found.append((rows, columns, *mode_of, same, term[rows, columns], kept))
                     followed[rows, columns] = kept
         if not found:
             nothing = np.zeros(0, dtype=int)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,19 +14,29 @@ from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks
 from autopar.capture.thread_state import CallerState
 from autopar.capture.uncaptured import ChangedResultError, uncaptured_in
-from autopar.runtime import autograd
+from autopar.plan.plan import Plan
+from autopar.runtime import autograd, plain_model
 from autopar.runtime.call import PipelineCall
 from autopar.runtime.captures import BoundCall, CallArguments
 from autopar.runtime.loss_splits import check_trains, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.outputs import scalars_at_inputs
 from autopar.runtime.own_devices import on_own_devices
-from autopar.runtime.plain_model import detached, plain_call, plain_step
+from autopar.runtime.own_loss import own_loss
+from autopar.runtime.plain_model import detached
 from autopar.runtime.run import Run
 from autopar.runtime.signatures import Signatures
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.micro_batches import split_sizes
 from cost_models.hardware.devices import Device, find_device
+
+
+class _Kind(NamedTuple):
+    """What, beside sizes, decides which plan a call follows."""
+
+    training: bool  # mode of the model
+    grad: bool  # mode of the thread
+    own_loss: bool | None  # None: no training step
 
 
 class CallRunner:
@@ -39,6 +49,7 @@ class CallRunner:
         self._lock = threading.RLock()
         self._device_context: DeviceContext | None = None
         self._recorder: StepRecorder | None = None
+        self._plain: tuple[Plan | None, set[_Kind]] = (None, set())  # a plan that runs the plain model for these calls
 
     def prepare(self, call: CallArguments) -> BoundCall:
         """Capture, plan and place for `call`, as far as that is not done yet."""
@@ -56,7 +67,8 @@ class CallRunner:
                 except ChangedResultError as error:
                     return self._by_the_model(bound, call, error)
         if bound.signature.executable is None:
-            return plain_call(self._model, self._only_device, call.args, call.kwargs)
+            self._remember_plain(call, bound)
+            return self.plain_call(call)
         return torch_private.tree_unflatten(scalars_at_inputs(results, bound.leaves), program.out_spec)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
@@ -76,8 +88,8 @@ class CallRunner:
                     output = self._by_the_model(bound, call, error)
                     return self._trained_on(output, call)
         if plain:
-            device = self._only_device
-            return plain_step(self._model, device, call.args, call.kwargs, call.loss, call.target, self._recorder)
+            self._remember_plain(call, bound)
+            return self.plain_step(call)
         if whole:
             self._signatures.warnings.loss_sees_whole_batch(split.why)
             return self._train_step_with_whole_loss(call)
@@ -87,6 +99,32 @@ class CallRunner:
             return loss.detach(), None
         outputs = run.tensors.outputs.finish()[: program.n_outputs]
         return loss.detach(), torch_private.tree_unflatten(outputs, program.out_spec)
+
+    def runs_the_model(self, call: CallArguments) -> bool:
+        """Whether the plan in force runs the plain model for calls of this kind: then no capture needs to be found.
+
+        The model's own code is right for all sizes and after all changes of the model.
+        """
+        plan, kinds = self._plain
+        return plan is not None and plan is self._signatures.plan and self._kind(call) in kinds
+
+    def plain_call(self, call: CallArguments) -> Any:
+        """What the model itself returns."""
+        return plain_model.plain_call(self._model, self._only_device(), call.args, call.kwargs)
+
+    def plain_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        """`train_step` of the model itself."""
+        assert call.loss is not None
+        return plain_model.plain_step(
+            self._model,
+            self._only_device(),
+            call.args,
+            call.kwargs,
+            call.loss,
+            call.target,
+            self._recorder,
+            return_outputs=call.return_outputs,
+        )
 
     def unpipelined(self, what: str, why: str) -> AbstractContextManager[object]:
         """Inside, the model's own code runs on the devices of its stages. A warning says so once."""
@@ -127,6 +165,20 @@ class CallRunner:
         loss.backward()
         return loss.detach(), detached(output)
 
+    def _remember_plain(self, call: CallArguments, bound: BoundCall) -> None:
+        """The plan in force runs the plain model for `call`. Remember that, if it does so for all calls of its kind."""
+        plan = self._signatures.plan
+        assert plan is not None
+        dynamic = self._signatures.settings.dynamic
+        trains = torch.is_grad_enabled() and not plan.training
+        if plan.batch_size != 1 and bound.batch_size and not trains and not isinstance(dynamic, Mapping):
+            kinds = self._plain[1] if self._plain[0] is plan else set()
+            self._plain = plan, {*kinds, self._kind(call)}
+
+    def _kind(self, call: CallArguments) -> _Kind:
+        own = None if call.loss is None else call.loss is own_loss
+        return _Kind(self._model.training, torch.is_grad_enabled(), own)
+
     def _by_the_model(self, bound: BoundCall, call: CallArguments, error: ChangedResultError) -> Any:
         """What the model itself returns, after a pipelined call has met a shape that the graph was not captured for.
 
@@ -148,9 +200,10 @@ class CallRunner:
         least, multiple = signature.batching.least_rows, signature.lowered.multiple
         return split_sizes(bound.batch_size, signature.n_microbatches, least, multiple)
 
-    @property
     def _only_device(self) -> Device:
         """The device of a plan that uses only one."""
+        if len(self._devices) == 1:
+            return self._devices[0]
         assert self._signatures.plan is not None
         return find_device(self._devices, self._signatures.plan.used_devices[0])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,8 +33,7 @@ _ATTEMPTS = 2  # a capture at one value may fix a size that a capture at another
 _MOST_KEPT = 64  # signatures that are kept; the one that was used longest ago goes
 
 
-@dataclass(frozen=True)
-class CallArguments:
+class CallArguments(NamedTuple):
     """What a module is called with; `loss` and `target` in a training step."""
 
     args: tuple[Any, ...]
@@ -96,7 +95,7 @@ class Captures:
         check_parameters(self._model)
         check_model(self._model)  # a module may have been replaced since it was wrapped
         args, kwargs = ordinary((call.args, call.kwargs))
-        call = replace(call, args=args, kwargs=kwargs)
+        call = call._replace(args=args, kwargs=kwargs)
         signature = self._specialised(call, state) or self._captured(call, state, leaves, spec)
         self.known.append(signature)
         del self.known[:-_MOST_KEPT]

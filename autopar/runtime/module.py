@@ -23,7 +23,7 @@ from autopar.runtime.call_runner import CallRunner
 from autopar.runtime.captures import CallArguments
 from autopar.runtime.loss_splits import TargetDim
 from autopar.runtime.memory_watch import DeviceContext
-from autopar.runtime.model_surface import ModelForward, device_map, visible_class
+from autopar.runtime.model_surface import ModelForward, device_map, left_to_python, visible_class
 from autopar.runtime.own_devices import takes_cache
 from autopar.runtime.own_loss import own_loss
 from autopar.runtime.signatures import Decide, Signatures
@@ -214,17 +214,20 @@ class PipelinedModule(Pipelined, nn.Module):
         )
 
     @ModelForward
-    @torch.compiler.disable
+    @left_to_python
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
         check_process(self._process)
+        call = CallArguments(args, kwargs)
+        if self._calls.runs_the_model(call):
+            return self._calls.plain_call(call)
         check_tensors(args, kwargs)
         if takes_cache(args, kwargs):
             with self._calls.unpipelined(
                 "a call with a key-value cache", "a captured model could not update it in place"
             ):
                 return self.unwrap().forward(*args, **kwargs)
-        return self._calls.forward(CallArguments(args, kwargs))
+        return self._calls.forward(call)
 
     @overload
     def train_step(
@@ -250,7 +253,7 @@ class PipelinedModule(Pipelined, nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor: ...
 
-    @torch.compiler.disable
+    @left_to_python
     def train_step(
         self,
         *args: Any,
@@ -283,17 +286,16 @@ class PipelinedModule(Pipelined, nn.Module):
         still warms up. On GPUs, workers wait for every action, so that a profiled step is slower than others.
         """
         check_process(self._process)
-        check_tensors(args, kwargs)
         if (target is None) != (loss_fn is None):
             missing, what = ("target", "what loss_fn(output, target) compares the output with")
             if loss_fn is None:
                 missing, what = ("loss_fn", "the function that makes a loss of output and target")
             raise InputError(f"train_step needs {missing}=: {what}; or neither, if the model itself returns its loss")
-        if takes_cache(args, kwargs):
-            raise InputError("train_step does not update a key-value cache; leave past_key_values out")
         call = CallArguments(args, kwargs, loss_fn or own_loss, target, target_dim, bool(return_outputs))
-        with torch.enable_grad():
-            loss, outputs = self._profiled(call) if profile else self._calls.train_step(call)
+        if not profile and self._calls.runs_the_model(call):
+            loss, outputs = self._calls.plain_step(call)
+        else:
+            loss, outputs = self._pipelined_step(call, profile=bool(profile))
         return (loss, outputs) if return_outputs else loss
 
     def device_context(self, context: DeviceContext) -> AbstractContextManager[None]:
@@ -315,6 +317,13 @@ class PipelinedModule(Pipelined, nn.Module):
                 return generate(*args, **kwargs)
 
         return on_stages
+
+    def _pipelined_step(self, call: CallArguments, *, profile: bool) -> tuple[torch.Tensor, Any]:
+        check_tensors(call.args, call.kwargs)
+        if takes_cache(call.args, call.kwargs):
+            raise InputError("train_step does not update a key-value cache; leave past_key_values out")
+        with torch.enable_grad():
+            return self._profiled(call) if profile else self._calls.train_step(call)
 
     def _profiled(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
         """A training step whose times go to `last_profile`."""

@@ -30,9 +30,11 @@ def plain_step(
     loss_fn: LossFunction,
     target: Any,
     recorder: StepRecorder | None = None,
+    *,
+    return_outputs: bool = False,
 ) -> tuple[torch.Tensor, Any]:
-    """A training step: accumulates gradients in `.grad`. Returns loss and outputs, detached. `recorder`: times its
-    passes."""
+    """A training step: accumulates gradients in `.grad`. Returns the loss and, with `return_outputs`, the outputs, both
+    detached. `recorder`: times its passes."""
     with _recorded(recorder, Phase.FORWARD, device):
         output = plain_call(model, device, args, kwargs)
         timed = loss_fn if recorder is None else recorder.timed_loss(loss_fn)
@@ -40,7 +42,7 @@ def plain_step(
         check_trains(loss.requires_grad, loss_fn)
     with _recorded(recorder, Phase.BACKWARD, device):
         loss.backward()
-    return loss.detach(), detached(output)
+    return loss.detach(), detached(output) if return_outputs else None
 
 
 def detached(tree: Any) -> Any:

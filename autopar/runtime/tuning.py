@@ -42,7 +42,7 @@ _LEAST_SECONDS = 0.05  # that every plan runs with tune="auto": shorter steps va
 # seconds if that is more; but of every plan one step counts.
 _SHARE = 0.5
 _BUDGET = 0.3
-_SAME = 0.01  # plans whose steps differ by less are equally fast: the one with fewer devices is followed
+_SAME = 0.05  # plans whose steps differ by less may be equally fast: the one with fewer devices is followed
 
 Steps = Mapping[str, tuple[float, ...]]  # plan -> s of each step that counts
 

@@ -152,11 +152,21 @@ def test_what_cannot_be_captured_is_named(call: Any, make: Callable[[], nn.Modul
 
 def test_a_module_that_is_pipelined_after_wrapping_is_refused() -> None:
     model = nn.Sequential(net(), nn.Linear(8, 8))
-    pm = autopar.parallelize(model, ["cpu"], cache=False)
+    plan = Plan.from_split({"0": 0, "1": 1}, n_microbatches=1)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False)
     pm(X)
     model[0] = pipelined()
     with pytest.raises(InputError, match="module '0' is already pipelined"):
         pm(X)
+
+
+def test_a_plan_that_runs_the_model_itself_takes_a_pipelined_module_as_the_model_does() -> None:
+    model = nn.Sequential(net(), nn.Linear(8, 8))
+    pm = autopar.parallelize(model, ["cpu"], cache=False)
+    pm(X)
+    inner = model[0]
+    model[0] = pipelined(inner)
+    torch.testing.assert_close(pm(X), model[1](inner(X)))
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ EVERY_FIFTH_CASE = (
     "capture/test_rnn.py",
     "cost_models/test_cache.py",
     "cost_models/test_graph_bytes.py",
+    "cost_models/test_optimizer_step.py",
     "cost_models/test_roofline.py",
     "cost_models/test_step_memory.py",
     "integrations/test_examples.py",
@@ -75,8 +76,10 @@ EVERY_FIFTH_CASE = (
     "lower/test_sharded_execution.py",
     "lower/test_sharded_models.py",
     "plan/test_serialization.py",
+    "planner/test_kept_bytes.py",
     "planner/test_meshes.py",
     "planner/test_planning_ahead.py",
+    "planner/test_price_sharded.py",
     "planner/test_recompute.py",
     "planner/test_search.py",
     "planner/test_sharding_explain.py",
@@ -93,11 +96,14 @@ EVERY_FIFTH_CASE = (
     "runtime/test_schedules_run.py",
     "runtime/test_step_profile.py",
     "runtime/test_thread_state.py",
+    "runtime/test_threads.py",
     "runtime/test_train_step.py",
     "runtime/test_transformers.py",
     "runtime/test_transparency.py",
+    "runtime/test_tuning.py",
     "runtime/test_uncaptured_corners.py",
     "runtime/test_uncaptured_runs.py",
+    "sharding/test_local_work.py",
 )
 
 

@@ -127,6 +127,7 @@ def test_a_small_problem_is_proven_optimal_and_says_so() -> None:
     assert "all" in plan.optimality
 
 
+@pytest.mark.slow
 def test_a_large_problem_says_how_far_it_is_from_a_bound() -> None:
     costs = costs_of(60, (6, 6), 16)
     plan = make_plan(costs, dataclasses.replace(STEP, n_microbatches=16, max_replicas=1, schedule="1f1b"))

@@ -68,7 +68,7 @@ def test_the_text_of_a_plan_counts_all_collectives_of_a_step_and_says_their_shar
     assert all(row[0] in COLLECTIVES or row[0].startswith("...") for row in rows)
 
 
-@pytest.mark.parametrize("room", [1.0, 0.8])
+@pytest.mark.parametrize("room", [1.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_nothing_is_listed_twice(room: float) -> None:
     text = str(chosen("llama", room)[0])
     for head in ("operators", "parameters", "collective "):

@@ -111,6 +111,7 @@ def test_any_sequence_of_batches_and_lengths_is_exact(calls: list[tuple[int, int
     pm.close()
 
 
+@pytest.mark.slow
 def test_train_steps_of_changing_lengths_are_exact(traced: list[str]) -> None:
     model = gpt2()
     pm, original = pair(model)

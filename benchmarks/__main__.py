@@ -48,7 +48,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
         lambda quick, _: overhead.run_overhead(overhead.QUICK if quick else overhead.FULL),
     ),
     "automatic": (
-        "ten models from 2 ms to 3 s a step: the automatic plan for two CPU devices against the plain model",
+        "ten models of 1 ms to 1.3 s a step: the automatic plan for two CPU devices against the plain model",
         lambda quick, _: automatic.run_automatic(quick),
     ),
     "inference": (

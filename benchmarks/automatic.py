@@ -1,4 +1,4 @@
-"""The automatic plan against the plain model: ten models whose steps take from two milliseconds to three seconds."""
+"""The automatic plan against the plain model: ten models whose steps take from a millisecond to over a second."""
 
 from __future__ import annotations
 

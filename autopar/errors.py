@@ -63,6 +63,18 @@ def each_warning_once(given: set[Any]) -> Iterator[None]:
         _given.reset(token)
 
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Inside, `warn` shows nothing, and what it is called with does not count as given."""
+    token = _given.set(set())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AutoparWarning)
+            yield
+    finally:
+        _given.reset(token)
+
+
 def warn(message: str) -> None:
     """Issue an AutoparWarning for the line in the user's code, the first one outside autopar and torch."""
     if not _is_new(message):
@@ -101,6 +113,7 @@ __all__ = [
     "each_warning_once",
     "issue_again",
     "warn",
+    "without_warnings",
 ]
 
 

@@ -19,12 +19,15 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
+from torch import nn
+
 from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Progress
 from autopar.costs.history import Record, remember
 from autopar.costs.measured import call_signature, measurement_cache
-from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.errors import InfeasibleError, InputError, PlanError, without_warnings
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.search import find_plans, make_plan
@@ -63,7 +66,7 @@ def tuned(
     if auto and len(plans) == 1:
         return first
     ready = priced(plans, example, costs, search)
-    lacking = _lacking_memory(ready, costs.devices)
+    lacking = _lacking_memory(ready, costs.devices, example.model)
     if auto and lacking:
         return _with_note(first, f"not measured beside other plans: {lacking}")
     key = signature_key("tuned", call_signature(example), [(d.kind, d.threads) for d in costs.devices], _keys(ready))
@@ -124,8 +127,12 @@ def _keys(plans: Mapping[str, Plan]) -> list[Any]:
     return [(name, _decision(plan)) for name, plan in plans.items()]
 
 
-def _lacking_memory(plans: Mapping[str, Plan], devices: tuple[Device, ...]) -> str:
+def _lacking_memory(plans: Mapping[str, Plan], devices: tuple[Device, ...], model: nn.Module) -> str:
     """Why the plans cannot run in turn, each with its copy of the model; "" if they can."""
+    copied = sum(t.nbytes for t in [*model.parameters(), *model.buffers()] if t.device.type == "cpu")
+    free = available_memory(torch.device("cpu"))
+    if copied > free:  # a copy is made before it moves to its devices
+        return f"a copy of the model needs {bytes_text(copied)}, the host has {bytes_text(free)}"
     needed: Counter[str] = Counter()
     for plan in plans.values():
         needed.update(predicted_memory(plan, devices))
@@ -140,7 +147,8 @@ def _lacking_memory(plans: Mapping[str, Plan], devices: tuple[Device, ...]) -> s
 def _run(
     call: ComparedCall, plans: Mapping[str, Plan], devices: tuple[Device, ...], rounds: Rounds, progress: Progress
 ) -> dict[str, tuple[float, ...]]:
-    with contestants(call, plans, devices, progress) as ready:
+    # What plans would warn of matters for the one that is followed: it will warn by itself.
+    with without_warnings(), contestants(call, plans, devices, progress) as ready:
         steps = steps_in_turn(ready, devices, rounds, progress)
     return {contestant.name: seconds for contestant, seconds in zip(ready, steps, strict=True)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
@@ -153,6 +154,18 @@ def test_without_memory_for_all_copies_the_prediction_is_trusted_and_the_plan_sa
     assert not clock.ran["plain model"]
     assert "not measured beside other plans" in plan.notes[-1]
     assert "has 1 kB" in plan.notes[-1]
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize("fastest", ["plain model", "automatic"])
+def test_only_the_plan_that_is_followed_warns(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock({fastest: 0.1}, monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pm = autopar.parallelize(layers(), ["cpu", "cpu"], cache=False, **CALL)
+        pm.train_step(X, target=Y, loss_fn=F.mse_loss)
+    said = [str(w.message) for w in caught if issubclass(w.category, autopar.AutoparWarning)]
+    assert sum("statistics of each micro-batch" in text for text in said) == (fastest == "automatic")
 
 
 @pytest.mark.parametrize("hook", [False, True])

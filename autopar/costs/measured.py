@@ -345,7 +345,9 @@ def measure_costs(
 
     `n_microbatches`: measure this division of the batch only.
     """
-    with measurement_cache(cache) as store, untouched(example.model), torch.device("cpu"):
+    # Copies that are made in inference mode could not be written outside of it, where operators are timed.
+    outside = torch.inference_mode(False)
+    with measurement_cache(cache) as store, untouched(example.model), torch.device("cpu"), outside:
         source = Measured(
             example.program,
             example.batching,

@@ -74,7 +74,8 @@ def contestants(
     model itself; by default as many as the caller has set.
     """
     ready: list[Contestant] = []
-    with untouched(call.example.model), operator_threads(threads or torch.get_num_threads()):
+    own_threads = operator_threads(threads or torch.get_num_threads())
+    with untouched(call.example.model), own_threads, torch.inference_mode(False):
         try:
             if plain is not None:
                 ready.append(_plain(plain, call, devices[0]))

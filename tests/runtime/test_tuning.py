@@ -231,3 +231,19 @@ def test_tuning_takes_at_most_a_share_of_planning(spent: float, budget: float, m
     costs = measure_costs(example, parse_devices(["cpu", "cpu"]), cache=False)
     tuning.tuned(example, costs, options, search, spent, _silent)
     assert seen[-1].budget == budget
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize("training", [True, False])
+def test_a_first_call_in_inference_mode_is_planned_and_later_ones_train(training: bool) -> None:
+    """Statistics are buffers that the measured copies write."""
+    model = layers().train(training)
+    original = copy.deepcopy(model)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], batch_norm="exact", cache=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(pm(X), original(X))
+    pm.train_step(X, target=Y, loss_fn=F.mse_loss)
+    F.mse_loss(original(X), Y).backward()
+    for mine, plain in zip(pm.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad)
+    torch.testing.assert_close(dict(pm.named_buffers()), dict(original.named_buffers()))

@@ -198,7 +198,9 @@ def test_collectives_run_as_they_were_priced(name: str, mesh: tuple[int, ...], m
     keys = {node.name: key for node, key in operator_keys(program).items()}
     names = {node.name: keys.get(node.name, str(node.target)) for node in program.graph.nodes}
     count = 0
-    for cluster, room in ((FAST, 0.7), (SLOW, 1.0)):
+    for cluster, room in ((FAST, 0.7), (SLOW, 1.0), (FAST, 0.5)):
+        if count and room == 0.5:
+            break  # short of memory only where nothing was sent so far
         leaves = program.bind((), call)[0]
         problem, found = chosen(program, leaves, 8, mesh, room, cluster)
         sharding = whole_graph_sharding(problem, found, keys)

@@ -366,7 +366,7 @@ def test_tuning_follows_the_plan_that_was_fastest_in_turn(monkeypatch: pytest.Mo
     ("options", "message"),
     [
         ({"tune": -1}, "tune must be 'auto' or a whole number"),
-        ({"candidates": {"mine": Plan.from_split({"0": 0}, n_microbatches=1)}}, "give tune=1 or more"),
+        ({"tune": 0, "candidates": {"mine": Plan.from_split({"0": 0}, n_microbatches=1)}}, "give tune=1 or more"),
         ({"tune": 1, "candidates": {"mine": "a plan"}}, r"candidates\['mine'\] must be a Plan, got str"),
     ],
 )

@@ -29,7 +29,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "room"), [("gpt2", 1.0), ("llama", 1.0), ("llama", 0.6), ("mlp", 0.5)])
+@pytest.mark.parametrize(("name", "room"), [("gpt2", 1.0), ("llama", 1.0), ("llama", 0.8), ("mlp", 0.5)])
 def test_a_stage_lists_every_chosen_collective_as_often_as_it_happens(name: str, room: float) -> None:
     plan, problem, found, keys, _ = chosen(name, room)
     sharding = sharding_in(plan)
@@ -43,8 +43,9 @@ def test_a_stage_lists_every_chosen_collective_as_often_as_it_happens(name: str,
         assert len(mine) == sum(c.times * sum(step.collective is not None for step in c.steps) for c in wanted)
         assert math.fsum(e.seconds for e in mine) == pytest.approx(math.fsum(c.seconds for c in wanted))
     work = math.fsum(w.forward + w.backward for w in found.work.values())
+    once = math.fsum(c.seconds for c in found.collectives if c.once)
     assert sharding.collective_time == pytest.approx(
-        found.seconds - work + math.fsum(e.seconds for e in within.elements())
+        found.seconds - work - once / M + math.fsum(e.seconds for e in within.elements())
     )
     inputs = {node.name for node in problem.task.module.graph.nodes if node.op == "placeholder"}
     assert not inputs & {key for key, _ in sharding.parameters}

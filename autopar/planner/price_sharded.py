@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan, Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
 from autopar.planner.inter_op.meshes import Subject
-from autopar.planner.intra_op.strategy_graph import GraphFacts, ShardingTask
+from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.predict import completed, predict
 from autopar.sharding.layouts import REPLICATE

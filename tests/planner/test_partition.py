@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_oracle import OracleStage, Stages, all_partitions, lacking, objective, problems, stage_time
 
+from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.cuts import line_cuts
-from autopar.planner.inter_op.partition import explain_infeasible, relaxed_bound, solve
+from autopar.planner.inter_op.partition import explain_infeasible, solve
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Solution, Space
 from autopar.planner.inter_op.stage_bytes import Shared, Value
 

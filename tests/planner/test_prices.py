@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tied_models import Tied
 from torch import nn
 from torch.nn import functional
 
@@ -228,18 +229,6 @@ def test_stages_that_share_a_weight_within_one_process_pay_for_the_way_of_its_gr
     after = predicted_step(costs, searching.atoms, two_stages(searching, 1, 2), INSIDE)
     added = math.fsum([after.timeline().step_time, -before.timeline().step_time])
     assert added == pytest.approx((1 << 20) * costs.accumulate)
-
-
-class Tied(nn.Module):
-    def __init__(self, vocabulary: int = 8192, width: int = 1024) -> None:
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(vocabulary, width), nn.Linear(width, width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = functional.gelu(self.mix(self.embed(ids)))
-        return functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
 def test_a_tied_weight_on_meshes_is_reduced_once_in_every_stage_that_has_it() -> None:

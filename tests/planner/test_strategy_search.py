@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import GroupedLlama, gpt2, llama, mixtral
+from tied_models import Tied
 from torch import fx, nn
 from torch.nn import functional
 
@@ -155,18 +156,6 @@ def test_heads_of_keys_are_cut_with_the_queries_that_they_serve() -> None:
     strategies = named(task, choose(task, over(cluster, 4)))
     assert strategies["scaled_dot_product_attention0"].axes == ("g",)
     assert [strategies[f"linear{i}"].axes for i in range(4)] == [("n",)] * 3 + [("k",)]
-
-
-class Tied(nn.Module):
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(vocabulary, width), nn.Linear(width, width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = functional.gelu(self.mix(self.embed(ids)))
-        return functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
 def test_a_large_vocabulary_is_split_in_the_embedding_the_head_and_the_loss() -> None:

@@ -96,7 +96,7 @@ def gather_all(
     costs: CostGraph,
     nodes: Sequence[tuple[str, ...]],
     constraints: Constraints = NO_CONSTRAINTS,
-    order: Iterable[tuple[str, str]] = (),
+    order: Sequence[tuple[str, str]] = (),
 ) -> Atoms:
     """`gather`, also under every stage configuration."""
     own = {c.name: gather(replace(costs, graph=c.graph), nodes, constraints, order) for c in costs.configurations}

@@ -92,7 +92,7 @@ class CallRunner:
             return self.plain_step(call)
         if whole:
             self._signatures.warnings.loss_sees_whole_batch(split.why)
-            return self._train_step_with_whole_loss(call)
+            return self._trained_on(self.forward(CallArguments(call.args, call.kwargs)), call)
         # Without the lock: gradients of inputs may go on into another call of this model, on a thread of autograd.
         loss.backward()
         if not call.return_outputs:
@@ -150,13 +150,9 @@ class CallRunner:
         finally:
             self._recorder = None
 
-    def _train_step_with_whole_loss(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        """All forwards, the loss on the outputs of the whole batch, all backwards."""
-        return self._trained_on(self.forward(CallArguments(call.args, call.kwargs)), call)
-
     @staticmethod
     def _trained_on(output: Any, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        """The loss of the whole batch, and its backward."""
+        """The loss on the outputs of the whole batch, and its backward: all forwards have run, all backwards follow."""
         assert call.loss is not None
         device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
         target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)

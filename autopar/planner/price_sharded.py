@@ -48,7 +48,7 @@ def predict_sharded(plan: Plan, example: Example, costs: CostGraph, subject: Sub
         size = stage.shards
         meshes += [tuple(stage.devices[i : i + size]) for i in range(0, len(stage.devices), size)]
         configuration = pricing.configuration(number, stage) if stage.sharding is not None else None
-        names.append(costs.groups[0].kind if configuration is None else configuration.name)
+        names.append(pricing.kind(stage) if configuration is None else configuration.name)
         configurations += [configuration] if configuration is not None else []
     on_meshes = replace(costs, configurations=tuple(configurations), meshes=tuple(dict.fromkeys(meshes)))
     stage_of = {node.name: stage for node, stage in plan.assign(example.program, example.batching.storages).items()}
@@ -77,6 +77,10 @@ class _Pricing:
         self._facts = GraphFacts(self._task)
         self._node_of = {operator.key: name for name, operator in costs.operators.items()}
 
+    def kind(self, stage: Stage) -> str:
+        """Of the stage's devices."""
+        return next(device.kind for device in self._costs.devices if device.name == stage.devices[0])
+
     def configuration(self, number: int, stage: Stage) -> MeshConfiguration:
         """How the devices of stage `number` do all operators: those of stages with such a mesh as the plan says."""
         sharding = stage.sharding
@@ -94,9 +98,10 @@ class _Pricing:
             stored = {**dict(self._stored(problem, other, other.sharding)), **stored}
         if problems:
             raise PlanError("\n  ".join(problems))
-        kind = next(device.kind for device in self._costs.devices if device.name == stage.devices[0])
         found = problem.with_choices(strategies, stored)
-        return mesh_configuration(f"stage {number}", kind, self._program, self._task, self._facts, found, fastest=True)
+        return mesh_configuration(
+            f"stage {number}", self.kind(stage), self._program, self._task, self._facts, found, fastest=True
+        )
 
     def _strategies(
         self, problem: ShardingProblem, stage: Stage, sharding: StageSharding, into: dict[str, Strategy]

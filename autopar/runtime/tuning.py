@@ -45,7 +45,7 @@ _LEAST_SECONDS = 0.05  # that every plan runs with tune="auto": shorter steps va
 # seconds if that is more; but of every plan one step counts.
 _SHARE = 0.5
 _BUDGET = 0.3
-_SAME = 0.05  # plans whose steps differ by less may be equally fast: the one with fewer devices is followed
+_SAME = 0.05  # with tune="auto", plans whose steps differ by less count as equally fast
 
 Steps = Mapping[str, tuple[float, ...]]  # plan -> s of each step that counts
 
@@ -69,7 +69,12 @@ def tuned(
     lacking = _lacking_memory(ready, costs.devices, example.model)
     if auto and lacking:
         return _with_note(first, f"not measured beside other plans: {lacking}")
-    key = signature_key("tuned", call_signature(example), [(d.kind, d.threads) for d in costs.devices], _keys(ready))
+    devices, how = (
+        [(d.kind, d.threads) for d in costs.devices],
+        (options.batch_norm, options.compile, options.watch_nan),
+    )
+    # The plain model runs with as many threads as the caller has set.
+    key = signature_key("tuned", call_signature(example), devices, torch.get_num_threads(), how, _keys(ready))
     with measurement_cache(options.cache) as cache:
         steps = cache.get(key, partial(_from_json, names=ready.keys())) if cache is not None and auto else None
         if steps is None:
@@ -79,7 +84,7 @@ def tuned(
                 cache.put(key, steps)
                 known = [(ready[name], seconds) for name, seconds in steps.items() if ready[name].predicted_step_time]
                 remember([Record.of(p, example.model, costs.devices, s, source="tune") for p, s in known])
-    return _fastest(plans, ready, steps)
+    return _fastest(plans, ready, steps, _SAME if auto else 0.0)
 
 
 def _best_predicted(costs: CostGraph, search: SearchOptions, most: int) -> Iterator[tuple[str, Plan]]:
@@ -161,11 +166,14 @@ def _from_json(value: Any, names: Any) -> dict[str, tuple[float, ...]]:
     return steps
 
 
-def _fastest(plans: Mapping[str, Plan], ready: Mapping[str, Plan], steps: Steps) -> Plan:
-    """The plan with the fastest steps, with a note on all of them. `ready`: the plans with their predictions."""
+def _fastest(plans: Mapping[str, Plan], ready: Mapping[str, Plan], steps: Steps, same: float) -> Plan:
+    """The plan with the fastest steps, with a note on all of them; of those within `same`, the one with fewest devices.
+
+    `ready`: the plans with their predictions.
+    """
     measured = {name: median(seconds) for name, seconds in steps.items()}
     least = min(measured.values())
-    near = [name for name in measured if measured[name] <= least * (1 + _SAME)]
+    near = [name for name in measured if measured[name] <= least * (1 + same)]
     best = min(near, key=lambda name: (len(ready[name].used_devices), ready[name].n_microbatches, measured[name]))
     # A plan of the search keeps its bounds and its explanation, which pricing drops. A user's plan that names modules
     # is complete only once it is priced.

@@ -26,6 +26,7 @@ from autopar.runtime import planning, tuning
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.contestants import ComparedCall, Rounds, contestants
 from cost_models import parse_devices
+from cost_models.hardware.devices import operator_threads
 
 NAMES = ("automatic", "plain model", "one device", "without replicas")
 X, Y = torch.randn(8, 16), torch.randn(8, 16)
@@ -92,6 +93,10 @@ def test_of_equally_fast_plans_the_one_with_fewest_devices_is_followed(monkeypat
     pm = autopar.parallelize(layers(), ["cpu", "cpu"], cache=False, **CALL)
     assert pm.plan is not None
     assert len(pm.plan.used_devices) == 1
+    hand = Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
+    Clock({"automatic 1": 1.0, "hand": 0.99}, monkeypatch)
+    plan = autopar.plan(layers(), ["cpu", "cpu"], tune=1, candidates={"hand": hand}, cache=False, **CALL)
+    assert "*hand" in plan.notes[-1], "a number of plans to tune means the fastest, by however little"
 
 
 @pytest.mark.usefixtures("costly")
@@ -103,6 +108,10 @@ def test_measured_steps_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.ran == ran
     assert (again.stages, again.notes) == (first.stages, first.notes)
     autopar.plan(layers(), ["cpu", "cpu"], cache=False, **CALL)
+    assert clock.ran != ran
+    ran = dict(clock.ran)
+    with operator_threads(torch.get_num_threads() + 1):  # the plain model takes another time then
+        autopar.plan(layers(), ["cpu", "cpu"], **CALL)
     assert clock.ran != ran
 
 

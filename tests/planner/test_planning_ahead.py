@@ -323,4 +323,5 @@ def test_replicas_of_a_cluster_reduce_their_gradients_as_its_network_does() -> N
     assert replicated
     for stage in replicated:
         assert stage.parameter_bytes is not None
-        assert stage.sync_time == pytest.approx(cluster.seconds("all_reduce", stage.parameter_bytes, stage.devices))
+        seconds = cluster.seconds("all_reduce", stage.parameter_bytes, stage.devices)
+        assert stage.sync_time == pytest.approx(seconds, rel=1e-3)  # between two known sizes

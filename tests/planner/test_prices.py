@@ -10,7 +10,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tied_models import Tied
 from torch import nn
@@ -138,6 +138,7 @@ SECONDS = st.lists(st.floats(1e-3, 1e-1), min_size=1, max_size=5)
     schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
     cluster=st.sampled_from([("4xH100", 2), ("8xA100-80", 1), ("2xT4", 4)]),
 )
+@example(seconds=[1e-3], mbytes=1e-3, replicas=3, m=4, schedule="gpipe", cluster=("2xT4", 4))  # a few bytes, uneven
 def test_the_objective_of_a_stage_and_its_replicas_is_the_simulated_step(
     seconds: list[float], mbytes: float, replicas: int, m: int, schedule: str, cluster: tuple[str, int]
 ) -> None:
@@ -165,7 +166,7 @@ def test_gradients_pay_the_latency_of_a_bucket_and_not_of_every_parameter(mbytes
     assert found <= exact * (1 + 1e-9)
     assert found <= (whole + 1) * alone * (1 + 1e-9)
     if total <= BUCKET:
-        assert found == pytest.approx(exact)
+        assert found == pytest.approx(exact, rel=1e-3)  # between two known sizes
 
 
 def test_buckets_are_never_cheaper_for_more_bytes() -> None:

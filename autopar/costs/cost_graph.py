@@ -30,6 +30,7 @@ from autopar.capture.program import Program, module_path, source_line
 from autopar.costs.cost_table import CostSource, CostTable, Progress
 from autopar.costs.device_group import DeviceGroup, StageConfiguration
 from autopar.costs.operator_cost import OperatorCost, Weight, operator_costs
+from autopar.costs.recipe import USUAL, Recipe
 from cost_models import Cluster, Device, Link
 from cost_models.graphs import get_attribute, storage_key
 from cost_models.memory.graph_bytes import GraphBytes
@@ -50,6 +51,7 @@ class CostGraph:
     meshes: tuple[tuple[str, ...], ...] = ()  # names of the devices of each mesh; none if devices work alone
     configurations: tuple[StageConfiguration, ...] = ()  # of the meshes; the search picks one for each stage
     cores: int | None = None  # CPU cores that the devices share; None: every device has hardware of its own
+    recipe: Recipe | None = None  # how a step is run on devices that are not at hand; None: measured
 
     @cached_property
     def operators(self) -> Mapping[str, OperatorCost]:
@@ -128,14 +130,25 @@ def build(
     tables = source.tables(progress)
     progress("memory and links", 1.0)
     graph = nx.DiGraph()
-    _annotate(graph, program, batching, source.counted(), batch)
+    _annotate(graph, program, batching, source.counted(), batch, source.recipe or USUAL)
     links, accumulate = source.links(), source.accumulate()
     return CostGraph(
-        graph, batch, training, tables, source.devices, links, accumulate, source.cluster, cores=source.cores
+        graph,
+        batch,
+        training,
+        tables,
+        source.devices,
+        links,
+        accumulate,
+        source.cluster,
+        cores=source.cores,
+        recipe=source.recipe,
     )
 
 
-def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: GraphBytes, batch: int) -> None:
+def _annotate(
+    graph: nx.DiGraph, program: Program, batching: Batching, counted: GraphBytes, batch: int, recipe: Recipe
+) -> None:
     """Add one node per operator, with its `OperatorCost` as the attribute `cost`, and the attributes of the graph.
 
     Edges carry `nbytes`, the bytes that flow. Attributes of the graph: fused (groups of nodes that stay together),
@@ -165,7 +178,7 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
             gradient_bytes=output if node in grad else 0.0,
             allocated_bytes=counted.fresh[node.name] * factor,
             saved={storage: nbytes * scale for storage, nbytes in counted.saved[node.name]},
-            parameters=_parameters(module, node),
+            parameters=_parameters(module, node, recipe),
             saved_places=dict(zip(dict(counted.saved[node.name]), counted.places[node.name], strict=True)),
         )
         graph.add_node(node.name, cost=cost)
@@ -178,7 +191,7 @@ def _annotate(graph: nx.DiGraph, program: Program, batching: Batching, counted: 
     graph.graph["outputs"] = [n.name for n in output_node.all_input_nodes if n.name in graph]
 
 
-def _parameters(module: fx.GraphModule, node: fx.Node) -> dict[str, Weight]:
+def _parameters(module: fx.GraphModule, node: fx.Node, recipe: Recipe) -> dict[str, Weight]:
     found: dict[str, torch.Tensor] = {}
     for source in node.all_input_nodes:
         if source.op == "get_attr":
@@ -190,6 +203,8 @@ def _parameters(module: fx.GraphModule, node: fx.Node) -> dict[str, Weight]:
         found |= {f"{node.target}.{n}": t for n, t in [*child.named_parameters(), *child.named_buffers()]}
     # A tied tensor has several names; its storage is what a stage holds once.
     return {
-        str(storage_key(t)): Weight(t.numel() * t.element_size(), t.requires_grad, tuple(t.shape))
+        str(storage_key(t)): Weight(
+            t.numel() * t.element_size(), t.requires_grad, tuple(t.shape), precision=recipe.precision_of(t.dtype)
+        )
         for t in found.values()
     }

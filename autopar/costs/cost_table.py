@@ -11,6 +11,7 @@ import torch
 
 from autopar.capture import torch_private
 from autopar.capture.program import Program
+from autopar.costs.recipe import Recipe
 from cost_models import Cluster, Device, Link
 from cost_models.graphs import Loss, device_of
 from cost_models.memory.graph_bytes import GraphBytes
@@ -20,6 +21,19 @@ Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 
 def SILENT(what: str, done: float) -> None:
     """A progress callback that shows nothing."""
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Seconds in which the host launches the kernels of operators, whatever the size of the micro-batch.
+
+    Kernels and launches overlap: see `cost_models.kernels.launches`.
+    """
+
+    forward: np.ndarray  # [nodes] s
+    backward: np.ndarray  # [nodes] s
+    loss: tuple[float, float]  # s, forward and backward
+    start: float = 0.0  # s at the start of each pass of a stage
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,7 @@ class CostTable:
     backward: np.ndarray  # [rows, nodes] s
     loss: np.ndarray  # [rows, 2] s, forward and backward
     once: np.ndarray | None = None  # [nodes] s once a step, however many micro-batches; None: nothing
+    host: HostTimes | None = None  # of the launches; None: the times above contain them
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):
@@ -46,7 +61,7 @@ class CostTable:
     def slower(self, factor: float, workers: int) -> CostTable:
         """The table of devices that are slower by `factor`, because `workers` of them share their hardware."""
         forward, backward, loss = (factor * array for array in (self.forward, self.backward, self.loss))
-        return CostTable(self.kind, workers, self.nodes, self.rows, forward, backward, loss, self.once)
+        return CostTable(self.kind, workers, self.nodes, self.rows, forward, backward, loss, self.once, self.host)
 
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
         """(forward [nodes], backward [nodes], loss) at a micro-batch of `rows` samples.
@@ -66,6 +81,10 @@ class CostSource(Protocol):
     @property
     def cores(self) -> int | None:
         """CPU cores that the devices share; None: every device has hardware of its own."""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How a step is run, where that is not measured."""
 
     @property
     def cluster(self) -> Cluster | None:

@@ -13,19 +13,20 @@ from torch import fx
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
 from autopar.analysis.node_values import observe
-from autopar.analysis.operators import captured_device, compute_nodes, on_device
+from autopar.analysis.operators import captured_device, compute_nodes, on_device, requires_grad_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program, describe
 from autopar.capture.repeated_layers.fold import fold
 from autopar.capture.uncaptured import uncaptured
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from autopar.costs.cost_table import SILENT, Calls, CostTable, HostTimes, Progress
+from autopar.costs.recipe import USUAL, Recipe
 from autopar.errors import InputError
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
 from cost_models.graphs import on_meta, private_copy, tensors_in
-from cost_models.hardware.device_specs import efficiency_of, rates_of
+from cost_models.hardware.device_specs import DeviceSpec, efficiency_of, rates_of
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
 from cost_models.kernels.roofline import price
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
@@ -38,6 +39,7 @@ class Estimated:
     """Costs of a program on any cluster (a `CostSource`).
 
     `leaves`: flat inputs of an example call, on any device. `n_microbatches`: estimate this division of the batch only.
+    `recipe`: how a step is run; the times of kernels are without their launches where these are times of the host.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Estimated:
         target: Any = None,
         target_dims: tuple[int | None, ...] = (),
         n_microbatches: int | None = None,
+        recipe: Recipe = USUAL,
     ) -> None:
-        self.cluster = cluster
+        self.cluster, self.recipe = cluster, recipe
         self.cores = None
         types = {spec.name: spec.device_type for spec in cluster.node}
         self.devices = tuple(replace(d, memory=usable_memory(d.memory, types[d.kind])) for d in cluster.devices)
@@ -78,17 +81,34 @@ class Estimated:
             work = count(self._folded.module, rows, training=self._training, inputs=inputs)
             of_loss = self._loss(rows)
             for place, spec in enumerate(kinds.values()):
-                rates, efficiency = rates_of(spec), efficiency_of(spec)
+                rates, efficiency = rates_of(spec, self.recipe.host(spec)), efficiency_of(spec)
                 priced = {name: price(each, rates, efficiency) for name, each in work.items()}
                 costs = [priced[self._folded.kept(name)] for name in nodes]
                 forward[place, row] = [cost.forward_seconds for cost in costs]
                 backward[place, row] = [cost.backward_seconds for cost in costs]
                 whole = price(of_loss, rates, efficiency)
                 loss[place, row] = whole.forward_seconds, whole.backward_seconds
+        host = [self._host(spec, work, of_loss) for spec in kinds.values()]
         return tuple(
-            CostTable(kind, 1, nodes, tuple(sizes), f, b, of)
-            for kind, f, b, of in zip(kinds, forward, backward, loss, strict=True)
+            CostTable(kind, 1, nodes, tuple(sizes), f, b, of, host=launches)
+            for kind, f, b, of, launches in zip(kinds, forward, backward, loss, host, strict=True)
         )
+
+    def _host(self, spec: DeviceSpec, work: Mapping[str, OperatorWork], loss: OperatorWork) -> HostTimes | None:
+        """What the host takes to launch the kernels of `work`, by node of the folded graph."""
+        costs = self.recipe.host(spec)
+        if costs is None:
+            return None
+        graded = {node.name for node in requires_grad_nodes(self._module)} if self._training else set[str]()
+        forward, backward = [], []
+        for node in compute_nodes(self._module.graph):
+            mine = work[self._folded.kept(node.name)]
+            ahead, behind = len(mine.forward), len(mine.backward)
+            calls = _dispatched(node, ahead), _dispatched(node, behind) if node.name in graded else 0
+            forward.append(calls[0] * costs.operator + ahead * costs.kernel)
+            backward.append(calls[1] * costs.node + behind * costs.kernel)
+        own = len(loss.forward) * (costs.operator + costs.kernel), len(loss.backward) * (costs.node + costs.kernel)
+        return HostTimes(np.array(forward), np.array(backward), own, costs.start)
 
     def counted(self) -> GraphBytes:
         batch = max(self._program.batch_size, 1)
@@ -143,8 +163,22 @@ class Estimated:
         return count_call(lambda *flat: loss(flat), outputs)[1]
 
 
+def _dispatched(node: fx.Node, kernels: int) -> int:
+    """Operators that the host dispatches for a node with so many kernels; an uncaptured one has more than itself."""
+    if uncaptured(node) is not None:
+        return max(1, kernels)
+    name = getattr(node.target, "__name__", "")
+    of_python = getattr(node.target, "__module__", "") == "_operator"  # such as taking an item of a list
+    return 0 if of_python or name.startswith("sym_") else 1
+
+
 def estimate_costs(
-    example: Example, cluster: Cluster, *, n_microbatches: int | None = None, progress: Progress = SILENT
+    example: Example,
+    cluster: Cluster,
+    *,
+    n_microbatches: int | None = None,
+    progress: Progress = SILENT,
+    recipe: Recipe = USUAL,
 ) -> CostGraph:
     """The cost graph of a call on devices that need not be present, from their data sheets."""
     with untouched(example.model), torch.device("cpu"):
@@ -158,5 +192,6 @@ def estimate_costs(
             target=example.target,
             target_dims=example.loss_split.target_dims if example.loss_split is not None else (),
             n_microbatches=n_microbatches,
+            recipe=recipe,
         )
         return cost_graph.build(example.program, example.batching, source, training=example.training, progress=progress)

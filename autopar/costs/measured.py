@@ -55,6 +55,7 @@ class Measured:
     """
 
     cluster = None
+    recipe = None
 
     def __init__(
         self,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import networkx as nx
 
-from cost_models import optimizer_state_bytes
+from cost_models import Precision, optimizer_state_bytes
 from cost_models.memory.graph_bytes import Place
+from cost_models.memory.optimizer_state import optimizer_state_elements
+from cost_models.memory.optimizer_step import Implementation, StepShare
 
 
 class Weight(NamedTuple):
@@ -21,15 +24,38 @@ class Weight(NamedTuple):
     parts: int = 1  # shards of the tensor; each device holds one
     state_parts: int = 1  # shards of the optimizer's state
     once: float = 0.0  # s once a step on a mesh, for all operators of a stage that read it together
+    precision: Precision | None = None  # of its tensors in training; None: all have its own dtype
+
+    @property
+    def elements(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape)
 
     @property
     def held(self) -> float:
         """Bytes on each device."""
         return self.nbytes / self.parts
 
+    @property
+    def gradient(self) -> float:
+        """Bytes of its gradient on each device, if it is trained."""
+        return self.held if self.precision is None else self.elements * self.precision.gradient / self.parts
+
     def state(self, optimizer: str) -> float:
-        """Bytes of the optimizer's state on each device."""
-        return optimizer_state_bytes(optimizer, self.nbytes, self.shape) / self.state_parts if self.trained else 0.0
+        """Bytes of the optimizer's state, and of a master copy, on each device."""
+        if not self.trained:
+            return 0.0
+        if self.precision is None:
+            return optimizer_state_bytes(optimizer, self.nbytes, self.shape) / self.state_parts
+        states = optimizer_state_elements(optimizer, self.shape) * self.precision.state
+        return (states + self.elements * self.precision.master) / self.state_parts
+
+    def step(self, optimizer: str, implementation: Implementation) -> StepShare:
+        """What each device does for it in the optimizer's step: its part of the state."""
+        own = self.nbytes // max(1, self.elements)
+        precision = self.precision or Precision(own, own, 0, own)
+        elements = self.elements / self.state_parts if self.trained else 0
+        return StepShare.of(optimizer, elements, precision=precision, implementation=implementation)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Stage:
     activation_bytes: int | None = None  # kept for backward, per micro-batch in flight
     peak_memory: int | None = None  # bytes on each device
     sync_time: float | None = None  # s once a step: gradients of replicas, of the mesh and of tied parameters reduced
+    optimizer_time: float | None = None  # s once a step, on devices that are not at hand: the optimizer's step
     recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it
     sharding: StageSharding | None = None  # its devices form meshes that share the operators
 

@@ -20,6 +20,7 @@ from autopar.plan.plan import Plan, Stage, StageTransfer
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import atom_times
 from autopar.planner.inter_op.atoms import Atoms, gather_all
+from autopar.planner.inter_op.optimizer_seconds import optimizer_seconds
 from autopar.planner.predicted_step import PredictedStage, PredictedStep, step_of_plan
 from autopar.planner.stage_contents import stage_contents, stage_traffic, tied_gradients
 from autopar.schedule.clock import Transfer
@@ -101,19 +102,23 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     stages = []
     contents = stage_contents(atoms, arrangement, conditions.optimizer, costs.training)
     tied = tied_seconds(costs, atoms, arrangement)
+    stepping = optimizer_seconds(costs, atoms, arrangement, conditions.optimizer)
+    split = arrangement.schedule == "zb-h1"
     for number, content in enumerate(contents):
         inside, recompute = list(arrangement.stages[number]), arrangement.recompute[number]
         mine = [times[names[number], size] for size in sizes]
+        forward, backward, weight = zip(*(t.stage(inside, split=split) for t in mine), strict=True)
         stages.append(
             PredictedStage(
-                tuple(float(t.forward[inside].sum()) for t in mine),
-                tuple(float(t.backward[inside].sum()) for t in mine),
-                tuple(float(t.weight[inside].sum()) for t in mine),
+                forward,
+                backward,
+                weight,
                 recompute,
                 reduction_seconds(costs, content.gradients, arrangement.groups[number])
                 + tied[number]
                 + content.once
                 + float(mine[0].once[inside].sum()),
+                optimizer=stepping[number],
                 sends_gradient=content.received_gradient > 0,
                 memory=content.memory(atoms.of(names[number]), inside, recompute, shares),
             )
@@ -157,7 +162,8 @@ def _plan_stages(
     for number, (name, predicted) in enumerate(zip(arrangement.cost_names, step.stages, strict=True)):
         inside, memory = list(arrangement.stages[number]), predicted.memory
         assert memory is not None, "a step that was predicted from costs knows its memory"
-        mean = atom_times(costs, atoms, name, arrangement.busy, costs.batch_size / arrangement.n_microbatches)
+        each = atom_times(costs, atoms, name, arrangement.busy, costs.batch_size / arrangement.n_microbatches)
+        mean = each.stage(inside, split=arrangement.schedule == "zb-h1")
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         configuration = costs.configuration.get(name)
         stages.append(
@@ -166,13 +172,14 @@ def _plan_stages(
                 sharding=None if configuration is None else configuration.sharding(nodes),
                 operators=tuple(costs.operators[n].key for n in nodes),
                 recompute=predicted.recompute,
-                forward_time=float(mean.forward[inside].sum()),
-                backward_time=float(mean.backward[inside].sum()),
-                weight_time=float(mean.weight[inside].sum()),
+                forward_time=mean.forward,
+                backward_time=mean.backward,
+                weight_time=mean.weight,
                 parameter_bytes=memory.parameters,
                 activation_bytes=memory.activation[0],
                 peak_memory=max((peaks[slot] for slot in timeline.schedule.slots_of(number)), default=0),
                 sync_time=predicted.once,
+                optimizer_time=predicted.optimizer or None,
             )
         )
     return stages
@@ -217,7 +224,8 @@ def tied_seconds(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> li
 def _single_device_time(costs: CostGraph, atoms: Atoms) -> float:
     """Seconds of the plain model on the first device, the whole batch at once."""
     times = atom_times(costs, atoms, costs.devices[0].kind, 1, costs.batch_size)
-    return float(times.forward.sum() + times.backward.sum())
+    whole = times.stage(range(len(atoms.nodes)))
+    return whole.forward + whole.backward
 
 
 def _with_sharded(priced: Plan, own: Plan) -> Plan:

@@ -31,6 +31,7 @@ class PredictedStage:
     recompute: bool
     once: float  # s once a step, after the last backward: reducing gradients, gathering parameters
     sends_gradient: bool  # stages before it wait for the gradients of its inputs
+    optimizer: float = 0.0  # s once a step, after that: the optimizer's step
     memory: StageMemory | None = None
 
 
@@ -86,6 +87,7 @@ class PredictedStep:
             tuple(b + overhead * (2 if split else 1) for b in backward),
             tuple(w + overhead for w in weight) if split else (),
             stage.once,
+            stage.optimizer,
         )
 
 
@@ -110,6 +112,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
                 stage.recompute,
                 stage.sync_time or 0.0,
                 any(link.target == number and link.backward_bytes for link in plan.transfers),
+                stage.optimizer_time or 0.0,
             )
         )
     transfers = []

@@ -32,6 +32,7 @@ from cost_models.hardware.toml_tables import (
 )
 from cost_models.kernels.efficiency_curves import Efficiency
 from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS
+from cost_models.kernels.launches import HostCosts, host_costs
 from cost_models.kernels.roofline import Rates
 
 
@@ -113,14 +114,28 @@ class DeviceSpec:
         return {getattr(torch, name): rate for name, rate in peaks.items() if hasattr(torch, name)}
 
 
-def rates_of(spec: DeviceSpec) -> Rates:
+def rates_of(spec: DeviceSpec, host: HostCosts | None = None) -> Rates:
     """The rates of a device kind; float32 products use tensor cores if torch currently allows it.
 
-    Measured curves already contain the effect of the multiprocessors, so `units` is then 0.
+    Measured curves already contain the effect of the multiprocessors, so `units` is then 0. `host`: the host's launches
+    are priced beside the kernels, which then take their own time and the gap to the kernel before.
     """
     # The older torch.get_float32_matmul_precision() raises an error once a program has set the attribute below.
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return Rates(spec.by_dtype(tf32), spec.bandwidth, spec.launch, 0 if spec.curves else spec.units)
+    launch = spec.launch if host is None else host.gap
+    return Rates(spec.by_dtype(tf32), spec.bandwidth, launch, 0 if spec.curves else spec.units)
+
+
+def host_of(spec: DeviceSpec, mode: str) -> HostCosts | None:
+    """What the host takes to launch kernels on a device kind in a mode of `launches.MODES`.
+
+    None for a CPU, which runs its kernels where it launches them: `launch` covers that.
+
+    Raises:
+        ValueError: an unknown mode; the message lists the known ones.
+    """
+    costs = host_costs(mode)
+    return None if spec.device_type == "cpu" else costs
 
 
 def efficiency_of(spec: DeviceSpec) -> Efficiency:

@@ -17,13 +17,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 
 from cost_models.graphs import storage_key, tensors_in
 from cost_models.kernels.kernel import FREE
-from cost_models.kernels.launches import HOST_COSTS, HostCosts, pass_seconds
+from cost_models.kernels.launches import HOST_COSTS, HostCosts
 from cost_models.memory.allocations import Allocations
 from cost_models.memory.optimizer_state import OPTIMIZER_KINDS, optimizer_state_elements
 from cost_models.memory.training_memory import FULL, Precision
@@ -83,14 +84,73 @@ def optimizer_step_seconds(
     if not kernels:
         return 0.0
     nbytes = optimizer_step_bytes(optimizer, sum(sizes), precision=precision, implementation=implementation)
-    # The host goes through all tensors first; of one kernel as of the others, the average counts.
-    launches = [host.operator + host.kernel] * kernels
-    launches[0] += host.start + host.tensor * len(sizes)
-    return pass_seconds([nbytes / bandwidth / kernels + host.gap] * kernels, launches)
+    return OptimizerRates(bandwidth, host).seconds(StepShare(nbytes, kernels, len(sizes)))
+
+
+class StepShare(NamedTuple):
+    """What parameters add to an optimizer's step. Shares add up, so the fields may be numbers or arrays of sums."""
+
+    nbytes: Any  # read and written
+    kernels: Any  # launches, in parts where several parameters share one
+    tensors: Any
+
+    @classmethod
+    def of(
+        cls, optimizer: str, elements: float, *, precision: Precision = FULL, implementation: Implementation = "foreach"
+    ) -> StepShare:
+        """Of one parameter with `elements` elements on this device.
+
+        A multi-tensor kernel is shared as if all parameters were like this one, so that the sum over parameters is
+        `optimizer_launches` without the last kernel of each line, which is not full.
+
+        Raises:
+            ValueError: an unknown optimizer or implementation.
+        """
+        if optimizer == "none" or not elements:
+            return cls(0.0, 0.0, 0.0)
+        nbytes = optimizer_step_bytes(optimizer, elements, precision=precision, implementation=implementation)
+        lists = _lists(optimizer, precision, implementation)
+        if implementation == "for-loop":
+            return cls(nbytes, float(len(lists)), 1.0)
+        chunks = math.ceil(elements / _CHUNK)
+        return cls(nbytes, sum(max(chunks / _CHUNKS, 1 / _most_tensors(count)) for count in lists), 1.0)
+
+
+NO_STEP = StepShare(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class OptimizerRates:
+    """How fast a device and its host do an optimizer's step."""
+
+    bandwidth: float  # bytes/s of the device's memory that large copies reach
+    host: HostCosts
+    least: int = 1  # kernels of the step of a single small parameter
+
+    def seconds(self, share: StepShare) -> Any:
+        """Of a step over the parameters that `share` is of: a number, or an array like the fields of `share`.
+
+        The host goes through all tensors first. Then kernels, all of the average length, lie behind their launches:
+
+            host    |- tensors -|-l-|-l-|-l-|          the longer of  l + k kernels  and  k launches + one kernel
+            device                  |==k==|==k==|==k==|
+        """
+        count = np.maximum(share.kernels, self.least)
+        kernels = share.nbytes / self.bandwidth + count * self.host.gap
+        launch = self.host.operator + self.host.kernel
+        first = self.host.start + self.host.tensor * share.tensors
+        seconds = first + np.maximum(launch + kernels, count * launch + kernels / count)
+        found = np.where(np.asarray(share.tensors) > 0, seconds, 0.0)
+        return found if isinstance(share.tensors, np.ndarray) else float(found)
+
+
+def fewest_kernels(optimizer: str, implementation: Implementation) -> int:
+    """Kernels of a step over one small parameter in float32."""
+    return max(1, len(step_work(optimizer, implementation).lists))
 
 
 def optimizer_step_bytes(
-    optimizer: str, elements: int, *, precision: Precision = FULL, implementation: Implementation = "foreach"
+    optimizer: str, elements: float, *, precision: Precision = FULL, implementation: Implementation = "foreach"
 ) -> float:
     """Bytes that a step over `elements` trained elements reads and writes.
 
@@ -148,21 +208,30 @@ def optimizer_launches(
     Raises:
         ValueError: an unknown optimizer or implementation.
     """
-    work = step_work(optimizer, implementation)
+    lists = _lists(optimizer, precision, implementation)
     if optimizer == "none" or not sizes:
         return 0
-    copies = []  # conversions of gradients, and of masters to parameters
-    if implementation != "fused" and precision.master:
-        copies = [2] * (1 + (precision.gradient < precision.master))
-    lists = [*work.lists, *copies]
     if implementation == "for-loop":
         return len(lists) * len(sizes)
     return sum(_launches(sizes, count) for count in lists)
 
 
+def _lists(optimizer: str, precision: Precision, implementation: Implementation) -> list[int]:
+    """For each kernel of a step: tensors of a parameter that it reads or writes."""
+    copies = []  # conversions of gradients, and of masters to parameters
+    if implementation != "fused" and precision.master:
+        copies = [2] * (1 + (precision.gradient < precision.master))
+    return [*step_work(optimizer, implementation).lists, *copies]
+
+
+def _most_tensors(lists: int) -> int:
+    """Of a launch of a multi-tensor kernel with `lists` lists of tensors."""
+    return _TENSORS[min(lists, len(_TENSORS)) - 1]
+
+
 def _launches(sizes: Sequence[int], lists: int) -> int:
     """Launches of one multi-tensor kernel: a new one begins where the chunks or the tensors of one are used up."""
-    most = _TENSORS[min(lists, len(_TENSORS)) - 1]
+    most = _most_tensors(lists)
     launches = chunks = tensors = 0
     for size in sizes:
         if not size:

@@ -48,7 +48,7 @@ class _Relaxed:
         self._problem = problem
         self._counts = np.array(counts)
         self._pools = np.array(problem.pools)
-        self._every = problem.forward + problem.backward
+        self._every = problem.least_work
         n_pools = len(self._counts)
         self._work = np.array([self._every[self._pools == pool].min(axis=0) for pool in range(n_pools)])
         totals = self._work.sum(axis=1)
@@ -95,8 +95,7 @@ class _Relaxed:
         problem, used = self._problem, np.flatnonzero(self._counts)
         if not problem.sum_counts:
             return np.zeros(len(sent))
-        delayed = 0.0 if problem.weight is None else problem.weight
-        work = (self._every - 2 * delayed)[np.isin(self._pools, used)].min(axis=0).sum()
+        work = (self._every - 2 * problem.most_delayed)[np.isin(self._pools, used)].min(axis=0).sum()
         transfers = self._send[used].min() * sent + self._receive[used].min() * received
         return np.maximum(work + transfers, 0.0) / problem.chunks
 

@@ -22,7 +22,7 @@ from autopar.costs.device_group import DeviceGroup
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.plan.validation import places
 from autopar.planner.arrangement import Arrangement
-from autopar.planner.inter_op.atom_times import AtomTimes, atom_times
+from autopar.planner.inter_op.atom_times import AtomTimes, PassSeconds, atom_times
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.inter_op.bounds import relaxed_bound
 from autopar.planner.inter_op.cut_selection import (
@@ -38,8 +38,9 @@ from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_assignment import assign_groups
 from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
+from autopar.planner.inter_op.optimizer_seconds import stepped
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import DeviceKind, Problem, Solution, Space
+from autopar.planner.inter_op.problem import DeviceKind, Launches, Problem, Solution, Space
 from autopar.planner.inter_op.search_budget import COARSE, EXACT, EXACT_STATES, ONE_OF_SEVERAL
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.predict import predicted_step
@@ -94,7 +95,9 @@ class Searching:
         self.options = options
         self.atoms = make_atoms(costs, options.constraints)
         self.pools = pools_of(costs.groups)
-        self.kinds = tuple(kind_of_pool(costs, pool, min(map(self._memory, pool))) for pool in self.pools)
+        self.kinds = tuple(
+            kind_of_pool(costs, pool, min(map(self._memory, pool)), options.optimizer) for pool in self.pools
+        )
         self.full: Used = tuple(len(pool) for pool in self.pools)
         self.effort = EXACT if math.prod(c + 1 for c in self.full) <= EXACT_STATES else COARSE
         if options.one_of_several:
@@ -325,9 +328,10 @@ class Searching:
         held = "1f1b" if schedule == "interleaved-1f1b" else schedule
         return Problem(
             space=space,
-            forward=np.maximum([t.forward for t in times], 0.0),
-            backward=np.maximum([t.backward for t in times], 0.0),
-            weight=np.maximum([t.weight for t in times], 0.0) if split else None,
+            forward=np.maximum([t.kernels.forward for t in times], 0.0),
+            backward=np.maximum([t.kernels.backward for t in times], 0.0),
+            weight=np.maximum([t.kernels.weight for t in times], 0.0) if split else None,
+            launches=_launches(times),
             once=np.array([t.once for t in times]),
             n_microbatches=m,
             schedule="gpipe" if phased else held,
@@ -373,6 +377,7 @@ class Searching:
             saved=atoms.saved,
             transient=atoms.transient,
             once=tuple(Shared(w.once, s.atoms) for s, w in atoms.parameters if w.once),
+            stepped=stepped(costs, atoms, self.options.optimizer),
             pinned=atoms.pinned,
             recomputed=atoms.recomputed if costs.training else (),
             unrepeatable=atoms.unrepeatable,
@@ -451,7 +456,7 @@ class Searching:
     def _balanced(self, config: Config) -> float:
         """Seconds of an interleaved plan with equally loaded devices and free transfers."""
         problem = self.problem(config.n_microbatches, config.schedule, config.counts)
-        work = (problem.forward + problem.backward)[[k for k, c in enumerate(config.counts) if c]].sum()
+        work = problem.least_work[[k for k, c in enumerate(config.counts) if c]].sum()
         return float(work * (1 / config.chunks + (config.n_microbatches - 1 / config.chunks) / sum(config.counts)))
 
     def describe(self, candidate: Candidate) -> str:
@@ -465,6 +470,14 @@ class Searching:
         if any(arrangement.recompute):
             text += f", recomputing {', '.join(str(s) for s, again in enumerate(arrangement.recompute) if again)}"
         return text
+
+
+def _launches(times: Sequence[AtomTimes]) -> Launches | None:
+    """By kind; None where no kind has times of the host."""
+    if not any(t.start or any(each.any() for each in t.host) for t in times):
+        return None
+    each = PassSeconds(*map(np.array, zip(*(t.host for t in times), strict=True)))
+    return Launches(each, np.array([t.start for t in times]))
 
 
 def _gap(objective: float, bound: float) -> str:

@@ -55,7 +55,6 @@ def chain_bounds(
     sizes = cuts.sum(axis=1)
     if not (sizes == 0).any() or not (sizes == problem.n_atoms).any():
         return None
-    least = cuts @ (problem.forward + problem.backward).min(axis=0)
     least = _least_work(problem, cuts)
     order = np.lexsort((sizes, least))
     pairs = _stages(problem, cuts[order], least[order], best)
@@ -87,7 +86,7 @@ def _affordable(problem: Problem, cuts: np.ndarray, best: float, effort: float) 
 
 def _least_work(problem: Problem, cuts: np.ndarray) -> np.ndarray:
     """[n_cuts] seconds before each cut on the fastest kind."""
-    return np.asarray(cuts @ (problem.forward + problem.backward).min(axis=0))
+    return np.asarray(cuts @ problem.least_work.min(axis=0))
 
 
 def _ends(problem: Problem, least: np.ndarray, best: float) -> np.ndarray:
@@ -102,7 +101,7 @@ def _stages(problem: Problem, cuts: np.ndarray, least: np.ndarray, best: float) 
     ends = _ends(problem, least, best)
     values = _Transfers(problem, cuts)
     inside, sizes = cuts.astype(np.float32), cuts.sum(axis=1)
-    work = (problem.forward + problem.backward) @ cuts.T.astype(float)  # [n_kinds, n_cuts] s
+    work = problem.least_work @ cuts.T.astype(float)  # [n_kinds, n_cuts] s
     found: list[list[tuple[np.ndarray, ...]]] = [[] for _ in problem.kinds]
     for top in range(0, len(cuts), _ROWS):
         rows = slice(top, min(top + _ROWS, len(cuts)))

@@ -22,7 +22,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from autopar.planner.inter_op.stage_bytes import Shared, Value
+from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
+from cost_models.memory.optimizer_step import StepShare
 
 _CHUNK = 4096  # columns of a matrix product, to bound its memory
 
@@ -48,6 +49,7 @@ class Tables:
     saved: np.ndarray  # bytes
     transient: np.ndarray  # bytes
     once: np.ndarray  # s once a step
+    stepped: StepShare | None  # arrays like the others: what the optimizer does once a step; None: nothing
     must_recompute: np.ndarray  # bool
     may_recompute: np.ndarray  # bool
 
@@ -61,6 +63,7 @@ def tables(
     saved: Sequence[Shared],
     transient: np.ndarray,
     once: Sequence[Shared] = (),
+    stepped: Sequence[Stepped] = (),
     recomputed: Iterable[int],
     unrepeatable: Iterable[int],
 ) -> Tables:
@@ -90,6 +93,9 @@ def tables(
         saved=shared(saved),
         transient=touching.largest(_block_maximum(block_of, transient, over_blocks.shape[1])),
         once=shared(once),
+        stepped=StepShare(*touching.weigh(_grouped((_block_set(block_of, s.atoms), s.share) for s in stepped)))
+        if stepped
+        else None,
         must_recompute=any_of(recomputed),
         may_recompute=~any_of(unrepeatable),
     )

@@ -10,6 +10,7 @@ from functools import cache
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import ReductionCurve, reduction_curve, reduction_seconds_per_byte
+from autopar.planner.inter_op.optimizer_seconds import optimizer_rates
 from autopar.planner.inter_op.problem import DeviceKind
 
 # Groups of one device kind whose memory differs by less than this factor count as equal, with the smaller memory.
@@ -34,7 +35,7 @@ def pools_of(groups: Sequence[DeviceGroup]) -> list[list[DeviceGroup]]:
     return pools
 
 
-def kind_of_pool(costs: CostGraph, pool: Sequence[DeviceGroup], memory: float) -> DeviceKind:
+def kind_of_pool(costs: CostGraph, pool: Sequence[DeviceGroup], memory: float, optimizer: str) -> DeviceKind:
     """The groups of a pool as the partition search sees them, with `memory` bytes on each device.
 
     Transfers take the fastest of their links: which group runs which stage is decided later (`assign_groups`).
@@ -49,6 +50,7 @@ def kind_of_pool(costs: CostGraph, pool: Sequence[DeviceGroup], memory: float) -
         reduce_seconds_per_byte=reduction_seconds_per_byte(costs, pool),
         all_reduce=_all_reduce(costs, pool),
         exchange=_exchange(costs, pool),
+        optimizer=optimizer_rates(costs, pool[0].kind, optimizer),
     )
 
 

@@ -21,8 +21,10 @@ from functools import cached_property
 import numpy as np
 
 from autopar.costs.gradient_reduction import Position, ReductionCurve
+from autopar.planner.inter_op.atom_times import PassSeconds
 from autopar.planner.inter_op.cut_tables import Tables, tables
-from autopar.planner.inter_op.stage_bytes import Shared, Value
+from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
+from cost_models.memory.optimizer_step import OptimizerRates
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Space:
     saved: tuple[Shared, ...]  # activations kept for backward
     transient: np.ndarray  # [n] bytes while the atom runs; the maximum over a stage counts
     once: tuple[Shared, ...] = ()  # seconds once a step of a stage that has any of the atoms
+    stepped: tuple[Stepped, ...] = ()  # what the optimizer does once a step
     pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage that it must be in, from 0)
     recomputed: tuple[int, ...] = ()  # atoms whose stage must recompute
     unrepeatable: tuple[int, ...] = ()  # atoms whose stage may not
@@ -82,6 +85,7 @@ class Space:
             saved=self.saved,
             transient=self.transient,
             once=self.once,
+            stepped=self.stepped,
             recomputed=self.recomputed,
             unrepeatable=self.unrepeatable,
         )
@@ -112,6 +116,7 @@ class DeviceKind:
     send_seconds_per_byte: float = 0.0  # of a transfer out of the device, once for every value, counted to the sender
     all_reduce: Callable[[int], ReductionCurve] | None = None  # of gradients, by replicas; None: one adds up for all
     exchange: ReductionCurve | None = None  # of gradients of tied parameters, with another stage; None: free
+    optimizer: OptimizerRates | None = None  # of the optimizer's step, once a step; None: free
     pool: int | None = None  # kinds of one pool share its devices; None for all kinds: each has its own
     space: Space | None = None  # what stages hold and send here, over the same cuts; None: as in the problem
 
@@ -121,9 +126,23 @@ class DeviceKind:
             return self.all_reduce(replicas).at(nbytes.position)
         return (replicas - 1) * self.reduce_seconds_per_byte * nbytes.nbytes
 
+    def stepped(self, tables: Tables) -> np.ndarray | float:
+        """Seconds once a step of the optimizer, for all stages of `tables`."""
+        if self.optimizer is None or tables.stepped is None:
+            return 0.0
+        return np.asarray(self.optimizer.seconds(tables.stepped))
+
     def exchanged(self, nbytes: Gradients) -> np.ndarray:
         """Seconds once a step to add up the gradients of parameters that other stages have, too."""
         return np.zeros_like(nbytes.nbytes) if self.exchange is None else self.exchange.at(nbytes.position)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Seconds of the host to launch the kernels of the atoms; a stage's pass takes the longer of both sums."""
+
+    each: PassSeconds[np.ndarray]  # [n_kinds, n] per micro-batch
+    start: np.ndarray  # [n_kinds] at the start of each pass
 
 
 @dataclass(frozen=True)
@@ -143,6 +162,7 @@ class Problem:
     max_replicas: int  # of one stage
     weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
     once: np.ndarray | None = None  # [n_kinds, n] seconds once a step, however many micro-batches and replicas
+    launches: Launches | None = None  # beside `forward`, `backward` and `weight`; None: those contain them
     overhead: float = 0.0  # s of every action of a stage (forward, backward, weight part), beside its operators
     may_recompute: bool = False  # stages may run their forwards again instead of keeping activations
     sum_counts: bool = True  # False: the objective is the largest stage alone, for one micro-batch after the first
@@ -191,6 +211,24 @@ class Problem:
         return (self.kinds[kind].space or self.space).tables
 
     @cached_property
+    def least_work(self) -> np.ndarray:
+        """[n_kinds, n] seconds of each atom that add up to no more than a micro-batch of any stage takes.
+
+        Of kernels, or of launches where those of the whole model take longer.
+        """
+        if self.launches is None:
+            return self.forward + self.backward
+        host = self.launches.each
+        return _longer(self.forward, host.forward) + _longer(self.backward, host.backward)
+
+    @cached_property
+    def most_delayed(self) -> np.ndarray | float:
+        """[n_kinds, n] seconds of each atom that add up to no less than the weight part of any stage's backward."""
+        if self.weight is None:
+            return 0.0
+        return self.weight if self.launches is None else np.maximum(self.weight, self.launches.each.weight)
+
+    @cached_property
     def n_actions(self) -> int:
         """Of a stage for each micro-batch."""
         if not self.backward.any():
@@ -236,6 +274,12 @@ class Infeasibility:
     stage: StageChoice
     needed: float  # bytes on each of its devices
     available: float  # bytes
+
+
+def _longer(kernels: np.ndarray, launches: np.ndarray) -> np.ndarray:
+    """For every kind the row [n] that adds up to more."""
+    longer = launches.sum(axis=1, keepdims=True) > kernels.sum(axis=1, keepdims=True)
+    return np.where(longer, launches, kernels)
 
 
 def _check(holds: bool, message: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cost_models.memory.optimizer_step import StepShare
+
 
 @dataclass(frozen=True)
 class Value:
@@ -23,4 +25,12 @@ class Shared:
     """
 
     nbytes: float  # bytes, or seconds
+    atoms: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What the optimizer does once a step for a parameter, in every stage that has any of the atoms."""
+
+    share: StepShare
     atoms: tuple[int, ...]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.planner.inter_op.atom_times import PassSeconds, passes
 from autopar.planner.inter_op.memory_formula import activation_bytes
 from autopar.planner.inter_op.problem import Gradients, Problem
 from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
@@ -59,6 +60,7 @@ class Costs:
         self._known_limits: dict[int, tuple[int, ...]] = {}
         self._known_gradients: dict[int, Gradients] = {}
         self._known_once: dict[int, np.ndarray] = {}
+        self._known_passes: dict[int, PassSeconds[np.ndarray]] = {}
         self.modes = [
             Mode(kind, recompute)
             for kind, pool in enumerate(problem.pools)
@@ -149,20 +151,31 @@ class Costs:
     def _terms(self, mode: Mode) -> Terms:
         problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
-        work = problem.forward[mode.kind] + problem.backward[mode.kind]
-        if mode.recompute:
-            work = work + problem.forward[mode.kind]
-        time = self._between(work) + kind.latency * tables.messages + problem.overhead * problem.n_actions
+        forward, backward, weight = self._passes(mode.kind)
+        time = (2 if mode.recompute else 1) * forward + backward
+        time = time + kind.latency * tables.messages + problem.overhead * problem.n_actions
         time += kind.seconds_per_byte * share * (tables.received + tables.received_gradient)
         time += kind.send_seconds_per_byte * share * tables.sent
         delayed = np.zeros_like(time)
         if problem.weight is not None:
-            delayed = np.minimum(2 * (self._between(problem.weight[mode.kind]) + problem.overhead), time)
+            delayed = np.minimum(2 * (weight + problem.overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
         allowed = tables.follows & (tables.may_recompute if mode.recompute else ~tables.must_recompute)
         in_flight, working = activation_bytes(tables.saved, tables.received, tables.transient, mode.recompute)
         once = tables.resident + share * working
         return Terms(time, np.where(allowed, fill, math.inf), delayed, once, share * in_flight)
+
+    def _passes(self, kind: int) -> PassSeconds[np.ndarray]:
+        """Seconds of a micro-batch, [n_cuts, n_cuts]; the weight part counts only where the backward is split."""
+        if kind not in self._known_passes:
+            problem, split = self.problem, self.problem.weight is not None
+            weight = np.zeros(()) if problem.weight is None else self._between(problem.weight[kind])
+            known = PassSeconds(self._between(problem.forward[kind]), self._between(problem.backward[kind]), weight)
+            if problem.launches is not None:
+                host = PassSeconds(*(self._between(each[kind]) for each in problem.launches.each))
+                known = passes(known, host, problem.launches.start[kind], split=split)
+            self._known_passes[kind] = known
+        return self._known_passes[kind]
 
     def _gradients(self, kind: int) -> Gradients:
         if kind not in self._known_gradients:
@@ -170,10 +183,11 @@ class Costs:
         return self._known_gradients[kind]
 
     def _once(self, kind: int) -> np.ndarray:
-        """Seconds once a step, whatever the replicas: collectives of the mesh, gradients of tied parameters."""
+        """Seconds once a step, whatever the replicas: collectives of the mesh, gradients of tied parameters, and the
+        optimizer's step."""
         if kind not in self._known_once:
-            tables = self.problem.tables(kind)
-            own = tables.once + self.problem.kinds[kind].exchanged(Gradients(tables.tied_gradients))
+            tables, of_kind = self.problem.tables(kind), self.problem.kinds[kind]
+            own = tables.once + of_kind.exchanged(Gradients(tables.tied_gradients)) + of_kind.stepped(tables)
             if self.problem.once is not None:
                 own = own + self._between(self.problem.once[kind])
             self._known_once[kind] = own

@@ -1,0 +1,47 @@
+"""What the optimizer's step adds to the end of a step, on devices that are not at hand.
+
+    parameter --Weight.step--> StepShare --sum over a stage--> OptimizerRates.seconds --> s once a step
+
+The objective and the simulator add up the same shares. On devices at hand the step is measured without the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.costs.cost_graph import CostGraph
+from autopar.planner.arrangement import Arrangement
+from autopar.planner.inter_op.atoms import Atoms
+from autopar.planner.inter_op.stage_bytes import Stepped
+from cost_models.memory.optimizer_step import NO_STEP, OptimizerRates, StepShare
+
+
+def stepped(costs: CostGraph, atoms: Atoms, optimizer: str) -> tuple[Stepped, ...]:
+    """What each parameter adds; nothing where no optimizer runs or its step is not priced."""
+    if costs.recipe is None or costs.cluster is None or not costs.training or optimizer == "none":
+        return ()
+    how = costs.recipe.implementation(costs.cluster)
+    return tuple(Stepped(w.step(optimizer, how), shared.atoms) for shared, w in atoms.parameters if w.trained)
+
+
+def optimizer_rates(costs: CostGraph, kind: str, optimizer: str) -> OptimizerRates | None:
+    """How fast devices of `kind` step; None where no optimizer runs or its step is not priced."""
+    if costs.recipe is None or costs.cluster is None or not costs.training or optimizer == "none":
+        return None
+    rates: OptimizerRates = costs.recipe.optimizer_rates(costs.cluster, kind, optimizer)
+    return rates
+
+
+def optimizer_seconds(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, optimizer: str) -> list[float]:
+    """Seconds of each stage once a step."""
+    found = []
+    for stage, name in enumerate(arrangement.cost_names):
+        inside, kind = set(arrangement.stages[stage]), arrangement.groups[stage][0].kind
+        rates = optimizer_rates(costs, kind, optimizer)
+        mine = [s.share for s in stepped(costs, atoms.of(name), optimizer) if not inside.isdisjoint(s.atoms)]
+        found.append(0.0 if rates is None else rates.seconds(_sum(mine)))
+    return found
+
+
+def _sum(shares: Sequence[StepShare]) -> StepShare:
+    return StepShare(*map(sum, zip(NO_STEP, *shares, strict=True)))

@@ -18,7 +18,7 @@ from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
-from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
+from autopar.options import AHEAD_ONLY, BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
@@ -156,6 +156,18 @@ def plan(
     strategies. `max_shards` is the maximum number of devices per mesh; 1 for no sharding. (Workers of one CPU would run
     their shards one after another, so devices at hand share operators only where `shard` hints request it.)
 
+    On such a cluster nothing is measured, so these options say how a step is run:
+        launch: how the host launches kernels. A pass of a stage takes the longer of its kernels and their launches.
+            "eager": operator by operator; "compiled": torch.compile of each stage; "cuda-graphs": recorded and
+            replayed. Default: "compiled" with `compile=True`, "cuda-graphs" with `compile="cudagraphs"`, else "eager".
+        precision: which copies of a parameter there are: a name of `cost_models.PRECISIONS` for a model in that dtype.
+            "bf16-mixed" keeps bfloat16 parameters with float32 master copies, gradients and states. Default: gradients
+            and states in the parameter's own dtype and no copies, as torch.optim makes them.
+        optimizer_step: "fused", "foreach" or "for-loop". Default: as `optimizer` is set up, or else torch's choice.
+
+    The predicted step of such a plan ends with the step of `optimizer`; that of devices at hand does not, because
+    `train_step` leaves the optimizer to the caller.
+
     Raises: like `parallelize`; InputError also for `tune` and `candidates` on a cluster that is not at hand.
     """
     _check_model(model)
@@ -174,6 +186,11 @@ def plan(
             return plan_ahead(example, devices, chosen, progress)
     if chosen.max_shards is not None:
         raise InputError("max_shards: devices at hand share operators only where autopar.shard() requests it")
+    estimated = [name for name in AHEAD_ONLY if options.get(name) is not None]
+    if estimated:
+        raise InputError(
+            f"{', '.join(estimated)}: only for a cluster that is not at hand; devices at hand are measured as they run"
+        )
     parsed = _at_hand(model, devices)
     if plan is not None:
         example = capture_example(

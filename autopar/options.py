@@ -8,7 +8,7 @@ autopar plan --n-microbatches 4 --------+               \\--> RunSettings (runti
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypedDict, get_type_hints
 
@@ -17,7 +17,9 @@ import torch
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.schedule.builders import SCHEDULES
-from cost_models import OPTIMIZERS, optimizer_name, parse_bytes
+from cost_models import OPTIMIZERS, PRECISIONS, optimizer_name, parse_bytes
+from cost_models.kernels.launches import MODES
+from cost_models.memory.optimizer_step import FUSED, IMPLEMENTATIONS, Implementation, implementation_of
 
 BatchDim = int | dict[str, int | None] | None
 # Sizes that change between calls: see runtime/dynamic.py.
@@ -43,6 +45,9 @@ class PlanKeywords(CompareKeywords, total=False):
     """The options of `plan`: all that there are."""
 
     max_shards: int | None
+    launch: str | None
+    precision: str | None
+    optimizer_step: Implementation | None
     optimizer: str | torch.optim.Optimizer
     tune: Tune
     candidates: Mapping[str, Plan] | None
@@ -52,11 +57,24 @@ class PlanKeywords(CompareKeywords, total=False):
     dynamic: Dynamic
 
 
+# What says how a step is run where nothing is measured: on a cluster that is not at hand.
+AHEAD_ONLY = ("launch", "precision", "optimizer_step")
+_CHOICES: dict[str, Collection[str]] = {
+    "schedule": SCHEDULES,
+    "launch": MODES,
+    "precision": PRECISIONS,
+    "optimizer_step": IMPLEMENTATIONS,
+    "batch_norm": BATCH_NORM,
+}
+
 HELP = {  # the texts of `--help`, for the options of the command line
     "n_microbatches": "Number of micro-batches per batch.",
     "schedule": f"Pipeline schedule: {', '.join(SCHEDULES)}.",
     "max_replicas": "Maximum number of devices per stage; 1 for a pure pipeline.",
     "max_shards": "With --cluster: maximum number of devices that share the operators of a stage; 1 for no sharding.",
+    "launch": f"With --cluster: how kernels are launched: {', '.join(MODES)}. Default: as --compile says, else eager.",
+    "precision": f"With --cluster: bytes of parameters, gradients and states: {', '.join(PRECISIONS)}.",
+    "optimizer_step": f"With --cluster: kernels of the optimizer's step: {', '.join(IMPLEMENTATIONS)}.",
     "memory_limit": "Usable memory of each device, such as 8GB, 500MiB or 8e9 (bytes).",
     "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
     "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",
@@ -67,6 +85,7 @@ HELP = {  # the texts of `--help`, for the options of the command line
 
 COMMAND_LINE_TYPES: dict[str, Any] = {  # where not those of PlanOptions
     "memory_limit": str | None,
+    "optimizer_step": str | None,
     "optimizer": str,
     "tune": str,
 }
@@ -80,6 +99,9 @@ class PlanOptions:
     schedule: str | None = None
     max_replicas: int | None = None
     max_shards: int | None = None
+    launch: str | None = None
+    precision: str | None = None
+    optimizer_step: Implementation | None = None
     memory_limit: float | str | None = None  # on each device, bytes or "8GB"; None: what the device has free
     optimizer: str | torch.optim.Optimizer = "adamw"  # kept as its name
     batch_norm: str = "per-microbatch"
@@ -97,6 +119,8 @@ class PlanOptions:
         problems = list(self._problems())
         if problems:
             raise InputError("; ".join(problems))
+        if self.optimizer_step is None:
+            object.__setattr__(self, "optimizer_step", implementation_of(self.optimizer))
         # The name alone: the options outlive the call, and an optimizer holds the parameters of the model.
         object.__setattr__(self, "optimizer", self.optimizer_name)
 
@@ -137,9 +161,9 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and not _whole(value, least=1):
                 yield f"{name} must be a whole number of at least 1, got {value!r}"
-        for name, choices in (("schedule", SCHEDULES), ("batch_norm", BATCH_NORM)):
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (name == "schedule" and value is None):
+            if value not in choices and not (value is None and name != "batch_norm"):
                 yield f"{name} must be one of {', '.join(choices)}, got {value!r}"
         if not isinstance(self.strict, bool):
             yield f"strict must be True or False, got {self.strict!r}"
@@ -150,6 +174,9 @@ class PlanOptions:
                     read(value)
             except ValueError as error:
                 yield f"{name} cannot be used: {error}"
+            else:
+                if name == "optimizer" and self.optimizer_step == "fused" and read(value) not in ("none", *FUSED):
+                    yield f"optimizer_step='fused', but torch fuses only {', '.join(FUSED)}, not {read(value)}"
         if not isinstance(self.compile, (bool, str)):
             yield f"compile must be True, False or the name of a backend, got {self.compile!r}"
         yield from _dynamic_problems(self.dynamic)

@@ -12,8 +12,9 @@ from torch import nn
 
 import autopar
 from autopar import InputError
-from autopar.options import HELP, CompareKeywords, PlanKeywords, PlanOptions
+from autopar.options import AHEAD_ONLY, HELP, CompareKeywords, PlanKeywords, PlanOptions
 
+FOR_CLUSTERS = ("max_shards", *AHEAD_ONLY)
 FIELDS = {field.name: field for field in dataclasses.fields(PlanOptions)}
 CALL: dict[str, Any] = {"example_args": (torch.ones(4, 8),)}
 
@@ -25,12 +26,21 @@ def test_the_keywords_of_every_call_are_the_options() -> None:
     assert HELP.keys() <= FIELDS.keys()
     parameters = inspect.signature(autopar.parallelize).parameters
     explicit = {name: parameters[name].default for name in FIELDS if name in parameters}
-    assert explicit == {name: field.default for name, field in FIELDS.items() if name != "max_shards"}
+    assert explicit == {name: field.default for name, field in FIELDS.items() if name not in FOR_CLUSTERS}
 
 
 def test_every_option_of_parallelize_is_documented() -> None:
     text = autopar.parallelize.__doc__ or ""
-    assert [name for name in FIELDS if name != "max_shards" and name not in text] == []
+    assert [name for name in FIELDS if name not in FOR_CLUSTERS and name not in text] == []
+
+
+def test_every_option_for_clusters_is_documented_and_refused_for_devices_at_hand() -> None:
+    text = autopar.plan.__doc__ or ""
+    assert [name for name in FOR_CLUSTERS if name not in text] == []
+    values: dict[str, Any] = {"max_shards": 1, "launch": "eager", "precision": "fp32", "optimizer_step": "foreach"}
+    for name in FOR_CLUSTERS:
+        with pytest.raises(InputError, match=name):
+            autopar.plan(nn.Linear(8, 8), ["cpu"], **CALL, **{name: values[name]})
 
 
 def test_everything_wrong_is_reported_at_once() -> None:
@@ -39,6 +49,9 @@ def test_everything_wrong_is_reported_at_once() -> None:
             n_microbatches=0,
             schedule="zigzag",
             max_shards=True,
+            launch="by hand",
+            precision="bf8",
+            optimizer_step="slow",  # type: ignore[arg-type]
             memory_limit="8 apples",
             optimizer="lion",
             compile=1,  # type: ignore[arg-type]
@@ -47,7 +60,18 @@ def test_everything_wrong_is_reported_at_once() -> None:
         )
     named = [problem.split()[0] for problem in str(raised.value).split("; ")]
     assert named == [
-        *("n_microbatches", "max_shards", "schedule", "optimizer", "memory_limit", "compile", "tune"),
+        *(
+            "n_microbatches",
+            "max_shards",
+            "schedule",
+            "launch",
+            "precision",
+            "optimizer_step",
+            "optimizer",
+            "memory_limit",
+            "compile",
+            "tune",
+        ),
         "candidates['mine']",
     ]
 

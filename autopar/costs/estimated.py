@@ -175,10 +175,10 @@ def _dispatched(node: fx.Node, kernels: int) -> int:
 def estimate_costs(
     example: Example,
     cluster: Cluster,
+    recipe: Recipe = USUAL,
     *,
     n_microbatches: int | None = None,
     progress: Progress = SILENT,
-    recipe: Recipe = USUAL,
 ) -> CostGraph:
     """The cost graph of a call on devices that need not be present, from their data sheets."""
     with untouched(example.model), torch.device("cpu"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import estimate_costs
+from autopar.costs.recipe import Recipe, default_launch
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
@@ -22,10 +23,11 @@ from cost_models import Cluster
 
 def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progress: Progress = SILENT) -> Plan:
     """The fastest plan for a call of a model on `cluster`. Raises PlanError and InfeasibleError."""
+    recipe = _recipe(example, options)
     example, search = search_options(example, options, len(cluster.devices))
     if asks_for_sharding(example):
-        return plan_as_sharded(example, cluster.devices, search, cluster)
-    costs = estimate_costs(example, cluster, n_microbatches=search.n_microbatches, progress=progress)
+        return plan_as_sharded(example, cluster.devices, replace(search, recipe=recipe), cluster)
+    costs = estimate_costs(example, cluster, recipe, n_microbatches=search.n_microbatches, progress=progress)
     if options.max_shards == 1:
         best = make_plan(costs, search)
     else:
@@ -41,12 +43,21 @@ def priced_ahead(
 ) -> Plan:
     """The user's `plan` with its predictions, from the data sheets of `cluster`. Raises PlanError."""
     plan.check_model(example.model)
+    recipe = _recipe(example, options)
     example, search = search_options(example, options, len(cluster.devices))
     if any(stage.sharding is not None for stage in plan.stages):
-        costs = estimate_costs(example, cluster, n_microbatches=plan.n_microbatches, progress=progress)
+        costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches, progress=progress)
         subject = subject_of(example, options.optimizer_name)
         priced = predict_sharded(plan, example, costs, subject, search.conditions)
     else:
-        costs = estimate_costs(example, cluster, progress=progress)
+        costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
     return replace(priced, model=fingerprint(example.model))
+
+
+def _recipe(example: Example, options: PlanOptions) -> Recipe:
+    """How a step is run, as the options say. Raises InputError for a precision that the model does not have."""
+    launch = options.launch or default_launch(options.compile)
+    recipe = Recipe(launch, options.precision, options.optimizer_step)
+    recipe.check(example.model.parameters())
+    return recipe

@@ -73,6 +73,7 @@ class _Pricing:
             n_microbatches=m,
             training=costs.training,
             optimizer=subject.optimizer,
+            recipe=costs.recipe,
         )
         self._facts = GraphFacts(self._task)
         self._node_of = {operator.key: name for name, operator in costs.operators.items()}

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.analysis.example import Example
+from autopar.costs.recipe import Recipe
 from autopar.hints.module_hints import read_hints
 from autopar.options import PlanOptions
 from autopar.planner.arrangement import Conditions
@@ -28,6 +29,7 @@ class SearchOptions:
     least_rows: int = 1  # samples in the smallest micro-batch
     loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
     constraints: Constraints = NO_CONSTRAINTS  # hints, by node of the cost graph
+    recipe: Recipe | None = None  # how a step is run on devices that are not at hand
     # facts from other searches
     rival: float = math.inf  # s of the step of a known plan: look only for faster ones
     one_of_several: bool = False  # the search is one of several for the same plan: look less closely

@@ -67,7 +67,7 @@ def tied_gradients(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, ..
         for number, (shared, weight) in enumerate(own.parameters):
             holders = tuple(sorted({stage_of[atom] for atom in shared.atoms}))
             if weight.trained and len(holders) > 1 and mine & set(holders):
-                largest[number, holders] = max(largest[number, holders], weight.held)
+                largest[number, holders] = max(largest[number, holders], weight.gradient)
     found: dict[tuple[int, ...], float] = defaultdict(float)
     for (_, holders), nbytes in largest.items():
         found[holders] += nbytes

@@ -47,6 +47,17 @@ _CHUNKS = 320
 _TENSORS = (110, 64, 48, 36, 30)
 
 
+def implementation_of(optimizer: Any) -> Implementation | None:
+    """The implementation that an optimizer of torch.optim, or a wrapper of one, was told to use; None for torch's own
+    choice, and for anything else. Of several groups of parameters, the first that says so."""
+    for group in getattr(optimizer, "param_groups", ()):
+        if group.get("fused"):
+            return "fused"
+        if group.get("foreach") is not None:
+            return "foreach" if group["foreach"] else "for-loop"
+    return None
+
+
 @dataclass(frozen=True)
 class StepWork:
     """What a step does for a parameter, in tensors of the parameter's size."""

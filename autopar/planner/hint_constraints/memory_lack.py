@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autopar.costs.operator_cost import Weight
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.memory_formula import ResidentBytes, resident_bytes, split_text
 from autopar.planner.intra_op.constraints import ShardingConstraints
@@ -40,6 +39,6 @@ def _resident(problem: ShardingProblem, found: Sharding) -> ResidentBytes:
             continue
         stored, trained = found.stored[str(tensor.target)], tensor.name in problem.facts.trained
         cut = parts(stored.layout, problem.mesh.shape), parts(stored.state, problem.mesh.shape)
-        weight = Weight(value.nbytes, trained, tuple(value.shape), *cut)
+        weight = problem.task.weight(value, trained, *cut)
         held.append(resident_bytes(weight, problem.task.optimizer, problem.task.training))
     return ResidentBytes(*(sum(bytes_of) for bytes_of in zip(*held, strict=True))) if held else ResidentBytes(0, 0, 0)

@@ -96,7 +96,8 @@ def _solved(
     module, inputs, rows = microbatch_on_meta(program, m)
     mesh = make_mesh(resolved.shape, [cluster.devices[i].name for i in resolved.order], resolved.names)
     in_flight = 1 if options.loss_inside else m
-    task = ShardingTask(module, inputs, rows, cluster, m, example.training, options.optimizer, in_flight)
+    training, optimizer = example.training, options.optimizer
+    task = ShardingTask(module, inputs, rows, cluster, m, training, optimizer, in_flight, options.recipe)
     memory = min(options.memory_limit or float("inf"), *memories)
     problem = ShardingProblem(task, mesh)
     found = fitting(problem, memory, resolved.constraints, "the model")

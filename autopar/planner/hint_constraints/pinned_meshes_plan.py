@@ -128,8 +128,17 @@ class _StagePlanner:
         in_flight = min(self.m, self.pinned.n_stages - lowered.index) if self.options.loss_inside else self.m
         leaves = [self.values[node.name] for node in lowered.module.graph.nodes if node.op == "placeholder"]
         graph = private_copy(on_device(lowered.module, captured_device(self.example.program), META), META)
-        training, optimizer = self.example.training, self.options.optimizer
-        task = ShardingTask(graph, leaves, self.rows, self.cluster, self.m, training, optimizer, in_flight)
+        task = ShardingTask(
+            graph,
+            leaves,
+            self.rows,
+            self.cluster,
+            self.m,
+            self.example.training,
+            self.options.optimizer,
+            in_flight,
+            self.options.recipe,
+        )
         return ShardingProblem(task, mesh)
 
 

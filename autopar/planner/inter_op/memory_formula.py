@@ -38,7 +38,7 @@ def resident_bytes(weight: Weight, optimizer: str, training: bool) -> ResidentBy
     """Gradient and optimizer state exist only in training, and only of what is trained."""
     if not (training and weight.trained):
         return ResidentBytes(weight.held, 0.0, 0.0)
-    return ResidentBytes(weight.held, weight.held, weight.state(optimizer))
+    return ResidentBytes(weight.held, weight.gradient, weight.state(optimizer))
 
 
 def activation_bytes(saved: Bytes, received: Bytes, transient: Bytes, recompute: bool) -> tuple[Bytes, Bytes]:

@@ -15,12 +15,13 @@ from torch import fx
 
 from autopar.capture.repeated_layers.fold import Folded
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import CostTable
+from autopar.costs.cost_table import CostTable, HostTimes
 from autopar.costs.device_group import StageConfiguration
 from autopar.costs.operator_cost import OperatorCost
 from autopar.planner.intra_op.explain import Solved
+from autopar.planner.intra_op.redistributions import Collective
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
-from autopar.planner.intra_op.solution import StageOperators, stage_sharding
+from autopar.planner.intra_op.solution import StageOperators, exchanges_within, stage_sharding
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import parts
 from autopar.sharding.stage_sharding import StageSharding
@@ -92,7 +93,17 @@ def mesh_configuration(
         name,
         kind,
         m,
-        CostTable(name, 1, table.nodes, (rows,), forward[None], backward[None], np.array([loss]), once),
+        CostTable(
+            name,
+            1,
+            table.nodes,
+            (rows,),
+            forward[None],
+            backward[None],
+            np.array([loss]),
+            once,
+            _host(program, task, facts, solution, table),
+        ),
         _graph(program, facts, solution),
         program,
         task,
@@ -174,6 +185,37 @@ class _NodeSeconds(NamedTuple):
     once: dict[str, float]  # per step
 
 
+def _host(
+    program: SplitProgram, task: ShardingTask, facts: GraphFacts, solution: Sharding, table: CostTable
+) -> HostTimes | None:
+    """Each device of the mesh launches as many kernels as one that is alone (`table`), and its collectives."""
+    whole, recipe, cluster = table.host, program.costs.recipe, program.costs.cluster
+    host = None if recipe is None or cluster is None else recipe.host(cluster.specs[table.kind])
+    if whole is None or host is None:
+        return whole
+    counts: dict[bool, dict[str, float]] = {False: defaultdict(float), True: defaultdict(float)}  # backward -> node
+    for collective in solution.collectives:
+        if not collective.once:
+            reader = _reader(collective, solution)
+            steps = collective.times * sum(step.collective is not None for step in collective.steps)
+            counts[collective.backward][reader] += steps / program.folded.copies.get(reader, 1)
+    for exchange in exchanges_within(task, facts, solution):
+        counts[exchange.backward][exchange.operator] += 1
+    forward, backward = (
+        np.array([counts[back].get(program.folded.kept(n), 0.0) for n in table.nodes]) for back in (False, True)
+    )
+    return replace(
+        whole,
+        forward=whole.forward + forward * (host.operator + host.kernel),
+        backward=whole.backward + backward * (host.node + host.kernel),
+    )
+
+
+def _reader(collective: Collective, solution: Sharding) -> str:
+    """The node whose time has the collective."""
+    return collective.reader if collective.reader in solution.work else collective.tensor
+
+
 def _with_collectives(found: Sharding, folded: Folded) -> _NodeSeconds:
     """The seconds of each node, with the collectives of what it reads.
 
@@ -185,7 +227,7 @@ def _with_collectives(found: Sharding, folded: Folded) -> _NodeSeconds:
     for collective in found.collectives:
         if collective.shared:
             continue  # of a parameter with several readers, see `_weights`
-        reader = collective.reader if collective.reader in found.work else collective.tensor
+        reader = _reader(collective, found)
         into = seconds.once if collective.once else backward if collective.backward else forward
         into[reader] = into.get(reader, 0.0) + collective.seconds / folded.copies.get(reader, 1)
     return seconds

@@ -167,6 +167,7 @@ class Meshes:
             n_microbatches=m,
             training=self._costs.training,
             optimizer=self._subject.optimizer,
+            recipe=self._costs.recipe,
             copies=self._folded.copies,
             again=self._folded.again,
         )

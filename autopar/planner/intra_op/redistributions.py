@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,23 @@ OUTPUT = "output"  # the reader of what the graph returns
 TensorOrigin = Literal["input", "activation", "parameter"]
 
 
+class ParameterTables(NamedTuple):
+    """Prices of a parameter's collectives; elements of its gradient may have another size."""
+
+    once: RedistributionTable  # once a step, in buckets
+    once_gradient: RedistributionTable
+    gradient: RedistributionTable  # of every micro-batch
+
+    def of(self, needed: NeededRedistribution) -> RedistributionTable | None:
+        """None for the parameter itself, gathered for a micro-batch like an activation."""
+        if needed.once:
+            return self.once_of(needed)
+        return self.gradient if needed.backward else None
+
+    def once_of(self, needed: NeededRedistribution) -> RedistributionTable:
+        return self.once_gradient if needed.backward else self.once
+
+
 @dataclass(frozen=True, eq=False)
 class TensorUse:
     """An edge of the problem: one tensor and one operator that reads it, or the layouts in which readers share it."""
@@ -29,12 +46,15 @@ class TensorUse:
     outs: tuple[Any, ...]  # by label where it is made: Ends of an activation, Stored of a parameter or an input
     ins: tuple[Ends, ...]  # by label where it is read
     table: RedistributionTable
-    once_table: RedistributionTable  # with the prices of what happens once a step, in buckets
+    tables: ParameterTables | None  # of a parameter
     origin: TensorOrigin
     gradient: bool  # a gradient flows back
     times: int  # copies of a folded layer for which this happens
     shared: bool = False  # it leads to the layouts that several readers share
     via: TensorUse | None = None  # the use that leads to where this one starts
+
+    def table_of(self, needed: NeededRedistribution) -> RedistributionTable:
+        return self.table if self.tables is None else self.tables.of(needed) or self.table
 
 
 @dataclass(frozen=True)
@@ -137,7 +157,7 @@ class ChosenUse:
         forward: tuple[Placements, ...] = (self.out.layout if isinstance(self.out, Stored) else self.out[0],)
         backward: tuple[Placements, ...] = ()
         for needed in needed_redistributions(self.use, self.out, self.into, self.training):
-            passed = tuple(step.after for step in self.use.table.path(needed.before, needed.after))
+            passed = tuple(step.after for step in self.use.table_of(needed).path(needed.before, needed.after))
             if needed.backward and not needed.once:
                 backward = (needed.before, *passed)
             elif not needed.once:
@@ -168,7 +188,7 @@ class Collective:
 def collectives_of(use: TensorUse, out: Any, into: Ends, training: bool) -> Iterator[Collective]:
     """The redistributions between two choices that are not local."""
     for needed in needed_redistributions(use, out, into, training):
-        steps = (use.once_table if needed.once else use.table).path(needed.before, needed.after)
+        steps = use.table_of(needed).path(needed.before, needed.after)
         if any(step.collective for step in steps):
             times = needed.times * use.times
             yield Collective(use.tensor, use.item, use.reader, needed.backward, needed.once, times, steps, needed.times)

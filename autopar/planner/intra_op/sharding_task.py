@@ -11,6 +11,8 @@ from torch import fx
 
 from autopar.analysis.node_values import observe
 from autopar.analysis.operators import requires_grad_nodes
+from autopar.costs.operator_cost import Weight
+from autopar.costs.recipe import Recipe
 from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.strategy_costs import OperatorWithRule, Place, with_rule
 from cost_models import Cluster
@@ -30,8 +32,20 @@ class ShardingTask:
     training: bool = True
     optimizer: str = "adamw"
     in_flight: int = 1  # micro-batches whose activations are kept at once
+    recipe: Recipe | None = None  # how a step is run on devices that are not at hand
     copies: Mapping[str, int] = field(default_factory=dict)  # node -> equal nodes of the model that it represents
     again: Mapping[str, str] = field(default_factory=dict)  # node that a copied layer reads -> what it hands its copy
+
+    def weight(self, value: torch.Tensor, trained: bool, parts: int = 1, state_parts: int = 1) -> Weight:
+        """A parameter or buffer of which each device holds one of so many parts."""
+        precision = None if self.recipe is None else self.recipe.precision_of(value.dtype)
+        nbytes = value.numel() * value.element_size()
+        return Weight(nbytes, trained, tuple(value.shape), parts, state_parts, precision=precision)
+
+    def gradient_itemsize(self, value: torch.Tensor) -> int:
+        """Bytes of an element of a parameter's gradient."""
+        precision = None if self.recipe is None else self.recipe.precision_of(value.dtype)
+        return value.element_size() if precision is None else precision.gradient
 
 
 class GraphFacts:

@@ -30,9 +30,11 @@ import torch
 from torch import fx
 
 from autopar.costs.gradient_reduction import BUCKET
+from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.intra_op.elimination.choices import Edge
 from autopar.planner.intra_op.redistributions import (
     OUTPUT,
+    ParameterTables,
     ProducedTensor,
     Reader,
     SharedStored,
@@ -48,7 +50,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import RedistributionTable
 from autopar.sharding.stage_sharding import Stored
 from autopar.sharding.strategy_costs import Ends, Place, StrategyCosts, StrategyCostTable
-from cost_models import Collective, optimizer_state_bytes
+from cost_models import Collective
 from cost_models.graphs import get_attribute, storage_key, tensors_in
 from cost_models.hardware.device_specs import efficiency_of, rates_of
 from cost_models.kernels.operator_work import OperatorWork
@@ -74,7 +76,7 @@ class StoredChoice(NamedTuple):
 
     variable: int
     options: tuple[Stored, ...]
-    once_table: RedistributionTable
+    tables: ParameterTables
     times: int  # copies of a folded layer
     readers: list[tuple[str, str]]  # (node that is read, operator)
 
@@ -108,7 +110,7 @@ class StrategyGraph:
         self.table = StrategyCostTable(
             mesh,
             task.cluster,
-            rates_of(spec),
+            rates_of(spec, None if task.recipe is None else task.recipe.host(spec)),
             efficiency_of(spec),
             training=task.training,
             trained=self.facts.is_trained,
@@ -190,7 +192,7 @@ class StrategyGraph:
         variable = self._add_variable(costs, copies)
         produced = ProducedTensor(variable, labels, options, "parameter" if trained else "input", name)
         self._produced[node] = [produced]
-        self.stored[name] = StoredChoice(variable, options, self._once_table_of(value), copies, [])
+        self.stored[name] = StoredChoice(variable, options, self._parameter_tables_of(value), copies, [])
         by_storage[storage] = produced
 
     @cached_property
@@ -208,19 +210,19 @@ class StrategyGraph:
     ) -> tuple[tuple[Stored, ...], OptionCosts]:
         every = layouts(value.shape, self.mesh.shape, partial=False)
         pairs = [(a, b) for a in every for b in (every if trained else [a]) if finer(b, a)]
-        nbytes = value.numel() * value.element_size() if op == "get_attr" else 0
-        state = optimizer_state_bytes(self.task.optimizer, nbytes, value.shape) if trained else 0
         options = [Stored(*pair) for pair in pairs]
         if shared:
             options = [SharedStored(*pair, gradient) for pair in pairs for gradient in _gradients(pair[0])]
-        held = [
-            nbytes * (2 if trained else 1) / parts(one.layout, self.mesh.shape)
-            + state / parts(one.state, self.mesh.shape)
-            for one in options
-        ]
-        table, m = self._once_table_of(value), self.task.n_microbatches
-        seconds = [sum(table.between(n.before, n.after) / m for n in needed_once(one)) for one in options]
+        held = [self._held(value, trained, one) if op == "get_attr" else 0.0 for one in options]
+        tables, m = self._parameter_tables_of(value), self.task.n_microbatches
+        seconds = [sum(tables.once_of(n).between(n.before, n.after) / m for n in needed_once(one)) for one in options]
         return tuple(options), OptionCosts(np.array(seconds, dtype=float), np.array(held))
+
+    def _held(self, value: torch.Tensor, trained: bool, one: Stored) -> float:
+        """Bytes on each device of a parameter or buffer, its gradient and the optimizer's state."""
+        cut = (parts(layout, self.mesh.shape) for layout in (one.layout, one.state))
+        weight = self.task.weight(value, trained, *cut)
+        return resident_bytes(weight, self.task.optimizer, self.task.training).total
 
     def _add_operator(self, node: fx.Node) -> None:
         values = self.facts.values
@@ -321,7 +323,7 @@ class StrategyGraph:
             produced.layouts,
             reader.layouts,
             self._table_of(value),
-            self._once_table_of(value) if produced.origin == "parameter" else self._table_of(value),
+            self._parameter_tables_of(value) if produced.origin == "parameter" else None,
             produced.origin,
             value.is_floating_point() and tensor.name in self.facts.trained,
             reader.times,
@@ -335,16 +337,20 @@ class StrategyGraph:
         self.uses.append(PricedUse(edge, use))
         return use
 
-    def _table_of(self, value: torch.Tensor) -> RedistributionTable:
-        key = (tuple(value.shape), value.element_size(), value.is_floating_point())
+    def _table_of(self, value: torch.Tensor, itemsize: int | None = None) -> RedistributionTable:
+        key = (tuple(value.shape), itemsize or value.element_size(), value.is_floating_point())
         if key not in self._tables:
             shape, itemsize, floating = key
             self._tables[key] = RedistributionTable(shape, itemsize, self.mesh.shape, self._price, partial=floating)
         return self._tables[key]
 
-    def _once_table_of(self, value: torch.Tensor) -> RedistributionTable:
+    def _parameter_tables_of(self, value: torch.Tensor) -> ParameterTables:
+        once, gradient = self._once_table_of(value, value.element_size()), self.task.gradient_itemsize(value)
+        return ParameterTables(once, self._once_table_of(value, gradient), self._table_of(value, gradient))
+
+    def _once_table_of(self, value: torch.Tensor, itemsize: int) -> RedistributionTable:
         """Of what happens once a step, to all parameters together."""
-        key = (tuple(value.shape), value.element_size(), value.is_floating_point())
+        key = (tuple(value.shape), itemsize, value.is_floating_point())
         if key not in self._once_tables:
             shape, itemsize, floating = key
             self._once_tables[key] = RedistributionTable(
@@ -385,11 +391,7 @@ class StrategyGraph:
             for j, into in enumerate(use.ins):
                 found[i, j] = sum(
                     needed.times
-                    * (
-                        use.once_table.between(needed.before, needed.after) / m
-                        if needed.once
-                        else use.table.between(needed.before, needed.after)
-                    )
+                    * (use.table_of(needed).between(needed.before, needed.after) / (m if needed.once else 1))
                     for needed in needed_redistributions(use, out, into, self.task.training)
                 )
         return found

@@ -145,7 +145,7 @@ class ShardingProblem(StrategyGraph):
     def _once(self, name: str, stored: StoredChoice, chosen: Stored) -> Iterator[Collective]:
         """The collectives once a step that the readers of a parameter share; they are listed with the first reader."""
         for needed in needed_once(chosen):
-            steps = stored.once_table.path(needed.before, needed.after)
+            steps = stored.tables.once_of(needed).path(needed.before, needed.after)
             if any(step.collective for step in steps):
                 item, reader = stored.readers[0]
                 yield Collective(name, item, reader, needed.backward, True, stored.times, steps, shared=True)

@@ -12,10 +12,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from autopar.costs.gradient_reduction import ReductionCurve
-from autopar.planner.inter_op.problem import DeviceKind, Gradients, Problem, Space
-from autopar.planner.inter_op.stage_bytes import Shared, Value
+from autopar.planner.inter_op.atom_times import PassSeconds
+from autopar.planner.inter_op.problem import DeviceKind, Gradients, Launches, Problem, Space
+from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Phase
+from cost_models import HostCosts
+from cost_models.memory.optimizer_step import NO_STEP, OptimizerRates, StepShare
 
 
 def all_reduce(replicas: int) -> ReductionCurve:
@@ -54,10 +57,36 @@ def received(problem: Problem, stage: OracleStage) -> list[Value]:
     return [v for v in space_of(problem, stage).values if v.producer not in atoms and atoms & set(v.consumers)]
 
 
+def pass_times(problem: Problem, stage: OracleStage) -> tuple[float, float, float]:
+    """Forward, backward and its weight part: each pass takes the longer of its kernels and its launches."""
+    k, host = stage.kind, problem.launches
+    nothing = np.zeros_like(problem.forward)
+    arrays = problem.forward, problem.backward, nothing if problem.weight is None else problem.weight
+    launched = (nothing, nothing, nothing) if host is None else host.each
+    start = 0.0 if host is None else float(host.start[k])
+
+    def total(array: np.ndarray) -> float:
+        return float(sum(array[k, a] for a in stage.atoms))
+
+    def longer(kernels: float, launches: float) -> float:
+        return max(kernels, launches + start) if kernels else max(kernels, launches)
+
+    (f, b, w), (lf, lb, lw) = map(total, arrays), map(total, launched)
+    if problem.weight is None:
+        return longer(f, lf), longer(b, lb), 0.0
+    return longer(f, lf), longer(b - w, lb - lw) + longer(w, lw), longer(w, lw)
+
+
+def optimizer_time(problem: Problem, stage: OracleStage) -> float:
+    rates = problem.kinds[stage.kind].optimizer
+    shares = [s.share for s in space_of(problem, stage).stepped if stage.atoms & set(s.atoms)]
+    return 0.0 if rates is None else float(rates.seconds(StepShare(*map(sum, zip(NO_STEP, *shares, strict=True)))))
+
+
 def stage_time(problem: Problem, stage: OracleStage) -> float:
     kind, share = problem.kinds[stage.kind], problem.bytes_share
-    forward = sum(problem.forward[stage.kind, a] for a in stage.atoms)
-    seconds = forward + sum(problem.backward[stage.kind, a] for a in stage.atoms)
+    forward, backward, _ = pass_times(problem, stage)
+    seconds = forward + backward
     seconds += forward if stage.recompute else 0.0
     actions = 1 if not problem.backward.any() else 2 if problem.weight is None else 3
     seconds += actions * problem.overhead
@@ -109,13 +138,13 @@ def objective(problem: Problem, stages: Stages) -> float:
     total, slowest, m = 0.0, 0.0, problem.n_microbatches
     for stage in stages:
         time = stage_time(problem, stage)
-        weight = 0.0 if problem.weight is None else sum(problem.weight[stage.kind, a] for a in stage.atoms)
+        weight = pass_times(problem, stage)[2]
         delayed = min(2 * (weight + problem.overhead), time) if problem.weight is not None else 0.0
         gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
         kind = problem.kinds[stage.kind]
         reduction = float(kind.reduction(stage.replicas, Gradients(np.array(gradient))))
         reduction += 0.0 if problem.once is None else sum(problem.once[stage.kind, a] for a in stage.atoms)
-        reduction += shared_bytes(space_of(problem, stage).once, stage.atoms)
+        reduction += shared_bytes(space_of(problem, stage).once, stage.atoms) + optimizer_time(problem, stage)
         tied = sum(
             g.nbytes
             for g in space_of(problem, stage).gradients
@@ -186,6 +215,8 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
     if line:
         edges |= {(a, a + 1) for a in range(n - 1)}
     shared = st.lists(st.builds(Shared, whole, st.lists(atoms, max_size=3).map(tuple)), max_size=4).map(tuple)
+    share = st.builds(StepShare, whole, whole, st.just(1.0))
+    stepped = st.lists(st.builds(Stepped, share, st.lists(atoms, max_size=3).map(tuple)), max_size=2).map(tuple)
     memory = st.one_of(st.integers(0, 120).map(float), st.just(math.inf))
     third = st.integers(0, 9).map(lambda thirds: thirds / 3)
     m = draw(st.sampled_from([1, 2, 3, 4, 8]))
@@ -198,6 +229,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
         gradients=draw(shared),
         saved=draw(shared),
         transient=array(n),
+        stepped=draw(stepped),
         pinned=_gathered(pinned),
         recomputed=draw(st.one_of(st.just(()), st.lists(atoms, max_size=2).map(tuple))),
         unrepeatable=draw(st.one_of(st.just(()), st.lists(atoms, max_size=1).map(tuple))),
@@ -205,9 +237,16 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
     backward = array(len(pools), n)
 
+    weight = np.minimum(array(len(pools), n), backward) if schedule == "zb-h1" else None
+
+    def launched() -> Launches:
+        back = array(len(pools), n)
+        each = PassSeconds(array(len(pools), n), back, np.minimum(array(len(pools), n), back))
+        return Launches(each, array(len(pools)))
+
     def other() -> Space:
         """The same cuts and hints, other bytes."""
-        held = {name: draw(shared) for name in ("resident", "gradients", "saved", "once")}
+        held = {name: draw(shared) for name in ("resident", "gradients", "saved", "once")} | {"stepped": draw(stepped)}
         sent = tuple(replace(v, nbytes=draw(whole), grad_nbytes=draw(whole)) for v in space.values)
         return replace(space, values=sent, transient=array(n), **held)
 
@@ -215,7 +254,8 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
         space=space,
         forward=array(len(pools), n),
         backward=backward,
-        weight=np.minimum(array(len(pools), n), backward) if schedule == "zb-h1" else None,
+        weight=weight,
+        launches=launched() if draw(st.booleans()) else None,
         n_microbatches=m,
         schedule=schedule,
         kinds=tuple(
@@ -225,6 +265,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
                 space=other() if pools.count(pool) > 1 else None,
                 all_reduce=draw(st.sampled_from([None, all_reduce])),
                 exchange=draw(st.sampled_from([None, all_reduce(2)])),
+                optimizer=draw(st.sampled_from([None, OptimizerRates(2.0, HostCosts(1, 0, 1, 0, 0.5, 0.25))])),
             )
             for kind, pool in enumerate(pools)
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from cost_models.kernels.launches import (
     launches_of,
     lay,
     operators_seconds,
+    overlapped_seconds,
 )
 
 seconds = st.floats(0, 1)
@@ -132,3 +134,26 @@ def test_what_cannot_be_is_refused() -> None:
         pass_seconds([1.0], [-1.0])
     with pytest.raises(ValueError, match="positive factor"):
         host_costs("eager").scaled(0)
+
+
+@given(steps, seconds)
+def test_the_longer_of_both_sums_is_a_bound_that_parts_of_a_pass_share(
+    pairs: list[tuple[float, float]], start: float
+) -> None:
+    """`lay` is between the longer sum and both sums; and no pass is longer than its parts one after another."""
+    kernels, launches = [k for k, _ in pairs], [launch for _, launch in pairs]
+    found = overlapped_seconds(sum(kernels), sum(launches), start)
+    begun = [launch + start * (place == 0) for place, launch in enumerate(launches)]
+    exact = pass_seconds(kernels, begun)
+    if sum(kernels) > 1e-6:
+        assert found <= exact * (1 + 1e-9)
+        assert exact <= 2 * found * (1 + 1e-9)
+    halves = [slice(None, len(pairs) // 2), slice(len(pairs) // 2, None)]
+    parts = [overlapped_seconds(sum(kernels[half]), sum(launches[half]), start) for half in halves]
+    assert found <= sum(parts) * (1 + 1e-9)
+
+
+def test_a_pass_without_kernels_does_not_start() -> None:
+    arrays = overlapped_seconds(np.array([0.0, 1.0, 3.0]), np.array([0.0, 1.0, 1.0]), 0.5)
+    assert arrays.tolist() == [0.0, 1.5, 3.0]
+    assert overlapped_seconds(0.0, 0.0, 0.5) == 0.0

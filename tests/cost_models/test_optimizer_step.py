@@ -15,8 +15,13 @@ from cost_models.memory.optimizer_state import OPTIMIZER_KINDS, OPTIMIZERS, opti
 from cost_models.memory.optimizer_step import (
     FUSED,
     IMPLEMENTATIONS,
+    NO_STEP,
     Implementation,
+    OptimizerRates,
+    StepShare,
     _launches,
+    fewest_kernels,
+    implementation_of,
     optimizer_launches,
     optimizer_step_bytes,
     step_work,
@@ -163,3 +168,27 @@ def test_what_torch_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="bandwidth above 0"):
         optimizer_step_seconds("adam", [(4,)], 0)
     assert "none" in OPTIMIZERS
+
+
+@pytest.mark.parametrize(("name", "how"), [("adamw", how) for how in IMPLEMENTATIONS] + [("sgd", "foreach")])
+@given(sizes=st.lists(st.integers(1, 1 << 22), min_size=1, max_size=40), precision=precisions)
+def test_shares_of_parameters_add_up_to_the_step(
+    name: str, how: Implementation, sizes: list[int], precision: Precision
+) -> None:
+    """But for the last launch of every line, which is shared by fewer tensors than it has room for."""
+    rates = OptimizerRates(1e12, host_costs("eager"), fewest_kernels(name, how))
+    every = [StepShare.of(name, size, precision=precision, implementation=how) for size in sizes]
+    found = rates.seconds(StepShare(*map(sum, zip(NO_STEP, *every, strict=True))))
+    exact = optimizer_step_seconds(name, [(n,) for n in sizes], 1e12, precision=precision, implementation=how)
+    launch = rates.host.operator + rates.host.kernel + rates.host.gap
+    lists = len(step_work(name, how).lists) + 2
+    assert found == pytest.approx(exact, rel=0.05, abs=0.0 if how == "for-loop" else lists * launch)
+
+
+def test_an_optimizer_knows_its_implementation() -> None:
+    parameters = list(torch.nn.Linear(2, 2).parameters())
+    assert implementation_of(torch.optim.AdamW(parameters)) is None
+    assert implementation_of(torch.optim.AdamW(parameters, fused=True)) == "fused"
+    assert implementation_of(torch.optim.AdamW(parameters, foreach=True)) == "foreach"
+    assert implementation_of(torch.optim.AdamW(parameters, foreach=False)) == "for-loop"
+    assert implementation_of("adamw") is None

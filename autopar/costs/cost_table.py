@@ -53,6 +53,9 @@ class CostTable:
     loss: np.ndarray  # [rows, 2] s, forward and backward
     once: np.ndarray | None = None  # [nodes] s once a step, however many micro-batches; None: nothing
     host: HostTimes | None = None  # of the launches; None: the times above contain them
+    # [2, nodes] fractions of their kernels' seconds, forward and backward, that operators take as part of fused
+    # kernels; `forward` and `backward` are already those. None: nothing is fused.
+    fused: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):
@@ -61,7 +64,9 @@ class CostTable:
     def slower(self, factor: float, workers: int) -> CostTable:
         """The table of devices that are slower by `factor`, because `workers` of them share their hardware."""
         forward, backward, loss = (factor * array for array in (self.forward, self.backward, self.loss))
-        return CostTable(self.kind, workers, self.nodes, self.rows, forward, backward, loss, self.once, self.host)
+        return CostTable(
+            self.kind, workers, self.nodes, self.rows, forward, backward, loss, self.once, self.host, self.fused
+        )
 
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
         """(forward [nodes], backward [nodes], loss) at a micro-batch of `rows` samples.

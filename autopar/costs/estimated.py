@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from autopar.capture.uncaptured import uncaptured
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, HostTimes, Progress
+from autopar.costs.fusion import Fusion
 from autopar.costs.recipe import USUAL, Recipe
 from autopar.errors import InputError
 from autopar.schedule.micro_batches import largest_size
@@ -71,44 +73,65 @@ class Estimated:
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         sizes = self._sizes()
-        nodes = tuple(node.name for node in compute_nodes(self._module.graph))
+        nodes = compute_nodes(self._module.graph)
         kinds = self.cluster.specs
         forward, backward = (np.zeros((len(kinds), len(sizes), len(nodes))) for _ in range(2))
         loss = np.zeros((len(kinds), len(sizes), 2))
+        fusion = Fusion(self._module, self._folded, self._graded) if self.recipe.fuses else None
+        fused: list[np.ndarray | None] = [None] * len(kinds)
         for row, rows in enumerate(sizes):
             progress(f"estimating {rows} samples", row / len(sizes))
             inputs = self._calls.inputs(rows)
             work = count(self._folded.module, rows, training=self._training, inputs=inputs)
             of_loss = self._loss(rows)
+            if fusion is not None:
+                fusion.look_at(work, inputs)
             for place, spec in enumerate(kinds.values()):
                 rates, efficiency = rates_of(spec, self.recipe.host(spec)), efficiency_of(spec)
                 priced = {name: price(each, rates, efficiency) for name, each in work.items()}
-                costs = [priced[self._folded.kept(name)] for name in nodes]
+                costs = [priced[self._folded.kept(node.name)] for node in nodes]
                 forward[place, row] = [cost.forward_seconds for cost in costs]
                 backward[place, row] = [cost.backward_seconds for cost in costs]
+                if fusion is not None:
+                    shares = fusion.shares(rates, efficiency, forward[place, row], backward[place, row])
+                    forward[place, row] *= shares[0]
+                    backward[place, row] *= shares[1]
+                    fused[place] = shares
                 whole = price(of_loss, rates, efficiency)
                 loss[place, row] = whole.forward_seconds, whole.backward_seconds
-        host = [self._host(spec, work, of_loss) for spec in kinds.values()]
+        names = tuple(node.name for node in nodes)
+        host = [self._host(spec, work, of_loss, fusion) for spec in kinds.values()]
         return tuple(
-            CostTable(kind, 1, nodes, tuple(sizes), f, b, of, host=launches)
-            for kind, f, b, of, launches in zip(kinds, forward, backward, loss, host, strict=True)
+            CostTable(kind, 1, names, tuple(sizes), f, b, of, host=launches, fused=shares)
+            for kind, f, b, of, launches, shares in zip(kinds, forward, backward, loss, host, fused, strict=True)
         )
 
-    def _host(self, spec: DeviceSpec, work: Mapping[str, OperatorWork], loss: OperatorWork) -> HostTimes | None:
+    @cached_property
+    def _graded(self) -> set[str]:
+        """Operators to whose results a gradient flows."""
+        return {node.name for node in requires_grad_nodes(self._module)} if self._training else set()
+
+    def _host(
+        self, spec: DeviceSpec, work: Mapping[str, OperatorWork], loss: OperatorWork, fusion: Fusion | None
+    ) -> HostTimes | None:
         """What the host takes to launch the kernels of `work`, by node of the folded graph."""
-        costs = self.recipe.host(spec)
-        if costs is None:
+        costs, of_loss = self.recipe.host(spec), self.recipe.loss_host(spec)
+        if costs is None or of_loss is None:
             return None
-        graded = {node.name for node in requires_grad_nodes(self._module)} if self._training else set[str]()
+        calls = [
+            len(of) * (each + of_loss.kernel)
+            for of, each in ((loss.forward, of_loss.operator), (loss.backward, of_loss.node))
+        ]
+        if fusion is not None:
+            return HostTimes(*fusion.launches(costs), (calls[0], calls[1]), costs.start)
         forward, backward = [], []
         for node in compute_nodes(self._module.graph):
             mine = work[self._folded.kept(node.name)]
             ahead, behind = len(mine.forward), len(mine.backward)
-            calls = _dispatched(node, ahead), _dispatched(node, behind) if node.name in graded else 0
-            forward.append(calls[0] * costs.operator + ahead * costs.kernel)
-            backward.append(calls[1] * costs.node + behind * costs.kernel)
-        own = len(loss.forward) * (costs.operator + costs.kernel), len(loss.backward) * (costs.node + costs.kernel)
-        return HostTimes(np.array(forward), np.array(backward), own, costs.start)
+            nodes = _dispatched(node, behind) if node.name in self._graded else 0
+            forward.append(_dispatched(node, ahead) * costs.operator + ahead * costs.kernel)
+            backward.append(nodes * costs.node + behind * costs.kernel)
+        return HostTimes(np.array(forward), np.array(backward), (calls[0], calls[1]), costs.start)
 
     def counted(self) -> GraphBytes:
         batch = max(self._program.batch_size, 1)

@@ -29,6 +29,15 @@ class Recipe:
         """What the host takes to launch kernels on a device kind; None where that is no time of its own."""
         return host_of(spec, self.launch)
 
+    def loss_host(self, spec: DeviceSpec) -> HostCosts | None:
+        """The same for a loss outside of the model, which is not compiled with the stages."""
+        return host_of(spec, "eager" if self.fuses else self.launch)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a compiler joins operators into kernels."""
+        return self.launch == "compiled"
+
     def precision_of(self, dtype: torch.dtype) -> Precision | None:
         """Of a trained parameter; None where all its tensors have its own dtype.
 
@@ -56,7 +65,7 @@ class Recipe:
     def optimizer_rates(self, cluster: Cluster, kind: str, optimizer: str) -> OptimizerRates:
         """How fast a device kind steps `optimizer`. torch.compile of stages leaves the optimizer as it is."""
         spec = cluster.specs[kind]
-        host = host_of(spec, "eager" if self.launch == "compiled" else self.launch)
+        host = self.loss_host(spec)
         if host is None:
             host = replace(FREE_HOST, gap=spec.launch)
         fewest = fewest_kernels(optimizer, self.implementation(cluster))

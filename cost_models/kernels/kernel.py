@@ -34,9 +34,9 @@ _UNREAD = {
     *("fill_", "zero_", "copy_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"),
 }
 # They read as many bytes of the first argument as they write.
-_GATHERING = {"embedding", "index_select", "gather", "index", "masked_select", "take", "nll_loss_forward"}
+GATHERING = {"embedding", "index_select", "gather", "index", "masked_select", "take", "nll_loss_forward"}
 # They read and write as many bytes of the first argument as the other arguments have.
-_SCATTERING = {
+SCATTERING = {
     *("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "masked_scatter_"),
 }
 # The first entry whose text is part of the name decides; else the FLOPs and torch's tag for pointwise operators do.
@@ -83,12 +83,12 @@ def make_kernel(
     skipped: float = 0.0,
 ) -> Kernel:
     """`reads` in the order of the kernel's arguments."""
-    read, written = [_nbytes(t) for t in reads], sum(_nbytes(t) for t in writes)
+    read, written = [addressed_bytes(t) for t in reads], sum(addressed_bytes(t) for t in writes)
     if read and name in _UNREAD:
         read[0] = 0
-    elif read and name in _GATHERING:
+    elif read and name in GATHERING:
         read[0] = min(read[0], written)
-    elif len(read) > 1 and name in _SCATTERING:
+    elif len(read) > 1 and name in SCATTERING:
         read[0] = written = min(written, max(read[1:]))
     floating = [t.dtype for t in [*reads, *writes] if t.is_floating_point()]
     dtypes = [*floating, *(t.dtype for t in [*reads, *writes]), torch.float32]
@@ -96,7 +96,7 @@ def make_kernel(
     return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped, sizes)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def addressed_bytes(tensor: torch.Tensor) -> int:
     """Bytes that are addressed: a broadcast dimension is read again and again, from the cache."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in strides if stride or not size) * tensor.element_size()

@@ -89,6 +89,10 @@ SOURCES: Mapping[str, str] = MappingProxyType(
 
 MODES = tuple(HOST_COSTS)
 
+LIBRARY_CALL = HOST_COSTS["eager"].kernel
+"""Seconds in which compiled code calls a kernel that it did not generate, such as a product: taken for as many as in
+eager mode, without the operator around it. `compiled.kernel` is for generated kernels."""
+
 MODULE_CALL = 0.7e-6
 """Seconds of entering and leaving a torch.nn.Module in eager mode: of nn.Identity, measured on a Xeon with torch 2.13,
 2026-11. Models with hooks, checkpoints and logic of their own take more."""

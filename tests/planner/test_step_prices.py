@@ -19,12 +19,15 @@ from autopar import Cluster, InputError, Plan
 from autopar.analysis.example import example_ahead
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import HostTimes
+from autopar.costs.estimated import estimate_costs
 from autopar.costs.operator_cost import Weight
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.costs.recipe import USUAL, Recipe
 from autopar.planner.arrangement import Conditions
+from autopar.planner.inter_op.atom_times import atom_times
 from autopar.planner.inter_op.candidates import Searching
-from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
+from autopar.planner.inter_op.meshes import Meshes, subject_of
 from autopar.planner.inter_op.stage_costs import Costs, Mode
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
@@ -32,8 +35,10 @@ from autopar.planner.predict import predicted_step
 from autopar.planner.search_options import SearchOptions
 from autopar.sharding.layouts import PARTIAL, REPLICATE, parts
 from autopar.sharding.mesh import make_mesh
-from cost_models import PRECISIONS, host_costs, optimizer_step_seconds
+from cost_models import PRECISIONS, efficiency_of, host_costs, optimizer_step_seconds, rates_of
+from cost_models.kernels.kernel import Kernel
 from cost_models.kernels.launches import MODES
+from cost_models.kernels.roofline import kernel_seconds
 
 ADAM = Conditions(optimizer="adam", loss_inside=True)
 OPTIONS = SearchOptions(loss_inside=True, optimizer="adam")
@@ -146,7 +151,7 @@ def test_many_small_operators_take_as_long_as_their_launches() -> None:
     (stage,) = plans["eager"].stages
     # An operator and one kernel each, and those of the loss.
     assert 80 * (host.operator + host.kernel) <= (stage.forward_time or 0) <= 84 * (host.operator + host.kernel)
-    assert graphs < min(compiled, eager)
+    assert graphs < compiled < eager
     for larger in (2 * BATCH, 16 * BATCH):  # the host does not care
         assert step_time(autopar.plan(deep(), ONE, **call(batch=larger), **ALONE, optimizer="none")) == eager
 
@@ -279,3 +284,57 @@ def test_inside_a_mesh_gradients_move_in_their_own_bytes_and_state_is_that_of_th
         cut, state = parts(one.layout, (4,)), parts(one.state, (4,))
         assert nbytes == width**2 * (8 / cut + 8 / state)
         assert ours == width**2 * (6 / cut + 12 / state)
+
+
+# -- fused kernels -----------------------------------------------------------------------------------------------------
+
+
+def chain(width: int) -> nn.Module:
+    with META:
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.LayerNorm(width)).train()
+
+
+def tables_of(mode: str, cluster: Cluster = ONE, width: int = 1024, batch: int = 1 << 16) -> CostGraph:
+    x = torch.empty(batch, width, device=META)
+    example = example_ahead(chain(width), (x,), {}, batch_dim=None)
+    return estimate_costs(example, cluster, Recipe(mode))
+
+
+def test_a_chain_of_a_compiled_stage_takes_one_kernel_that_its_operators_share() -> None:
+    width, batch = 1024, 1 << 16
+    costs = tables_of("compiled", width=width, batch=batch)
+    eager, compiled = tables_of("eager", width=width, batch=batch).tables[0], costs.tables[0]
+    assert compiled.nodes[0] == "linear"
+    assert (compiled.forward[:, 0] == eager.forward[:, 0]).all()
+    spec = ONE.specs["H100"]
+    moved = 2 * 4 * width * batch + 2 * 4 * width
+    kernel = Kernel("fused", "normalization", torch.float32, 0, moved, 0)
+    alone = kernel_seconds(kernel, rates_of(spec, host_costs("compiled")), efficiency_of(spec))
+    assert compiled.forward[-1, 1:].sum() == pytest.approx(alone)
+    assert (compiled.forward <= eager.forward).all()
+    assert (compiled.backward <= eager.backward).all()
+    assert compiled.host is not None
+    assert compiled.host.forward[1:].sum() == pytest.approx(host_costs("compiled").kernel)
+    # A cut within the chain: both sides have a part of it.
+    atoms = Searching(costs, OPTIONS).atoms
+    times = atom_times(costs, atoms, "H100", 1, batch).kernels.forward
+    assert len(times) > 2
+    assert times.sum() == pytest.approx(compiled.forward[-1].sum())
+
+
+def test_shards_gain_by_fusion_as_whole_operators_do() -> None:
+    cluster, width, batch, found = Cluster.preset("2xH100"), 1024, 1 << 16, {}
+    for mode in ("eager", "compiled"):
+        x = torch.empty(batch, width, device=META)
+        example = example_ahead(chain(width), (x,), {}, batch_dim=None)
+        costs = estimate_costs(example, cluster, Recipe(mode))
+        meshes = Meshes(costs, subject_of(example, "none")).of(2, [1])
+        assert meshes is not None
+        configuration = meshes.configurations[0]
+        assert isinstance(configuration, MeshConfiguration)
+        found[mode] = configuration.solution, configuration.table, costs.tables[0]
+    assert found["eager"][0].strategies == found["compiled"][0].strategies
+    for which in ("forward", "backward"):
+        whole, parts_of = ([getattr(found[mode][i], which)[-1] for mode in found] for i in (2, 1))
+        # But for the last one, whose result is gathered for the caller.
+        assert parts_of[1][1:-1] / parts_of[0][1:-1] == pytest.approx(whole[1][1:-1] / whole[0][1:-1])

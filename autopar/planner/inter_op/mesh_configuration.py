@@ -88,6 +88,11 @@ def mesh_configuration(
     m, rows, kept = task.n_microbatches, task.rows, program.folded.kept
     columns = _with_collectives(solution, program.folded)
     forward, backward, once = (np.array([of.get(kept(n), 0.0) for n in table.nodes]) for of in columns)
+    if table.fused is not None:  # a shard's kernels gain by fusion as much as whole ones
+        gained = 1 - table.fused
+        works = [solution.work.get(kept(n)) for n in table.nodes]
+        forward -= gained[0] * [0.0 if work is None else work.forward for work in works]
+        backward -= gained[1] * [0.0 if work is None else work.backward for work in works]
     _, _, loss = table.at(rows)
     return MeshConfiguration(
         name,

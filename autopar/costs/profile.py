@@ -17,18 +17,22 @@ from autopar.analysis.example import (
 from autopar.analysis.operators import captured_device, on_device
 from autopar.capture import torch_private
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import Calls
+from autopar.costs.cost_table import Calls, CostTable
 from autopar.costs.operator_cost import operator_costs
 from autopar.errors import InputError
 from autopar.plan.display import shown
 from cost_models import Link
 from cost_models.graphs import on_meta
+from cost_models.kernels.launches import overlapped_seconds
 from cost_models.memory.step_memory import StepMemory, step_memory
 
 
 @dataclass(frozen=True)
 class Cost:
-    """An operator, or a module with all operators inside it. For the whole batch."""
+    """An operator, or a module with all operators inside it. For the whole batch.
+
+    On a device that is not at hand, the seconds are those of kernels; the host launches them meanwhile (see `Pass`).
+    """
 
     name: str  # `module.path/operator#k`, or the module's path ("" for the model itself)
     operators: int
@@ -45,7 +49,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Pass:
-    """The times of a whole pass."""
+    """The times of a whole pass: on a device that is not at hand, of its kernels or of their launches, if longer."""
 
     kind: str
     workers: int  # devices of that kind that are busy at the same time
@@ -163,7 +167,7 @@ def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
     operators = {name: cost(costs.operators[name].key, [name]) for name in names}
     modules = tuple(cost(path, inside) for path, inside in _by_module(costs.graph).items())
     passes = tuple(
-        Pass(t.kind, t.workers, rows, float(f.sum() + loss[0]), float(b.sum() + loss[1]))
+        Pass(t.kind, t.workers, rows, *_pass_seconds(t, float(f.sum() + loss[0]), float(b.sum() + loss[1])))
         for t in costs.tables
         for rows, f, b, loss in zip(t.rows, t.forward, t.backward, t.loss, strict=True)
     )
@@ -179,6 +183,15 @@ def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
         memory,
         graph,
     )
+
+
+def _pass_seconds(table: CostTable, forward: float, backward: float) -> tuple[float, float]:
+    """Of whole passes: on a device that is not at hand, the longer of their kernels and their launches."""
+    host = table.host
+    if host is None:
+        return forward, backward
+    ahead, behind = float(host.forward.sum()) + host.loss[0], float(host.backward.sum()) + host.loss[1]
+    return overlapped_seconds(forward, ahead, host.start), overlapped_seconds(backward, behind, host.start)
 
 
 def _links(costs: CostGraph) -> dict[tuple[str, str], Link]:

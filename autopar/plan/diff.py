@@ -212,6 +212,7 @@ def _quantities(before: Plan, after: Plan) -> list[Quantity]:
             ("forward", "s", "forward_time"),
             ("backward", "s", "backward_time"),
             ("gradient reduction", "s", "sync_time"),
+            ("optimizer step", "s", "optimizer_time"),
             ("parameters", "bytes", "parameter_bytes"),
             ("activations", "bytes", "activation_bytes"),
             ("peak memory", "bytes", "peak_memory"),

@@ -11,13 +11,14 @@ from autopar.costs.recipe import Recipe, default_launch
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
+from autopar.planner.explainers import explainer_of, with_explainer
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.inter_op.meshes import subject_of
 from autopar.planner.mesh_size_search import plan_with_meshes
 from autopar.planner.predict import predict_plan
 from autopar.planner.price_sharded import predict_sharded
 from autopar.planner.search import make_plan
-from autopar.planner.search_options import search_options
+from autopar.planner.search_options import SearchOptions, search_options
 from cost_models import Cluster
 
 
@@ -26,7 +27,8 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
     recipe = _recipe(example, options)
     example, search = search_options(example, options, len(cluster.devices))
     if asks_for_sharding(example):
-        return plan_as_sharded(example, cluster.devices, replace(search, recipe=recipe), cluster)
+        hinted = plan_as_sharded(example, cluster.devices, replace(search, recipe=recipe), cluster)
+        return _with_prices(hinted, example, cluster, recipe, search, progress)
     costs = estimate_costs(example, cluster, recipe, n_microbatches=search.n_microbatches, progress=progress)
     if options.max_shards == 1:
         best = make_plan(costs, search)
@@ -53,6 +55,21 @@ def priced_ahead(
         costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
     return replace(priced, model=fingerprint(example.model))
+
+
+def _with_prices(
+    plan: Plan, example: Example, cluster: Cluster, recipe: Recipe, search: SearchOptions, progress: Progress
+) -> Plan:
+    """A plan made from hints with the predictions that it would have if a file held it.
+
+    Its strategies stay. Without predictions if micro-batches are uneven, which sharded stages are not priced for.
+    """
+    if example.program.batch_size % plan.n_microbatches:
+        return plan
+    costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches, progress=progress)
+    priced = predict_sharded(plan, example, costs, subject_of(example, search.optimizer), search.conditions)
+    stages = tuple(replace(a, sharding=b.sharding) for a, b in zip(priced.stages, plan.stages, strict=True))
+    return with_explainer(replace(priced, stages=stages), explainer_of(plan))
 
 
 def _recipe(example: Example, options: PlanOptions) -> Recipe:

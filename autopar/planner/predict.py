@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan, Stage, StageTransfer
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import atom_times
 from autopar.planner.inter_op.atoms import Atoms, gather_all
-from autopar.planner.inter_op.optimizer_seconds import optimizer_seconds
+from autopar.planner.inter_op.optimizer_seconds import optimizer_rates, optimizer_seconds, stepped, sum_of
 from autopar.planner.predicted_step import PredictedStage, PredictedStep, step_of_plan
 from autopar.planner.stage_contents import stage_contents, stage_traffic, tied_gradients
 from autopar.schedule.clock import Transfer
@@ -59,7 +59,7 @@ def predict(
         configurations,
     )
     step = predicted_step(costs, atoms, arrangement, conditions)
-    priced = as_plan(costs, atoms, arrangement, step, step.timeline())
+    priced = as_plan(costs, atoms, arrangement, step, step.timeline(), conditions.optimizer)
     priced = replace(priced, split=plan.split, notes=plan.notes, model=plan.model)
     if configurations or not any(stage.sharding for stage in plan.stages):
         return priced
@@ -136,8 +136,15 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     )
 
 
-def as_plan(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, step: PredictedStep, timeline: Timeline) -> Plan:
-    """The arrangement as a plan, with what its step predicts."""
+def as_plan(
+    costs: CostGraph,
+    atoms: Atoms,
+    arrangement: Arrangement,
+    step: PredictedStep,
+    timeline: Timeline,
+    optimizer: str = "none",
+) -> Plan:
+    """The arrangement as a plan, with what its step predicts. `optimizer`: as in the conditions of the step."""
     return Plan(
         stages=tuple(_plan_stages(costs, atoms, arrangement, step, timeline)),
         n_microbatches=arrangement.n_microbatches,
@@ -147,7 +154,7 @@ def as_plan(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, step: Pred
         device_kinds=tuple(device.kind for device in costs.devices),
         training=costs.training,
         predicted_step_time=timeline.step_time,
-        single_device_time=_single_device_time(costs, atoms),
+        single_device_time=_single_device_time(costs, atoms, optimizer),
         bubble=timeline.bubble,
         transfers=tuple(_plan_transfers(costs, atoms, arrangement)),
     )
@@ -221,11 +228,13 @@ def tied_seconds(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> li
     return seconds
 
 
-def _single_device_time(costs: CostGraph, atoms: Atoms) -> float:
-    """Seconds of the plain model on the first device, the whole batch at once."""
+def _single_device_time(costs: CostGraph, atoms: Atoms, optimizer: str) -> float:
+    """Seconds of the plain model on the first device, the whole batch at once, with what the step of a plan has."""
     times = atom_times(costs, atoms, costs.devices[0].kind, 1, costs.batch_size)
     whole = times.stage(range(len(atoms.nodes)))
-    return whole.forward + whole.backward
+    rates = optimizer_rates(costs, costs.devices[0].kind, optimizer)
+    shares = [one.share for one in stepped(costs, atoms, optimizer)]
+    return whole.forward + whole.backward + (0.0 if rates is None else rates.seconds(sum_of(shares)))
 
 
 def _with_sharded(priced: Plan, own: Plan) -> Plan:

@@ -64,7 +64,9 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan
     runners_up = tuple(RunnerUp(searching.describe(c), c.timeline.step_time) for c in others[:_RUNNERS_UP])
     plans = []
     for candidate in [best, *others[: most - 1]]:
-        plan = as_plan(costs, searching.atoms, candidate.arrangement, candidate.step, candidate.timeline)
+        plan = as_plan(
+            costs, searching.atoms, candidate.arrangement, candidate.step, candidate.timeline, options.optimizer
+        )
         bound, sentence = searching.proof(candidate)
         plan = replace(
             plan,

@@ -338,3 +338,8 @@ def test_shards_gain_by_fusion_as_whole_operators_do() -> None:
         whole, parts_of = ([getattr(found[mode][i], which)[-1] for mode in found] for i in (2, 1))
         # But for the last one, whose result is gathered for the caller.
         assert parts_of[1][1:-1] / parts_of[0][1:-1] == pytest.approx(whole[1][1:-1] / whole[0][1:-1])
+
+
+def test_one_device_compares_with_the_same_step() -> None:
+    plan = autopar.plan(deep(1024, 10), ONE, **call(1024), **ALONE)
+    assert plan.single_device_time == pytest.approx(step_time(plan))

@@ -39,9 +39,9 @@ def optimizer_seconds(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, 
         inside, kind = set(arrangement.stages[stage]), arrangement.groups[stage][0].kind
         rates = optimizer_rates(costs, kind, optimizer)
         mine = [s.share for s in stepped(costs, atoms.of(name), optimizer) if not inside.isdisjoint(s.atoms)]
-        found.append(0.0 if rates is None else rates.seconds(_sum(mine)))
+        found.append(0.0 if rates is None else rates.seconds(sum_of(mine)))
     return found
 
 
-def _sum(shares: Sequence[StepShare]) -> StepShare:
+def sum_of(shares: Sequence[StepShare]) -> StepShare:
     return StepShare(*map(sum, zip(NO_STEP, *shares, strict=True)))

@@ -31,7 +31,8 @@ from autopar.planner.inter_op.meshes import Meshes, subject_of
 from autopar.planner.inter_op.stage_costs import Costs, Mode
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
-from autopar.planner.predict import predicted_step
+from autopar.planner.predict import as_plan, predicted_step
+from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.sharding.layouts import PARTIAL, REPLICATE, parts
 from autopar.sharding.mesh import make_mesh
@@ -86,6 +87,10 @@ def test_the_objective_of_a_stage_is_the_simulated_step_with_launches_and_the_op
     terms, mode = Costs(problem, problem.counts), Mode(0, recompute)
     found = float(terms.terms[mode].fill[0, -1] + terms.max_term(mode, replicas)[0, -1])
     assert found == pytest.approx(step.timeline().step_time, rel=SAME)
+    plan = as_plan(costs, searching.atoms, arrangement, step, step.timeline(), "adam")
+    loaded = step_of_plan(Plan.from_json(plan.to_json()))
+    assert loaded is not None
+    assert loaded.timeline().step_time == pytest.approx(step.timeline().step_time)
 
 
 @given(
@@ -203,6 +208,33 @@ def test_an_optimizer_says_itself_how_it_steps() -> None:
     assert step_time(given) == step_time(named) > step_time(autopar.plan(model, ONE, **call(8), **ALONE))
     with pytest.raises(InputError, match=r"torch fuses only .*, not radam"):
         autopar.plan(model, ONE, **call(8), optimizer="radam", optimizer_step="fused")
+
+
+class Hinted(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = autopar.shard(nn.Linear(width, 4 * width), in_strategy=((2, 2),))
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_plan_from_shard_hints_has_the_price_that_it_has_from_a_file(stages: int) -> None:
+    with META:
+        model = nn.Sequential(*(Hinted(64) for _ in range(stages))).train()
+    if stages > 1:
+        for stage, part in enumerate(model):
+            autopar.pipeline_stage(part, stage)
+    cluster = Cluster.preset(f"{4 * stages}xH100")
+    plan = autopar.plan(model, cluster, **call(64))
+    loaded = autopar.plan(model, cluster, plan=Plan.from_json(plan.to_json()), **call(64))
+    assert step_time(loaded) == pytest.approx(step_time(plan))
+    for stage in plan.stages:
+        host = host_costs("eager")
+        assert (stage.forward_time or 0) >= 3 * (host.operator + host.kernel)
+        assert (stage.optimizer_time or 0) > 0
 
 
 def test_inference_and_devices_at_hand_step_no_optimizer() -> None:

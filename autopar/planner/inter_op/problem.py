@@ -178,6 +178,10 @@ class Problem:
                 shape = (len(self.kinds), n)
                 _check(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
                 check_costs(name, array)
+        for name, array in () if self.launches is None else self.launches.each._asdict().items():
+            shape = (len(self.kinds), n)
+            _check(array.shape == shape, f"launches: {name} must have shape {shape}, got {array.shape}")
+            check_costs(f"launches: {name}", array)
         check_costs("overhead", self.overhead)
         for name in ("n_microbatches", "max_replicas", "chunks"):
             count = getattr(self, name)

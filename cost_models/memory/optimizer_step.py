@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -117,17 +117,23 @@ class StepShare(NamedTuple):
         Raises:
             ValueError: an unknown optimizer or implementation.
         """
-        if optimizer == "none" or not elements:
-            return cls(0.0, 0.0, 0.0)
-        nbytes = optimizer_step_bytes(optimizer, elements, precision=precision, implementation=implementation)
-        lists = _lists(optimizer, precision, implementation)
-        if implementation == "for-loop":
-            return cls(nbytes, float(len(lists)), 1.0)
-        chunks = math.ceil(elements / _CHUNK)
-        return cls(nbytes, sum(max(chunks / _CHUNKS, 1 / _most_tensors(count)) for count in lists), 1.0)
+        return _share(optimizer, elements, precision, implementation)
 
 
 NO_STEP = StepShare(0.0, 0.0, 0.0)
+
+
+@lru_cache(maxsize=1 << 14)  # equal layers have equal parameters
+def _share(optimizer: str, elements: float, precision: Precision, implementation: Implementation) -> StepShare:
+    """`StepShare.of`."""
+    if optimizer == "none" or not elements:
+        return NO_STEP
+    nbytes = optimizer_step_bytes(optimizer, elements, precision=precision, implementation=implementation)
+    lists = _lists(optimizer, precision, implementation)
+    if implementation == "for-loop":
+        return StepShare(nbytes, float(len(lists)), 1.0)
+    chunks = math.ceil(elements / _CHUNK)
+    return StepShare(nbytes, sum(max(chunks / _CHUNKS, 1 / _most_tensors(count)) for count in lists), 1.0)
 
 
 @dataclass(frozen=True)

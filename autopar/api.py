@@ -19,7 +19,9 @@ from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
+from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
+from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.planner.search_options import search_options
@@ -279,6 +281,34 @@ def compare(
     with progress_bar() as progress, each_warning_once(given):
         costs = measure_costs(example, parsed, n_microbatches=only, cache=chosen.cache, progress=progress)
         return run_comparison(call, plans, costs, search, repeats, record=chosen.cache, progress=progress)
+
+
+@by_hand.register
+def _by_hand(
+    model: nn.Module,
+    devices: Devices,
+    degrees: Mapping[str, Any],
+    *,
+    example_args: tuple[Any, ...] | None,
+    example_kwargs: dict[str, Any] | None,
+    target: Any,
+    loss_fn: LossFunction | None,
+    optimizer: str,
+) -> Plan:
+    """See `Plan.by_hand`."""
+    _check_model(model)
+    options = PlanOptions(optimizer=optimizer)
+    args, kwargs = _need_example("a plan by hand", example_args, example_kwargs)
+    _need_target(loss_fn, target)
+    with progress_bar() as progress:
+        if isinstance(devices, Cluster) and not devices.at_hand:
+            example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
+            return plan_by_hand(example, devices, options, degrees, progress)
+        parsed = _at_hand(model, devices)
+        example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+        if all(device.torch_device.type == "cpu" for device in parsed):
+            return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
+        return plan_by_hand(example, Cluster.from_devices(list(parsed)), options, degrees, progress)
 
 
 def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:

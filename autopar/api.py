@@ -21,6 +21,7 @@ from autopar.errors import InputError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
+from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
@@ -152,7 +153,8 @@ def plan(
 
     `devices` may be a cluster that is not at hand (`Cluster.preset`, `Cluster.from_toml`). Then costs are estimated
     from data sheets, and `model` may be on the meta device or built under FakeTensorMode, so that no weights are
-    allocated. Save the plan, and pass it to `parallelize` as `plan` where the devices are.
+    allocated. A model in training mode that returns its own loss is planned for `train_step`. Save the plan,
+    and pass it to `parallelize` as `plan` where the devices are.
 
     On such a cluster, stages may be meshes of devices that share the operators, each mesh with its own shape and
     strategies. `max_shards` is the maximum number of devices per mesh; 1 for no sharding. (Workers of one CPU would run
@@ -241,8 +243,11 @@ def compare(
     loss_fn: LossFunction | None = None,
     repeats: int = 5,
     **options: Unpack[CompareKeywords],
-) -> Comparison:
+) -> Comparison | ClusterComparison:
     """Measure step times and peak memory of `plans` beside their predictions and the plain model on the first device.
+
+    On a cluster that is not at hand nothing is measured: the result is a `ClusterComparison` of predicted steps,
+    throughput, model FLOPs utilisation, memory, bubbles and communication.
 
     With `loss_fn` and `target`, a step is a `train_step`. Without, it is a call and a backward from the output's
     `.loss`, or else from the means of the outputs. For a model in eval mode without `loss_fn`, a step is a forward.
@@ -255,15 +260,22 @@ def compare(
         options: `n_microbatches`, `schedule`, `max_replicas`, `memory_limit`, `batch_norm`, `batch_dim`, `strict` and
             `cache`.
 
-    The other arguments and the errors are those of `parallelize`. Plans hold no optimizer state here.
+    The other arguments and the errors are those of `parallelize`. Measured plans hold no optimizer state; on a cluster
+    that is not at hand they hold Adam's.
     """
     _check_model(model)
-    chosen = dataclasses.replace(PlanOptions.of("compare", CompareKeywords, options), optimizer="none")
+    chosen = PlanOptions.of("compare", CompareKeywords, options)
     args, kwargs = _need_example("comparing", example_args, example_kwargs)
     _need_target(loss_fn, target)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     plans = {"auto": None} if plans is None else plans
+    if isinstance(devices, Cluster) and not devices.at_hand:
+        batch_dim, strict = chosen.batch_dim, chosen.strict
+        example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict)
+        with progress_bar() as progress:
+            return compare_ahead(example, devices, plans, chosen, progress)
+    chosen = dataclasses.replace(chosen, optimizer="none")
     parsed = _at_hand(model, devices)
     given: set[Any] = set()  # warnings: every plan runs on a copy of the model, which would warn again
     batch_dim, strict = chosen.batch_dim, chosen.strict

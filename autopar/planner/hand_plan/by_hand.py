@@ -30,7 +30,7 @@ from autopar.planner.predict import predict
 from autopar.planner.search_options import search_options
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import StageSharding
-from cost_models import Cluster, Device
+from cost_models import Cluster, Device, bytes_text
 
 
 def plan_by_hand(
@@ -73,7 +73,7 @@ def plan_by_hand(
         configurations, not_followed = (), ()
     priced = predict(costs, plan, stage_of, search.conditions, configurations)
     estimated = f"estimated from the data sheets of {cluster.title}, not measured"
-    notes = (f"by hand: {_text(degrees)}", *not_followed, estimated)
+    notes = (f"by hand: {_text(degrees)}", *not_followed, *_lacking(priced, costs), estimated)
     return replace(
         priced,
         split=(),
@@ -98,6 +98,16 @@ def plan_by_hand_for_workers(
     alone = replace(plan, stages=stages, devices=tuple(names.values())).without_predictions(why)
     kinds = tuple(worker.kind for worker in workers)
     return replace(alone, device_kinds=kinds, notes=(*plan.notes[:-1], *alone.notes))
+
+
+def _lacking(plan: Plan, costs: CostGraph) -> tuple[str, ...]:
+    """A note about the stage that lacks most memory."""
+    memory = {device.name: device.memory for device in costs.devices}
+    needed = [(stage.peak_memory or 0, min(memory[d] for d in stage.devices)) for stage in plan.stages]
+    number, (peak, usable) = max(enumerate(needed), key=lambda one: one[1][0] - one[1][1])
+    if peak <= usable:
+        return ()
+    return (f"does not fit: stage {number} needs {bytes_text(peak)} on a device that has {bytes_text(usable)}",)
 
 
 def _text(degrees: Degrees) -> str:

@@ -16,6 +16,12 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.schedule.builders import SCHEDULES
 
+DEGREES = (
+    *("tensor", "pipeline", "data", "micro_batch", "schedule", "chunks", "zero", "recompute"),
+    "sequence_parallel",
+)
+"""What a plan by hand can fix."""
+
 RECOMPUTE = ("none", "full")
 ZERO = (0, 1, 3)
 

@@ -50,6 +50,7 @@ class CostGraph:
     meshes: tuple[tuple[str, ...], ...] = ()  # names of the devices of each mesh; none if devices work alone
     configurations: tuple[StageConfiguration, ...] = ()  # of the meshes; the search picks one for each stage
     cores: int | None = None  # CPU cores that the devices share; None: every device has hardware of its own
+    notes: tuple[str, ...] = ()  # what a plan has to say about the seconds
 
     @cached_property
     def operators(self) -> Mapping[str, OperatorCost]:
@@ -131,7 +132,16 @@ def build(
     _annotate(graph, program, batching, source.counted(), batch)
     links, accumulate = source.links(), source.accumulate()
     return CostGraph(
-        graph, batch, training, tables, source.devices, links, accumulate, source.cluster, cores=source.cores
+        graph,
+        batch,
+        training,
+        tables,
+        source.devices,
+        links,
+        accumulate,
+        source.cluster,
+        cores=source.cores,
+        notes=source.notes(),
     )
 
 

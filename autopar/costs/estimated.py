@@ -90,6 +90,9 @@ class Estimated:
             for kind, f, b, of in zip(kinds, forward, backward, loss, strict=True)
         )
 
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def counted(self) -> GraphBytes:
         batch = max(self._program.batch_size, 1)
         rows = min(batch, 4) if self._batching.splittable else batch

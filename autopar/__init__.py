@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autopar.hints.shard import shard
     from autopar.plan.diff import PlanDiff
     from autopar.plan.plan import Plan
+    from autopar.planner.cluster_comparison import ClusterComparison
     from autopar.runtime.comparison import Comparison
     from autopar.runtime.module import PipelinedModule
     from autopar.runtime.step_profile import StepProfile
@@ -42,6 +43,7 @@ __all__ = [
     "AutoparWarning",
     "CaptureError",
     "Cluster",
+    "ClusterComparison",
     "Comparison",
     "DeviceError",
     "InfeasibleError",
@@ -70,6 +72,7 @@ __all__ = [
 _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "Accuracy": "autopar.costs.prediction_error",
     "Cluster": "cost_models",
+    "ClusterComparison": "autopar.planner.cluster_comparison",
     "Comparison": "autopar.runtime.comparison",
     "DeviceError": "cost_models.errors",
     "Layout": "autopar.hints.layout",

@@ -19,7 +19,10 @@ from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
 from autopar.options import AHEAD_ONLY, BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
+from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
+from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
+from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
 from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.planner.search_options import search_options
@@ -150,7 +153,8 @@ def plan(
 
     `devices` may be a cluster that is not at hand (`Cluster.preset`, `Cluster.from_toml`). Then costs are estimated
     from data sheets, and `model` may be on the meta device or built under FakeTensorMode, so that no weights are
-    allocated. Save the plan, and pass it to `parallelize` as `plan` where the devices are.
+    allocated. A model in training mode that returns its own loss is planned for `train_step`. Save the plan,
+    and pass it to `parallelize` as `plan` where the devices are.
 
     On such a cluster, stages may be meshes of devices that share the operators, each mesh with its own shape and
     strategies. `max_shards` is the maximum number of devices per mesh; 1 for no sharding. (Workers of one CPU would run
@@ -186,11 +190,7 @@ def plan(
             return plan_ahead(example, devices, chosen, progress)
     if chosen.max_shards is not None:
         raise InputError("max_shards: devices at hand share operators only where autopar.shard() requests it")
-    estimated = [name for name in AHEAD_ONLY if options.get(name) is not None]
-    if estimated:
-        raise InputError(
-            f"{', '.join(estimated)}: only for a cluster that is not at hand; devices at hand are measured as they run"
-        )
+    _refuse_estimated(options)
     parsed = _at_hand(model, devices)
     if plan is not None:
         example = capture_example(
@@ -256,8 +256,11 @@ def compare(
     loss_fn: LossFunction | None = None,
     repeats: int = 5,
     **options: Unpack[CompareKeywords],
-) -> Comparison:
+) -> Comparison | ClusterComparison:
     """Measure step times and peak memory of `plans` beside their predictions and the plain model on the first device.
+
+    On a cluster that is not at hand nothing is measured: the result is a `ClusterComparison` of predicted steps,
+    throughput, model FLOPs utilisation, memory, bubbles and communication.
 
     With `loss_fn` and `target`, a step is a `train_step`. Without, it is a call and a backward from the output's
     `.loss`, or else from the means of the outputs. For a model in eval mode without `loss_fn`, a step is a forward.
@@ -268,17 +271,25 @@ def compare(
         plans: by name; None for the plan that autopar chooses under the options. Default: {"auto": None}.
         repeats: number of measured steps per plan.
         options: `n_microbatches`, `schedule`, `max_replicas`, `memory_limit`, `batch_norm`, `batch_dim`, `strict` and
-            `cache`.
+            `cache`; on a cluster that is not at hand also `launch`, `precision` and `optimizer_step` (see `plan`).
 
-    The other arguments and the errors are those of `parallelize`. Plans hold no optimizer state here.
+    The other arguments and the errors are those of `parallelize`. Measured plans hold no optimizer state; on a cluster
+    that is not at hand they hold Adam's.
     """
     _check_model(model)
-    chosen = dataclasses.replace(PlanOptions.of("compare", CompareKeywords, options), optimizer="none")
+    chosen = PlanOptions.of("compare", CompareKeywords, options)
     args, kwargs = _need_example("comparing", example_args, example_kwargs)
     _need_target(loss_fn, target)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     plans = {"auto": None} if plans is None else plans
+    if isinstance(devices, Cluster) and not devices.at_hand:
+        batch_dim, strict = chosen.batch_dim, chosen.strict
+        example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict)
+        with progress_bar() as progress:
+            return compare_ahead(example, devices, plans, chosen, progress)
+    _refuse_estimated(options)
+    chosen = dataclasses.replace(chosen, optimizer="none")
     parsed = _at_hand(model, devices)
     given: set[Any] = set()  # warnings: every plan runs on a copy of the model, which would warn again
     batch_dim, strict = chosen.batch_dim, chosen.strict
@@ -296,6 +307,35 @@ def compare(
     with progress_bar() as progress, each_warning_once(given):
         costs = measure_costs(example, parsed, n_microbatches=only, cache=chosen.cache, progress=progress)
         return run_comparison(call, plans, costs, search, repeats, record=chosen.cache, progress=progress)
+
+
+@by_hand.register
+def _by_hand(
+    model: nn.Module,
+    devices: Devices,
+    degrees: Mapping[str, Any],
+    *,
+    example_args: tuple[Any, ...] | None,
+    example_kwargs: dict[str, Any] | None,
+    target: Any,
+    loss_fn: LossFunction | None,
+    optimizer: str,
+    **how: Any,
+) -> Plan:
+    """See `Plan.by_hand`. `how`: `launch`, `precision` and `optimizer_step`."""
+    _check_model(model)
+    options = PlanOptions(optimizer=optimizer, **how)
+    args, kwargs = _need_example("a plan by hand", example_args, example_kwargs)
+    _need_target(loss_fn, target)
+    with progress_bar() as progress:
+        if isinstance(devices, Cluster) and not devices.at_hand:
+            example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
+            return plan_by_hand(example, devices, options, degrees, progress)
+        parsed = _at_hand(model, devices)
+        example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+        if all(device.torch_device.type == "cpu" for device in parsed):
+            return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
+        return plan_by_hand(example, Cluster.from_devices(list(parsed)), options, degrees, progress)
 
 
 def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:
@@ -329,6 +369,14 @@ def _pipelined(
 
     settings = RunSettings.of(options)
     return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)
+
+
+def _refuse_estimated(options: Mapping[str, Any]) -> None:
+    estimated = [name for name in AHEAD_ONLY if options.get(name) is not None]
+    if estimated:
+        raise InputError(
+            f"{', '.join(estimated)}: only for a cluster that is not at hand; devices at hand are measured as they run"
+        )
 
 
 def _check_model(model: object) -> None:

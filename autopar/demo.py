@@ -93,5 +93,6 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comp
     pipeline = plan(model, devices, max_replicas=1, tune=0, **call)
     plans = {"auto": automatic, "max_replicas=1": pipeline}
     comparison = compare(model, devices, plans, example_kwargs=inputs, target=target, loss_fn=loss_fn, repeats=3)
+    assert isinstance(comparison, Comparison), "the devices are at hand"
     say(str(comparison))
     return comparison

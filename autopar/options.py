@@ -35,6 +35,9 @@ class CompareKeywords(TypedDict, total=False):
     schedule: str | None
     max_replicas: int | None
     memory_limit: float | str | None
+    launch: str | None
+    precision: str | None
+    optimizer_step: Implementation | None
     batch_norm: str
     batch_dim: BatchDim
     strict: bool
@@ -45,9 +48,6 @@ class PlanKeywords(CompareKeywords, total=False):
     """The options of `plan`: all that there are."""
 
     max_shards: int | None
-    launch: str | None
-    precision: str | None
-    optimizer_step: Implementation | None
     optimizer: str | torch.optim.Optimizer
     tune: Tune
     candidates: Mapping[str, Plan] | None

@@ -94,6 +94,9 @@ def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.modules.pop("factories", None)
 
 
+ON_CLUSTER = ("compare", "factories:with_args", "--cluster", "2xH100")
+
+
 def run(*args: str, status: int = 0) -> tuple[str, str]:
     """(stdout, stderr) of a command."""
     result = CliRunner().invoke(app, args)
@@ -140,6 +143,14 @@ def test_a_plan_ahead_limits_shards_and_explains_modules() -> None:
     assert re.search(r"0/linear#0 +stage 0 is not split: all on .*\n +0\.0:H100", out)
 
 
+def test_plans_by_hand_are_compared_on_a_cluster() -> None:
+    arguments = ("factories:Kinds.with_loss", "--cluster", "2xH100", "--by-hand", "mine=tensor=2", "--by-hand")
+    out, _ = run("compare", *arguments, "dp=data=2,zero=1", "--json")
+    assert [row["name"] for row in json.loads(out)["rows"]] == ["auto", "mine", "dp"]
+    text, _ = run("compare", *arguments, "dp=data=2,zero=1")
+    assert "mine: 1 stage (1 replica on meshes of 2)" in " ".join(text.split())
+
+
 def test_a_profile_is_printed_as_text_or_json() -> None:
     text, _ = run("profile", "factories:with_args", "--devices", "cpu")
     assert "the whole model" in text
@@ -169,6 +180,9 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         (("plan", "factories:with_args", "--cluster", "H100x8"), "did you mean '8xH100'?", 2),
         (("plan", "factories:with_args", "--cluster", "factories.toml"), "no file", 2),
         (("diff", "no_such_file.json", "no_such_file.json"), "no_such_file.json", 2),
+        ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean tensor?", 2),
+        ((*ON_CLUSTER, "--by-hand", "tensor"), "is not NAME=DEGREE=VALUE", 2),
+        ((*ON_CLUSTER, "--by-hand", "mine=tensor=two,zero=4"), "zero must be one of 0, 1, 3, got 4", 2),
     ],
 )
 def test_errors_are_on_stderr_with_a_status_that_says_whose_they_are(

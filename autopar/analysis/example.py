@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.analysis.batching import Batching, study
 from autopar.analysis.loss import LossSplit, study_loss
+from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
 from autopar.capture.open_sizes import SymbolicProgram
@@ -202,8 +203,16 @@ def example_ahead(
     verify: bool = True,
     strict: bool = False,
 ) -> Example:
-    """Capture a call of `model` for devices that are not here; parameters need no values."""
+    """Capture a call of `model` for devices that are not here; parameters need no values.
+
+    Nothing says how the model will be called there. In training mode, one that returns its own loss (`own_loss`) is
+    taken to be trained by `train_step`, so that the loss runs in the last stage.
+    """
     model, args, kwargs, target = without_values(model, args, kwargs, target)
-    return capture_example(
+    example = capture_example(
         model, (), args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, verify=verify, strict=strict
     )
+    if loss_fn is not None or not example.training or not returns_own_loss(example.program):
+        return example
+    split = study_loss(own_loss, example.program, example.batching, None, default_dims=(0,))
+    return replace(example, loss=own_loss, loss_split=split)

@@ -250,7 +250,8 @@ class _LossStudy:
 
     def _follow(self, loss: Program, keys: Sequence[str]) -> LossSplit:
         """Carry the proof through the captured loss."""
-        if not loss.any_batch:
+        has_samples = any(place.batch_dim is not None for place in loss.inputs)  # not so for a loss of the model's own
+        if has_samples and not loss.any_batch:
             return self._whole(
                 "it is made for one batch size, or reads tensors of the batch from outside its arguments"
             )

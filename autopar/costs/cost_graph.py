@@ -52,6 +52,7 @@ class CostGraph:
     configurations: tuple[StageConfiguration, ...] = ()  # of the meshes; the search picks one for each stage
     cores: int | None = None  # CPU cores that the devices share; None: every device has hardware of its own
     recipe: Recipe | None = None  # how a step is run on devices that are not at hand; None: measured
+    notes: tuple[str, ...] = ()  # what a plan has to say about the seconds
 
     @cached_property
     def operators(self) -> Mapping[str, OperatorCost]:
@@ -143,6 +144,7 @@ def build(
         source.cluster,
         cores=source.cores,
         recipe=source.recipe,
+        notes=source.notes(),
     )
 
 

@@ -98,6 +98,9 @@ class CostSource(Protocol):
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         """Seconds on every device kind, at several micro-batch sizes."""
 
+    def notes(self) -> tuple[str, ...]:
+        """What a plan has to say about the seconds, once they are known."""
+
     def counted(self) -> GraphBytes:
         """Bytes of one pass, operator by operator."""
 

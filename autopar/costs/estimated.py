@@ -106,6 +106,9 @@ class Estimated:
             for kind, f, b, of, launches, shares in zip(kinds, forward, backward, loss, host, fused, strict=True)
         )
 
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     @cached_property
     def _graded(self) -> set[str]:
         """Operators to whose results a gradient flows."""

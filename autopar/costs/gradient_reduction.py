@@ -26,7 +26,9 @@ BUCKET = 25 << 20
 """Bytes of a bucket: the default `bucket_cap_mb=25` of torch.nn.parallel.DistributedDataParallel (Li et al.: PyTorch
 Distributed, 2020)."""
 
-_SIZES = np.concatenate([[0.0], BUCKET / 2 ** np.arange(24, -0.125, -0.25)])  # bytes for which a curve knows the seconds
+_SIZES = np.concatenate(
+    [[0.0], BUCKET / 2 ** np.arange(24, -0.125, -0.25)]
+)  # bytes for which a curve knows the seconds
 
 
 def bucketed(seconds: Callable[[float], float], nbytes: float) -> float:
@@ -55,7 +57,10 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class ReductionCurve:
-    """`bucketed` seconds for many numbers of bytes at once, interpolated between sizes whose ratio is 2^(1/4): within 0.1 %."""
+    """`bucketed` seconds for many numbers of bytes at once, interpolated between sizes whose ratio is 2^(1/4).
+
+    That is within 0.1 % of the formulas of collectives.
+    """
 
     seconds: tuple[float, ...]  # by size
 

@@ -29,6 +29,7 @@ from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import get_attribute
 from cost_models.hardware.devices import operator_threads, usable_cores
+from cost_models.measuring.core_waiting import waiting_is_known
 from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
 from cost_models.measuring.repeats import until_two_agree
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
@@ -76,6 +77,7 @@ class Measured:
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(program, leaves, loss_fn, target, target_dims)
         self._n_microbatches, self._cache = n_microbatches, cache
+        self._spread = 0.0  # the largest of all measurements
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         program, batching = self._program, self._batching
@@ -84,7 +86,19 @@ class Measured:
             mine = [d for d in self.devices if d.kind == kind]
             jobs += [(mine[0], workers, n) for workers, n in _sizes(mine, program, batching, self._n_microbatches)]
         measuring = _Measuring(program, batching, self._calls, self._training, self._cache)
-        return _tables(measuring.run(jobs, progress))
+        found = measuring.run(jobs, progress)
+        self._spread = max(times.spread for _, times in found)
+        return _tables(found)
+
+    def notes(self) -> tuple[str, ...]:
+        """Without the system's count of waiting, how uncertain the measurements are."""
+        on_cpu = any(device.torch_device.type == "cpu" for device in self.devices)
+        if not on_cpu or waiting_is_known():
+            return ()
+        return (
+            "this system does not report how long threads wait for a core, so other programs' work may count in the "
+            f"measured seconds; repeated passes differ by {self._spread:.0%}, and predictions may be off by as much",
+        )
 
     def counted(self) -> GraphBytes:
         batch = max(self._program.batch_size, 1)
@@ -241,7 +255,7 @@ class _Measuring:
             {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
             for seconds in (times.forward, times.backward)
         )
-        return GraphTimes(rows, workers, forward, backward, times.loss_forward, times.loss_backward)
+        return replace(times, forward=forward, backward=backward)
 
 
 def _tables(measured: Sequence[tuple[Device, GraphTimes]]) -> tuple[CostTable, ...]:

@@ -1,4 +1,4 @@
-"""How a plan, which knows neither reports nor searches, answers print(), explain() and diff().
+"""How a plan, which knows neither reports nor searches, answers print(), explain() and diff(), and is made by hand.
 
 Other modules register their function for a type: report/ registers texts, planner/ explanations, `plan/diff.py`
 differences. Importing `autopar` imports them all.
@@ -6,8 +6,11 @@ differences. Importing `autopar` imports them all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any
+
+from autopar.errors import InputError
 
 
 @singledispatch
@@ -32,6 +35,12 @@ def inside_explained(value: Any, path: str) -> Any:
 def compared(before: Any, after: Any) -> Any:
     """What `after` decides differently from `before`."""
     raise NotImplementedError(f"nothing compares {type(before).__name__}")
+
+
+@singledispatch
+def by_hand(model: Any, devices: Any, degrees: Mapping[str, Any], **call: Any) -> Any:
+    """The plan with these degrees for a call of the model."""
+    raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def printable(text: str) -> str:

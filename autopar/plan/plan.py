@@ -5,7 +5,7 @@ A plan prints, saves and loads. It knows neither the search that chose it nor th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan import serialization
 from autopar.plan.assignment import Storages, by_modules, by_operators, operators_of_stages
-from autopar.plan.display import compared, explained, inside_explained, printable, shown
+from autopar.plan.display import by_hand, compared, explained, inside_explained, printable, shown
 from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
 from autopar.plan.placeholders import devices_in_order, devices_of_type, goes_round, is_ordinal, ordinal
@@ -175,6 +175,74 @@ class Plan:
         names = [(d,) if isinstance(d, str) else tuple(d) for d in devices]
         stages = tuple(Stage(d, recompute=s in recompute) for s, d in enumerate(names))
         return cls(stages, n_microbatches, schedule, split=tuple(split.items()))
+
+    @classmethod
+    def by_hand(
+        cls,
+        model: nn.Module,
+        devices: Any,
+        *,
+        example_args: tuple[Any, ...] | None = None,
+        example_kwargs: dict[str, Any] | None = None,
+        target: Any = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        tensor: int = 1,
+        pipeline: int = 1,
+        data: int | None = None,
+        micro_batch: int | None = None,
+        schedule: str | None = None,
+        chunks: int = 1,
+        zero: int = 0,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+        optimizer: str = "adamw",
+        launch: str | None = None,
+        precision: str | None = None,
+        optimizer_step: str | None = None,
+    ) -> Plan:
+        """The plan with these degrees, as they are written for Megatron-LM, torchtitan or DeepSpeed, and its price.
+
+        The layers of the model make stages of as many layers each. A stage has a mesh of `data` x `tensor` devices,
+        and every micro-batch of the plan is `micro_batch` samples of each replica. Strategies of operators follow the
+        degrees; where several do, they are the fastest.
+
+        Args:
+            devices: a cluster, or the devices at hand; all of them are used. On workers of a CPU, whose shards run one
+                after another, the strategies are those for as many H100 and nothing is predicted.
+            example_args, example_kwargs, target, loss_fn: a call with the samples of a whole step, as for
+                `autopar.plan`.
+            tensor: devices that cut every matrix by columns or rows.
+            pipeline: devices that a micro-batch passes one after another.
+            data: replicas. Default: what the devices leave.
+            micro_batch: samples of each replica in a micro-batch. Default: 1 in a pipeline, otherwise all.
+            schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1". Default: 1f1b, interleaved with several chunks.
+            chunks: stages of each device.
+            zero: what is cut over replicas: 0 nothing, 1 the optimizer's state, 3 parameters and gradients as well.
+            recompute: "none", or "full": stages keep only their inputs and run their forwards again.
+            sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well.
+            optimizer: whose state must fit the memory, and whose step ends the predicted one.
+            launch, precision, optimizer_step: as for `autopar.plan` on a cluster.
+
+        Raises:
+            PlanError: degrees that contradict each other, the devices or the model; all are listed.
+        """
+        degrees: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "data": data, "micro_batch": micro_batch}
+        degrees |= {"schedule": schedule, "chunks": chunks, "zero": zero, "recompute": recompute}
+        degrees |= {"sequence_parallel": sequence_parallel}
+        plan: Plan = by_hand(
+            model,
+            devices,
+            degrees,
+            example_args=example_args,
+            example_kwargs=example_kwargs,
+            target=target,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            launch=launch,
+            precision=precision,
+            optimizer_step=optimizer_step,
+        )
+        return plan
 
     def on(self, offered: Sequence[str], kinds: Sequence[str] | None = None) -> Plan:
         """The plan for the devices `offered`, which replace its placeholders (see `plan/placeholders.py`).

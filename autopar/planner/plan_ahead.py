@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import estimate_costs
-from autopar.costs.recipe import Recipe, default_launch
+from autopar.costs.recipe import Recipe
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
@@ -18,13 +18,13 @@ from autopar.planner.mesh_size_search import plan_with_meshes
 from autopar.planner.predict import predict_plan
 from autopar.planner.price_sharded import predict_sharded
 from autopar.planner.search import make_plan
-from autopar.planner.search_options import SearchOptions, search_options
+from autopar.planner.search_options import SearchOptions, recipe_of, search_options
 from cost_models import Cluster
 
 
 def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progress: Progress = SILENT) -> Plan:
     """The fastest plan for a call of a model on `cluster`. Raises PlanError and InfeasibleError."""
-    recipe = _recipe(example, options)
+    recipe = recipe_of(example, options)
     example, search = search_options(example, options, len(cluster.devices))
     if asks_for_sharding(example):
         hinted = plan_as_sharded(example, cluster.devices, replace(search, recipe=recipe), cluster)
@@ -45,7 +45,7 @@ def priced_ahead(
 ) -> Plan:
     """The user's `plan` with its predictions, from the data sheets of `cluster`. Raises PlanError."""
     plan.check_model(example.model)
-    recipe = _recipe(example, options)
+    recipe = recipe_of(example, options)
     example, search = search_options(example, options, len(cluster.devices))
     if any(stage.sharding is not None for stage in plan.stages):
         costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches, progress=progress)
@@ -70,11 +70,3 @@ def _with_prices(
     priced = predict_sharded(plan, example, costs, subject_of(example, search.optimizer), search.conditions)
     stages = tuple(replace(a, sharding=b.sharding) for a, b in zip(priced.stages, plan.stages, strict=True))
     return with_explainer(replace(priced, stages=stages), explainer_of(plan))
-
-
-def _recipe(example: Example, options: PlanOptions) -> Recipe:
-    """How a step is run, as the options say. Raises InputError for a precision that the model does not have."""
-    launch = options.launch or default_launch(options.compile)
-    recipe = Recipe(launch, options.precision, options.optimizer_step)
-    recipe.check(example.model.parameters())
-    return recipe

@@ -133,7 +133,8 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _notes(searching: Searching, best: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    costs, options, notes = searching.costs, searching.options, []
+    costs, options = searching.costs, searching.options
+    notes = list(costs.notes)
     if options.one_microbatch_because:
         notes.append(f"one micro-batch: {options.one_microbatch_because}")
     elif options.unproven and best.arrangement.n_microbatches > 1:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.analysis.example import Example
-from autopar.costs.recipe import Recipe
+from autopar.costs.recipe import Recipe, default_launch
 from autopar.hints.module_hints import read_hints
 from autopar.options import PlanOptions
 from autopar.planner.arrangement import Conditions
@@ -63,3 +63,14 @@ def search_options(example: Example, options: PlanOptions, n_devices: int) -> tu
         constraints=Constraints(hints.stage_of, hints.recompute, hints.together),
     )
     return replace(example, batching=replace(batching, obstacle=why)), search
+
+
+def recipe_of(example: Example, options: PlanOptions) -> Recipe:
+    """How a step is run on devices that are not at hand, as the options say.
+
+    Raises InputError for a precision that the model does not have.
+    """
+    launch = options.launch or default_launch(options.compile)
+    recipe = Recipe(launch, options.precision, options.optimizer_step)
+    recipe.check(example.model.parameters())
+    return recipe

@@ -1,5 +1,25 @@
 """Showing plans, profiles, runs and comparisons. The imports register what print() shows of values of lower rooms."""
 
-from autopar.report import comparison, diff, explain, operator_strategies, plan, prediction_error, profile, step
+from autopar.report import (
+    cluster_comparison,
+    comparison,
+    diff,
+    explain,
+    operator_strategies,
+    plan,
+    prediction_error,
+    profile,
+    step,
+)
 
-__all__ = ["comparison", "diff", "explain", "operator_strategies", "plan", "prediction_error", "profile", "step"]
+__all__ = [
+    "cluster_comparison",
+    "comparison",
+    "diff",
+    "explain",
+    "operator_strategies",
+    "plan",
+    "prediction_error",
+    "profile",
+    "step",
+]

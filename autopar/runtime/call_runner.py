@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks
 from autopar.capture.thread_state import CallerState
@@ -22,7 +23,6 @@ from autopar.runtime.loss_splits import check_trains, checked_loss
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.outputs import scalars_at_inputs
 from autopar.runtime.own_devices import on_own_devices
-from autopar.runtime.own_loss import own_loss
 from autopar.runtime.plain_model import detached
 from autopar.runtime.run import Run
 from autopar.runtime.signatures import Signatures

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.example import Example, untouched
+from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
 from autopar.capture.module_hooks import has_hooks, without_hooks
 from autopar.costs.cost_graph import CostGraph
@@ -201,7 +202,9 @@ def _pipelined(name: str, plan: Plan, call: ComparedCall, devices: Sequence[Devi
     module.prepare(example.args, example.kwargs, loss_fn=example.loss, target=example.target)
 
     def step() -> None:
-        if example.loss is not None:
+        if example.loss is own_loss:
+            module.train_step(*example.args, **example.kwargs)
+        elif example.loss is not None:
             module.train_step(*example.args, target=example.target, loss_fn=example.loss, **example.kwargs)
         else:
             _whole_step(module, example)

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopar.analysis.example import Example, LossFunction
+from autopar.analysis.own_loss import own_loss
 from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError, warn
 from autopar.plan.display import printable, shown
@@ -25,7 +26,6 @@ from autopar.runtime.loss_splits import TargetDim
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, left_to_python, visible_class
 from autopar.runtime.own_devices import takes_cache
-from autopar.runtime.own_loss import own_loss
 from autopar.runtime.signatures import Decide, Signatures
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed

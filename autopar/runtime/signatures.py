@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.analysis.example import Example, has_backward, ordinary, under_default_device
 from autopar.analysis.loss import LossSplit
+from autopar.analysis.own_loss import check_own_loss, own_loss
 from autopar.capture.program import Program
 from autopar.errors import InputError, each_warning_once
 from autopar.plan.plan import Plan, with_notes
@@ -28,7 +29,6 @@ from autopar.runtime.bound_signature import (
 from autopar.runtime.captures import BoundCall, CallArguments, Captures
 from autopar.runtime.dynamic import Bucket, bucket
 from autopar.runtime.loss_splits import LossSplits
-from autopar.runtime.own_loss import check_own_loss, own_loss
 from autopar.runtime.user_warnings import OneTimeWarnings
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device

@@ -5,8 +5,9 @@ module times every operator where it runs: the forward around each node, the bac
 by walking from the node's output to the outputs of its inputs). Clock reads take time themselves, so the sums are
 calibrated against passes without clock reads. Passes that disagree are repeated. Linux reports how long a thread waited
 for a core; that time is subtracted, because a plan should fit the machine and not the other programs that run on it
-during planning. Workers of one machine share memory bandwidth, caches and Python's interpreter lock: with `workers=n`,
-n threads run the same passes at once, and the times are those under that load.
+during planning. Where the system does not report it, more passes are made, and how far they lie apart is kept. Workers
+of one machine share memory bandwidth, caches and Python's interpreter lock: with `workers=n`, n threads run the same
+passes at once, and the times are those under that load.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from torch import fx
 
 from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
 from cost_models.hardware.devices import Device, synchronize
-from cost_models.measuring.repeats import agree
+from cost_models.measuring.core_waiting import waited_for_core, waiting_is_known
+from cost_models.measuring.repeats import agree, spread
 
 log = logging.getLogger(__name__)
 
 # Rounds of passes at most: another one follows while the passes so far disagree.
 _ROUNDS = 3
+# Where the system does not report how long threads wait for a core, medians of more passes take the place of that:
+# rounds at least, and passes of a round.
+_ROUNDS_UNKNOWN, _PASSES_UNKNOWN = 2, 5
 
 # Seconds of a pass above which the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
@@ -49,6 +54,7 @@ class GraphTimes:
     backward: dict[str, float]  # node -> s; gradient accumulation counts to the node that reads the parameter
     loss_forward: float = 0.0  # s
     loss_backward: float = 0.0  # s
+    spread: float = 0.0  # of the seconds of whole passes: how far the middle half of them lies apart, of the median
 
     @property
     def total(self) -> float:
@@ -71,6 +77,7 @@ class GraphTimes:
         if {*times.forward} != {*nodes} or {*times.backward} != {*nodes}:
             raise ValueError("the cached times are of other operators")
         seconds = (*times.forward.values(), *times.backward.values(), times.loss_forward, times.loss_backward)
+        seconds = (*seconds, times.spread)
         if not all(type(s) in (int, float) and 0 <= s < _LONGEST for s in seconds):
             raise ValueError(f"cached times must be seconds from 0 to {_LONGEST:g}")
         if not all(type(count) is int and count >= 1 for count in (times.rows, times.workers)):
@@ -157,7 +164,7 @@ class GraphRunner:
     def _start(self) -> tuple[float, float]:
         """The time now, and how long the thread has waited for a core until now."""
         synchronize(self.device)
-        return time.perf_counter(), _waited_for_core()
+        return time.perf_counter(), waited_for_core()
 
     def _since(self, start: tuple[float, float]) -> float:
         """Seconds since `start` in which the thread did not wait for a core.
@@ -168,7 +175,7 @@ class GraphRunner:
             start: time, waited  ................  end: waited, time
         """
         synchronize(self.device)
-        waited = _waited_for_core()
+        waited = waited_for_core()
         return time.perf_counter() - start[0] - (waited - start[1])
 
     def _roots(
@@ -274,9 +281,11 @@ class _Load:
         """
         slowest = max(self._warm_ups)
         with_plain = slowest < _LONG_PASS
-        fewest = 1 if slowest > self._budget else 2
+        known = waiting_is_known()
+        fewest = _PASSES_UNKNOWN if not known else 1 if slowest > self._budget else 2
         n_passes = max(fewest, min(10, round(self._budget / (slowest * (1 + with_plain)))))
-        for _ in range(_ROUNDS):
+        rounds_at_least = 1 if known else _ROUNDS_UNKNOWN
+        for made in range(1, max(_ROUNDS, rounds_at_least) + 1):
             for _ in range(n_passes):
                 self._barrier.wait()
                 timed = runner.timed_pass(loss)
@@ -288,7 +297,7 @@ class _Load:
             self._barrier.wait()
             enough = agree([sum(pass_) for pass_ in self.plain])  # 3: the same for all threads
             self._barrier.wait()
-            if enough:
+            if enough and made >= rounds_at_least:
                 return
 
 
@@ -314,6 +323,7 @@ def _typical_times(
         {n: s * scale_b for n, s in backward.items()},
         loss_forward * scale_f,
         loss_backward * scale_b,
+        spread(totals),
     )
 
 
@@ -350,18 +360,6 @@ def _to(value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().to(device).requires_grad_(value.requires_grad)
-
-
-def _waited_for_core() -> float:
-    """Seconds since its start that this thread was ready to run but had no core; 0 if the system does not report it.
-
-    The second field of Linux's schedstat: https://docs.kernel.org/scheduler/sched-stats.html
-    """
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def _ratio(whole: float, parts: float) -> float:

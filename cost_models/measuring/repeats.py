@@ -22,6 +22,14 @@ def agree(seconds: Sequence[float]) -> bool:
     return statistics.median_low(seconds) <= AGREEMENT * sorted(seconds)[(len(seconds) - 1) // 4]
 
 
+def spread(seconds: Sequence[float]) -> float:
+    """How far the middle half of some repeats lies apart, as a fraction of their median; 0 for one repeat."""
+    if len(seconds) < 2:
+        return 0.0
+    lower, middle, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (upper - lower) / middle if middle > 0 else 0.0
+
+
 def until_two_agree(first: T, again: Callable[[], T], seconds: Callable[[T], float], most: int) -> tuple[T, bool]:
     """The lower of the first two measurements that agree, and True; without such, the lowest of `most`, and False.
 

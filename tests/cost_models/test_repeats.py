@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from cost_models.measuring import operator_times
+import autopar
+from autopar.costs import measured
+from cost_models.measuring import core_waiting, operator_times
 from cost_models.measuring.operator_times import GraphRunner, TimedPass
-from cost_models.measuring.repeats import AGREEMENT, agree, until_two_agree
+from cost_models.measuring.repeats import AGREEMENT, agree, spread, until_two_agree
 
 seconds = st.lists(st.floats(0.1, 100), min_size=1, max_size=8)
 
@@ -91,10 +94,55 @@ def test_waiting_between_the_two_clocks_is_never_subtracted(monkeypatch: pytest.
         return read(waited)
 
     monkeypatch.setattr(operator_times.time, "perf_counter", clock)
-    monkeypatch.setattr(operator_times, "_waited_for_core", total_wait)
+    monkeypatch.setattr(operator_times, "waited_for_core", total_wait)
     module = fx.symbolic_trace(nn.Linear(2, 2))
     runner = GraphRunner(module, torch.device("cpu"), True, None)
     runner.inputs = [torch.randn(2, 2)]
     forward, backward = runner.plain_pass(None)
     assert forward >= 0
     assert backward >= 0
+
+
+def test_waiting_is_known_only_where_the_system_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    core_waiting.waiting_is_known.cache_clear()
+    monkeypatch.setattr(core_waiting, "_fields", lambda: (0, 0))  # a kernel without CONFIG_SCHED_INFO shows zeros
+    assert not core_waiting.waiting_is_known()
+    core_waiting.waiting_is_known.cache_clear()
+    ran = itertools.count(0, 1_000_000)
+    monkeypatch.setattr(core_waiting, "_fields", lambda: (next(ran), 0))
+    assert core_waiting.waiting_is_known()
+    core_waiting.waiting_is_known.cache_clear()
+
+
+def test_no_file_means_no_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(core_waiting, "_SCHEDSTAT", str(tmp_path / "schedstat"))
+    assert core_waiting.waited_for_core() == 0.0
+    (tmp_path / "schedstat").write_text("garbage\n")
+    assert core_waiting.waited_for_core() == 0.0
+    (tmp_path / "schedstat").write_text("5 2000000000 7\n")
+    assert core_waiting.waited_for_core() == 2.0
+
+
+def test_more_passes_are_made_where_waiting_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def passes(known: bool) -> int:
+        monkeypatch.setattr(operator_times, "waiting_is_known", lambda: known)
+        runner = ScriptedRunner([1.0] * 100)  # passes that agree, longer than the budget
+        load = operator_times._Load([runner], [None], threads=1, budget=0.5)  # type: ignore[list-item]
+        load.run()
+        return len(load.plain)
+
+    assert passes(known=False) >= 5 * passes(known=True)
+
+
+def test_a_plan_says_how_uncertain_it_is_where_waiting_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (operator_times, measured):
+        monkeypatch.setattr(module, "waiting_is_known", lambda: False)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = autopar.plan(model, ["cpu"], example_args=(torch.randn(4, 8),), tune=0, cache=False)
+    assert any("does not report how long threads wait" in note for note in plan.notes)
+
+
+def test_the_spread_is_that_of_the_middle_half() -> None:
+    assert spread([1.0]) == 0.0
+    assert spread([2.0, 2.0, 2.0]) == 0.0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((4 - 2) / 3)

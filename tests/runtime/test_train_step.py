@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,15 @@ def test_the_models_own_loss_needs_no_target(name: str) -> None:
     torch.testing.assert_close(pm.train_step(**batch), loss)
 
 
+@models
+def test_the_models_own_loss_is_split_into_micro_batches(name: str) -> None:
+    _, pm, batch = twins(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pm.train_step(**batch)
+    assert not [str(w.message) for w in caught if "on the whole batch" in str(w.message)]
+
+
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
 def test_a_plan_of_its_own_is_found_for_the_models_own_loss(devices: list[str]) -> None:
     model = ReturnsLoss("tuple")
@@ -123,6 +133,18 @@ def test_a_plan_of_its_own_is_found_for_the_models_own_loss(devices: list[str]) 
     loss, outputs = pm.train_step(**batch, return_outputs=True)
     torch.testing.assert_close(loss, output[0].detach())
     assert_same_outputs(outputs, tuple(x.detach() for x in output))
+    assert_same_gradients(gradients(pm), gradients(model))
+
+
+def test_plans_are_tried_with_the_models_own_loss() -> None:
+    model, batch = ReturnsLoss("tuple"), _classes(BATCH)
+    output = model(**batch)
+    output[0].backward()
+    two = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+    pm = autopar.parallelize(copy.deepcopy(model), ["cpu", "cpu"], cache=False, tune=1, candidates={"two": two})
+    torch.testing.assert_close(pm.train_step(**batch), output[0].detach())
+    assert pm.plan is not None
+    assert pm.plan.measured_step_time is not None
     assert_same_gradients(gradients(pm), gradients(model))
 
 

@@ -5,12 +5,14 @@ ShardingTask --strategy_graph--> variables and edges --elimination--> Sharding -
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from autopar.errors import PlanError
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
-from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
+from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select
 from autopar.planner.intra_op.redistributions import ChosenUse, Collective, collectives_of, needed_once
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
@@ -78,9 +80,7 @@ class ShardingProblem(StrategyGraph):
         """
         unbound = [self._with_price(variable, price).seconds for variable in self.variables]
         seconds = narrowed(constraints, unbound, self.options, self.stored_options)
-        found = select(SelectionProblem(seconds, self.nbytes, self.edges), float("inf"))
-        taken, nbytes = cost(SelectionProblem(self.seconds, self.nbytes, self.edges), found.options)
-        return self._solution(replace(found, seconds=taken, bytes=nbytes, bound=taken if found.proven else 0.0))
+        return self.with_penalties(seconds, self.edges)
 
     def _with_price(self, costs: OptionCosts, price: float) -> OptionCosts:
         if (costs, price) not in self._priced:
@@ -115,6 +115,12 @@ class ShardingProblem(StrategyGraph):
             fixed[variable] = options.index(wanted)
         choices = SelectionProblem(self.seconds, self.nbytes, self.edges, fixed)
         return self._solution(select(choices, float("inf")))
+
+    def with_penalties(self, seconds: Sequence[np.ndarray], edges: Sequence[Edge]) -> Sharding:
+        """The fastest choice where options and edges cost what is given; its seconds are the problem's own."""
+        found = select(SelectionProblem(seconds, self.nbytes, edges), float("inf"))
+        taken, nbytes = cost(SelectionProblem(self.seconds, self.nbytes, self.edges), found.options)
+        return self._solution(replace(found, seconds=taken, bytes=nbytes, bound=taken if found.proven else 0.0))
 
     def _solution(self, found: Selection) -> Sharding:
         option = found.options

@@ -45,6 +45,15 @@ def check_own_loss(program: Program) -> None:
         own_loss(torch_private.tree_unflatten(flat, program.out_spec))
 
 
+def returns_own_loss(program: Program) -> bool:
+    """Whether the captured model returns a loss."""
+    try:
+        check_own_loss(program)
+    except InputError:
+        return False
+    return True
+
+
 class _Unknown:
     """An output whose size the capture does not know."""
 

@@ -1,0 +1,45 @@
+"""FLOPs that a step of a model needs, whatever the plan: the base of model FLOPs utilisation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from autopar.analysis.example import Example
+from autopar.analysis.operators import captured_device, on_device
+from autopar.capture.repeated_layers.fold import fold
+from autopar.costs.cost_table import Calls
+from cost_models import Cluster
+from cost_models.graphs import on_meta, private_copy
+from cost_models.hardware.device_specs import rates_of
+from cost_models.kernels.operator_work import count
+
+
+def model_flops(example: Example) -> Mapping[torch.dtype, float]:
+    """FLOPs of a step on the whole batch by the dtype of the products: forward and, in training, backward.
+
+    Two for each multiplication and addition, of products alone; nothing is counted twice for recomputation, and a loss
+    outside of the model does not count.
+    """
+    program, meta = example.program, torch.device("meta")
+    calls = Calls(program, [on_meta(x) for x in example.leaves])
+    with torch.device("cpu"):
+        module = private_copy(on_device(program.graph_module, captured_device(program), meta), meta)
+    folded = fold(module)
+    rows = max(1, program.batch_size)
+    work = count(folded.module, rows, training=example.training, inputs=calls.inputs(rows))
+    found: dict[torch.dtype, float] = defaultdict(float)
+    for name, one in work.items():
+        for kernel in (*one.forward, *one.backward):
+            if kernel.flops:
+                found[kernel.dtype] += kernel.flops * folded.copies.get(name, 1)
+    return dict(found)
+
+
+def least_seconds(flops: Mapping[torch.dtype, float], cluster: Cluster) -> float:
+    """Seconds that all devices of a cluster need for these FLOPs at the peaks of their data sheets."""
+    rates = [rates_of(spec) for spec in cluster.node]
+    together = {dtype: cluster.nodes * sum(rate.peak(dtype) for rate in rates) for dtype in flops}
+    return sum(n / together[dtype] for dtype, n in flops.items())

@@ -1,0 +1,180 @@
+"""Plans for a cluster that is not at hand, beside each other: what each is predicted to take, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.analysis.example import Example
+from autopar.costs.cost_table import SILENT, Progress
+from autopar.costs.model_flops import least_seconds, model_flops
+from autopar.options import PlanOptions
+from autopar.plan.diff import PlanDiff
+from autopar.plan.display import shown
+from autopar.plan.plan import Plan, Stage
+from autopar.planner.plan_ahead import plan_ahead, priced_ahead
+from cost_models import Cluster
+from cost_models.memory.training_memory import usable_memory
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One plan and what a step is predicted to take. Seconds are those of the device that is busy the longest."""
+
+    name: str
+    plan: Plan  # with its predictions
+    samples: int  # of a step
+    tokens: int | None  # of a step; None for a model without token inputs
+    least: float  # s: all devices of the cluster at their peaks
+    usable: float  # bytes on the device that has least
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.plan.predicted_step_time or 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second, or samples where there are no tokens."""
+        return (self.tokens or self.samples) / self.seconds if self.seconds else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation: of all devices of the cluster, used or not."""
+        return self.least / self.seconds if self.seconds else 0.0
+
+    @property
+    def memory(self) -> int:
+        """Bytes on the device that needs most."""
+        return max((stage.peak_memory or 0 for stage in self.plan.stages), default=0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the devices have room for it."""
+        return self.memory <= self.usable
+
+    @property
+    def communication(self) -> float:
+        """Seconds of collectives that no computing hides: for every micro-batch and once a step."""
+        return max(self._communication(rank) for rank in range(self.plan.ranks))
+
+    @property
+    def bubble(self) -> float:
+        """Idle fraction of the used devices' time."""
+        return self.plan.bubble or 0.0
+
+    def _communication(self, rank: int) -> float:
+        return sum(
+            _communication(stage, self.plan.n_microbatches) for stage in self.plan.stages[rank :: self.plan.ranks]
+        )
+
+
+@dataclass(frozen=True)
+class ClusterComparison:
+    """Predicted steps on the same batch under several plans; `print(comparison)` shows a table."""
+
+    rows: tuple[PlannedRow, ...]
+    cluster: str  # its devices in short
+    n_devices: int
+    batch_size: int  # samples
+    flops: float  # of a step
+    training: bool
+
+    def __getitem__(self, name: str) -> PlannedRow:
+        """The row of a plan. Raises KeyError for an unknown name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    @property
+    def fastest(self) -> PlannedRow:
+        """Of the plans that fit, if any does."""
+        return min(self.rows, key=lambda row: (not row.fits, row.seconds))
+
+    def difference(self, name: str) -> PlanDiff:
+        """What the fastest plan does otherwise than `name`."""
+        return self[name].plan.diff(self.fastest.plan)
+
+    def __str__(self) -> str:
+        return shown(self)
+
+    def to_json(self) -> str:
+        """All rows and their plans; times in seconds, memory in bytes."""
+        data = {
+            "cluster": self.cluster,
+            "devices": self.n_devices,
+            "batch_size": self.batch_size,
+            "flops": self.flops,
+            "training": self.training,
+            "rows": [_as_json(row) for row in self.rows],
+        }
+        return json.dumps(data, indent=1)
+
+
+def compare_ahead(
+    example: Example,
+    cluster: Cluster,
+    plans: Mapping[str, Plan | None],
+    options: PlanOptions,
+    progress: Progress = SILENT,
+) -> ClusterComparison:
+    """Price every plan (None: the plan of the search under `options`) on `cluster`.
+
+    Raises PlanError for a plan that fits neither the model nor the cluster, and InfeasibleError like `plan_ahead`.
+    """
+    flops = model_flops(example)
+    least = least_seconds(flops, cluster)
+    samples, tokens = max(1, example.program.batch_size), _tokens(example)
+    usable = min(usable_memory(spec.memory, spec.device_type) for spec in cluster.node)
+    rows = []
+    for number, (name, plan) in enumerate(plans.items()):
+        progress(name, number / len(plans))
+        priced = (
+            plan_ahead(example, cluster, options, progress)
+            if plan is None
+            else priced_ahead(plan, example, cluster, options, progress)
+        )
+        rows.append(PlannedRow(name, priced, samples, tokens, least, usable))
+    total = sum(flops.values())
+    return ClusterComparison(tuple(rows), cluster.title, len(cluster.devices), samples, total, example.training)
+
+
+def _communication(stage: Stage, n_microbatches: int) -> float:
+    """Seconds of a stage's collectives in a step, on one of its devices."""
+    rounds = -(-n_microbatches // stage.replicas)
+    each = (stage.sharding.collective_time or 0.0) if stage.sharding is not None else 0.0
+    if stage.recompute and stage.sharding is not None:
+        each += sum(one.seconds for one in stage.sharding.exchanges if not (one.backward or one.once))
+    return rounds * each + (stage.sync_time or 0.0)
+
+
+def _tokens(example: Example) -> int | None:
+    """Entries of the first input of whole numbers with a batch and a length, such as `input_ids`."""
+    for leaf, place in zip(example.leaves, example.program.inputs, strict=True):
+        whole = isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.dtype == torch.bool)
+        if whole and leaf.dim() == 2 and place.batch_dim is not None:
+            return int(leaf.numel())
+    return None
+
+
+def _as_json(row: PlannedRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "seconds": row.seconds,
+        "throughput": row.throughput,
+        "unit": "tokens/s" if row.tokens else "samples/s",
+        "utilisation": row.utilisation,
+        "memory": row.memory,
+        "fits": row.fits,
+        "bubble": row.bubble,
+        "communication": row.communication,
+        "n_microbatches": row.plan.n_microbatches,
+        "schedule": row.plan.schedule,
+        "stages": [list(stage.devices) for stage in row.plan.stages],
+        "plan": json.loads(row.plan.to_json()),
+    }

@@ -1,0 +1,154 @@
+"""The degrees of a plan that an expert writes down: what they must satisfy, and the devices of every stage.
+
+Devices are numbered as by Megatron-LM: first those that cut tensors, then the replicas, then the stages.
+
+    stage 1   | 8  9 | 10 11 | 12 13 | 14 15 |    tensor=2, data=4, pipeline=2
+    stage 0   | 0  1 |  2  3 |  4  5 |  6  7 |
+                tensor        data -->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.schedule.builders import SCHEDULES
+
+DEGREES = (
+    *("tensor", "pipeline", "data", "micro_batch", "schedule", "chunks", "zero", "recompute"),
+    "sequence_parallel",
+)
+"""What a plan by hand can fix."""
+
+RECOMPUTE = ("none", "full")
+ZERO = (0, 1, 3)
+
+_INTERLEAVED = "interleaved-1f1b"
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How a plan splits a model; `Plan.by_hand` documents the fields."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    micro_batch: int  # samples
+    schedule: str
+    chunks: int
+    zero: int
+    recompute: str
+    sequence_parallel: bool
+    batch: int  # samples of a step
+
+    @property
+    def n_stages(self) -> int:
+        return self.pipeline * self.chunks
+
+    @property
+    def n_microbatches(self) -> int:
+        """Of each replica: a micro-batch of the plan has the samples of all replicas."""
+        return self.batch // (self.data * self.micro_batch)
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """The shape of a stage's mesh; empty for a single device."""
+        return tuple(n for n in (self.data, self.tensor) if n > 1)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the mesh's axes."""
+        return tuple(name for name, n in (("data", self.data), ("tensor", self.tensor)) if n > 1)
+
+    def devices(self, rank: int) -> range:
+        """The numbers of the devices of a place in the pipeline, and so of stages `rank`, `rank + pipeline` ..."""
+        size = self.data * self.tensor
+        return range(rank * size, (rank + 1) * size)
+
+
+def degrees_of(
+    *,
+    n_devices: int,
+    batch: int,
+    splittable: str,
+    n_layers: int,
+    tensor: Any,
+    pipeline: Any,
+    data: Any,
+    micro_batch: Any,
+    schedule: Any,
+    chunks: Any,
+    zero: Any,
+    recompute: Any,
+    sequence_parallel: Any,
+) -> Degrees:
+    """The degrees that a user asks for, with what follows from the others filled in.
+
+    `splittable`: why the batch of the model cannot be split, "" if it can. `n_layers`: that stages can be made of.
+
+    Raises PlanError that lists everything that is wrong with them, and what would be right.
+    """
+    counts = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks}
+    counts |= {name: n for name, n in (("data", data), ("micro_batch", micro_batch)) if n is not None}
+    wrong = [name for name, value in counts.items() if type(value) is not int or value < 1]
+    problems = [f"{name} must be a whole number of at least 1, got {counts[name]!r}" for name in wrong]
+    default = _INTERLEAVED if chunks not in (0, 1) else "1f1b"
+    chosen = {"schedule": default if schedule is None else schedule, "zero": zero, "recompute": recompute}
+    for name, known in (("schedule", SCHEDULES), ("zero", ZERO), ("recompute", RECOMPUTE)):
+        if isinstance(chosen[name], bool) or chosen[name] not in known:
+            problems.append(f"{name} must be one of {', '.join(map(str, known))}, got {chosen[name]!r}")
+            chosen[name] = default if name == "schedule" else known[0]
+    if type(sequence_parallel) is not bool:
+        problems.append(f"sequence_parallel must be True or False, got {sequence_parallel!r}")
+        sequence_parallel = False
+    usable = {
+        name: 1 if name in wrong else n for name, n in counts.items()
+    }  # so that the other problems are found, too
+    parallel = usable["tensor"] * usable["pipeline"]
+    replicas = usable.get("data", max(1, n_devices // parallel))
+    wanted = Degrees(
+        tensor=usable["tensor"],
+        pipeline=usable["pipeline"],
+        data=replicas,
+        micro_batch=usable.get("micro_batch", 1 if usable["pipeline"] > 1 else max(1, batch // replicas)),
+        chunks=usable["chunks"],
+        sequence_parallel=sequence_parallel,
+        batch=batch,
+        **chosen,
+    )
+    problems += _contradictions(wanted, n_devices, n_layers, splittable)
+    if problems:
+        raise PlanError("the plan by hand contradicts itself:\n  " + "\n  ".join(problems))
+    return wanted
+
+
+def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: str) -> Iterator[str]:
+    tensor, pipeline, data, chunks = wanted.tensor, wanted.pipeline, wanted.data, wanted.chunks
+    product = tensor * pipeline * data
+    if product != n_devices:
+        fits, rest = divmod(n_devices, tensor * pipeline)
+        right = f"with these, data={fits} would be right" if fits and not rest else "give degrees whose product it is"
+        yield f"tensor={tensor} x pipeline={pipeline} x data={data} are {product} devices, not {n_devices}; {right}"
+    samples = data * wanted.micro_batch
+    if wanted.batch % samples:
+        yield (
+            f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, of which the batch of "
+            f"{wanted.batch} samples is no multiple"
+        )
+    elif splittable and wanted.batch != wanted.micro_batch:
+        yield f"the batch cannot be split, neither over replicas nor into micro-batches: {splittable}; " + (
+            f"give data=1, micro_batch={wanted.batch}"
+        )
+    if n_layers < wanted.n_stages:
+        of = f"pipeline={pipeline} x chunks={chunks}" if chunks > 1 else f"pipeline={pipeline}"
+        yield f"{of} makes {wanted.n_stages} stages, but the model has {n_layers} layers: some stages would have none"
+    if chunks > 1 and wanted.schedule != _INTERLEAVED:
+        yield f"chunks={chunks} needs schedule='{_INTERLEAVED}', got {wanted.schedule!r}"
+    if chunks > 1 and pipeline == 1:
+        yield f"chunks={chunks} needs pipeline=2 or more: the stages of a device alternate with those of others"
+    if wanted.zero and data == 1:
+        yield f"zero={wanted.zero} cuts what replicas hold, and data=1 has no replicas; give zero=0"
+    if wanted.sequence_parallel and tensor == 1:
+        yield "sequence_parallel=True cuts activations over the devices that cut tensors, and tensor=1 has one"

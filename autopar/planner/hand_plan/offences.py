@@ -1,0 +1,194 @@
+"""What the degrees of a hand plan do not allow, counted; see `mesh_strategies`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar.analysis.rules.notation import IndexKind, Rule
+from autopar.planner.hand_plan.degrees import Degrees
+from autopar.planner.intra_op.redistributions import OUTPUT, TensorUse
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
+from autopar.sharding.layouts import PARTIAL, Placements
+from autopar.sharding.stage_sharding import Stored
+from autopar.sharding.strategies import REPEATED, Strategy
+from cost_models.graphs import get_attribute
+
+# Of a matrix or an attention that is not cut, and of a normalization over parts of its rows: more than what gathering
+# and scattering around them count.
+_SEVERE = 16
+_MOST_NAMED = 4
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "scaled_dot_product_attention"}  # of which attention is made
+
+
+@dataclass(frozen=True)
+class Offences:
+    """Of the strategies of one problem's operators, the layouts of its parameters, and moves between them.
+
+    Severe are a matrix or an attention that is not cut and a normalization over parts of its rows. A tensor that moves
+    between operators counts one for each direction; so does an operator that replicas cut otherwise than by samples.
+    """
+
+    problem: ShardingProblem
+    degrees: Degrees
+    batch_dims: Mapping[str, int | None]  # by node
+    keys: Mapping[str, str]  # node -> operator key
+
+    @property
+    def data(self) -> int | None:
+        """The axis of the replicas."""
+        return 0 if self.degrees.data > 1 else None
+
+    @property
+    def tensor(self) -> int | None:
+        """The axis that cuts tensors."""
+        return len(self.degrees.mesh) - 1 if self.degrees.tensor > 1 else None
+
+    def of_strategy(self, name: str, one: Strategy) -> int:
+        """Of an operator's strategy."""
+        node = self.problem.facts.node(name)
+        operands, rule = self.problem.facts.with_rule(node).operands, self.problem.facts.with_rule(node).rule
+        read = [(node, cut) for node, cut in zip(operands, one.inputs, strict=True) if isinstance(node, fx.Node)]
+        sampled = [(self.batch_dims.get(node.name), cut) for node, cut in read]
+        sampled += [(self.batch_dims.get(name), cut) for cut in one.outputs]
+        sampled = [(dim, cut) for dim, cut in sampled if dim is not None]
+        offences = 0
+        if self.data is not None:
+            offences += any(cut[self.data] != dim for dim, cut in sampled)
+            offences += not sampled and one.axes[self.data] != REPEATED
+        if self.tensor is not None:
+            offences += any(cut[self.tensor] == dim for dim, cut in sampled)
+            offences += _SEVERE * self._is_severe(node, rule, one, read)
+        return offences
+
+    def _is_severe(
+        self, node: fx.Node, rule: Rule | None, one: Strategy, read: Sequence[tuple[fx.Node, Placements]]
+    ) -> bool:
+        """Whether a matrix or an attention is not cut, or a normalization works on parts of its rows."""
+        assert self.tensor is not None
+        matrices = [cut[self.tensor] for source, cut in read if self._is_matrix(source)]
+        if matrices or rule is None:
+            return any(code < 0 for code in matrices)
+        if _is_product(node):
+            heads = self._heads(node.name, rule)
+            return bool(heads) and one.axes[self.tensor] not in heads
+        return _adds_up(node, rule, one.axes[self.tensor])
+
+    def of_storage(self, options: tuple[Stored, ...]) -> np.ndarray:
+        """[options] of how a parameter lies along the replicas: as near to ZeRO's stage as its sizes allow."""
+        if self.data is None:
+            return np.zeros(len(options))
+        zero, axis = self.degrees.zero, self.data
+        wanted = (zero == 3, zero >= 1)  # whether parameter and state are cut
+        offences = [sum((x[axis] >= 0) != w for x, w in zip((o.layout, o.state), wanted, strict=True)) for o in options]
+        return np.array(offences) - min(offences)
+
+    def of_moves(self, use: TensorUse) -> np.ndarray:
+        """[layouts made, layouts read] of moving a tensor, and its gradient, along the tensor axis."""
+        offences = np.zeros((len(use.outs), len(use.ins)))
+        if self.tensor is None or use.origin == "input" or use.reader == OUTPUT:
+            return offences
+        if use.origin == "activation" and self.degrees.sequence_parallel:
+            return offences
+        for i, out in enumerate(use.outs):
+            for j, (layout, gradient) in enumerate(use.ins):
+                if use.origin == "parameter":
+                    offences[i, j] = out.layout[self.tensor] != layout[self.tensor] and layout[self.tensor] != PARTIAL
+                else:
+                    made, wanted = out
+                    offences[i, j] = not self._only_adds(made, layout)
+                    offences[i, j] += use.gradient and not self._only_adds(gradient, wanted)
+        return offences
+
+    def _only_adds(self, before: Placements, after: Placements) -> bool:
+        assert self.tensor is not None
+        a, b = before[self.tensor], after[self.tensor]
+        return a == b or (a < 0 and b < 0)
+
+    def _is_matrix(self, node: fx.Node) -> bool:
+        """Whether a node is a trained parameter of two dimensions or more."""
+        if node.op != "get_attr":
+            return False
+        value = get_attribute(self.problem.task.module, str(node.target))
+        return isinstance(value, torch.nn.Parameter) and value.dim() > 1
+
+    # -- what cannot be followed ----------------------------------------------------------------------------------
+
+    def sizes_not_divided(self) -> Iterator[str]:
+        """Matrices and attentions without a size that the tensor degree divides."""
+        n = self.degrees.tensor
+        for name in self.problem.options if n > 1 else ():
+            node = self.problem.facts.node(name)
+            rule = self.problem.facts.with_rule(node).rule
+            matrices = [source for source in node.all_input_nodes if self._is_matrix(source)]
+            for source in matrices:
+                shape = tuple(get_attribute(self.problem.task.module, str(source.target)).shape)
+                if all(size % n for size in shape):
+                    yield f"{source.target} of shape {shape} cannot be cut over tensor={n}: no size is a multiple of it"
+            if rule is None or matrices or not _is_product(node):
+                continue
+            heads = list(self._heads(name, rule).values())
+            if heads and all(size % n for size in heads):
+                yield (
+                    f"{self.keys.get(name, name)} has {' x '.join(map(str, heads))} heads, which tensor={n} devices "
+                    f"cannot share evenly; give a divisor, such as {_divisor_below(heads[-1], n)}"
+                )
+
+    def _heads(self, name: str, rule: Rule) -> Mapping[str, int]:
+        """Indices, with their sizes, that both factors and the product of an attention have, besides the samples."""
+        first, second, *_ = ({index for dims in operand for index in dims} for operand in rule.inputs)
+        samples = self.batch_dims.get(name)
+        own = {index for place, dims in enumerate(rule.outputs[0]) for index in dims if place != samples}
+        shared = [index for index in rule.sizes if index in first & second & own]
+        return {
+            index: int(rule.sizes[index])
+            for index in shared
+            if rule.kinds[index] is IndexKind.KEPT and rule.sizes[index] > 1
+        }
+
+    def notes(self, found: Sharding) -> Iterator[str]:
+        """What the model does not let the degrees cut."""
+        if self.tensor is None:
+            return
+        n = self.degrees.tensor
+        severe = [name for name, one in found.strategies.items() if self.of_strategy(name, one) >= _SEVERE]
+        if severe:
+            text = f"every one of tensor={n} devices does all of {self._few(severe)}, or adds up over parts in it"
+            yield f"{text}: the model leaves no other choice"
+        moved = []
+        for chosen in found.uses:
+            use = chosen.use
+            i, j = use.outs.index(chosen.out), use.ins.index(chosen.into)
+            if use.origin == "activation" and use.gradient and self.of_moves(use)[i, j] and use.tensor not in moved:
+                moved.append(use.tensor)
+        if moved:
+            yield f"tensor={n} devices exchange what {self._few(moved)} returns: its readers cannot go on with parts"
+
+    def _few(self, names: list[str]) -> str:
+        every = list(dict.fromkeys(self.keys.get(name, name) for name in names))
+        more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
+        return ", ".join(every[:_MOST_NAMED]) + more
+
+
+def _adds_up(node: fx.Node, rule: Rule, index: str) -> bool:
+    """Whether an operator that is cut along `index` adds up over it, as a normalization over parts of its rows does.
+
+    Losses do so, too, over parts of the classes.
+    """
+    if index not in rule.kinds:
+        return False
+    if index in rule.together:
+        return "norm" in str(node.target)
+    return rule.kinds[index] in (IndexKind.SUMMED, IndexKind.AVERAGED)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return str(node.target).removeprefix("aten.").partition(".")[0] in _PRODUCTS
+
+
+def _divisor_below(size: int, n: int) -> int:
+    return max(d for d in range(1, min(size, n) + 1) if size % d == 0)

@@ -1,0 +1,91 @@
+"""A comparison of plans for a cluster as text."""
+
+from __future__ import annotations
+
+from autopar.plan.display import shown
+from autopar.plan.plan import Plan
+from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
+from autopar.report.tables import megabytes, milliseconds, paragraph, table
+from cost_models import bytes_text
+
+
+@shown.register
+def _comparison(comparison: ClusterComparison) -> str:
+    step = "training step" if comparison.training else "forward pass"
+    head = paragraph(
+        f"One {step} of {comparison.batch_size} samples on {comparison.cluster}, predicted from data sheets; the model "
+        f"needs {comparison.flops / 1e12:.3g} TFLOP"
+    )
+    unit = "tokens" if comparison.rows[0].tokens else "samples"
+    columns = ["plan", "step\nms", f"{unit}\nper s", "MFU", "peak\nMB", "bubble", "commu-\nnication\nms"]
+    rows = [_cells(row) for row in comparison.rows]
+    foot = (
+        "MFU: model FLOPs utilisation of all devices, used or not. peak MB: of the device that needs most. "
+        "communication: collectives that no computing hides, on the device with most of them."
+    )
+    done = [paragraph(f"{row.name}: {described(row.plan)}") for row in comparison.rows]
+    done += [
+        paragraph(f"{row.name} does not fit: it needs {bytes_text(row.memory)}, a device has {bytes_text(row.usable)}")
+        for row in comparison.rows
+        if not row.fits
+    ]
+    fastest = comparison.fastest
+    others = [
+        paragraph(f"{fastest.name} beside {row.name}: {gained(row, fastest)}")
+        for row in comparison.rows
+        if row is not fastest
+    ]
+    return "\n\n".join(
+        [head, table(columns, rows), "\n".join(done), *(["\n".join(others)] if others else []), paragraph(foot)]
+    )
+
+
+def _cells(row: PlannedRow) -> list[str]:
+    return [
+        row.name,
+        milliseconds(row.seconds),
+        f"{row.throughput:.4g}" if row.throughput < 1e4 else f"{row.throughput:,.0f}",
+        f"{row.utilisation:.1%}",
+        megabytes(row.memory),
+        f"{row.bubble:.1%}",
+        milliseconds(row.communication),
+    ]
+
+
+def described(plan: Plan) -> str:
+    """The decisions of a plan in a line: equal stages are counted."""
+    first = plan.stages[: plan.ranks]
+    widths = {(stage.replicas, stage.sharding.mesh if stage.sharding else ()) for stage in first}
+    text = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
+    parts = []
+    for replicas, mesh in sorted(widths):
+        where = f"meshes of {' x '.join(map(str, mesh))}" if mesh else "single devices"
+        parts.append(f"{replicas} replica{'s' if replicas > 1 else ''} on {where}")
+    text += f" ({'; '.join(parts)}), {plan.n_microbatches} micro-batches, {plan.schedule}"
+    again = sum(stage.recompute for stage in plan.stages)
+    if again:
+        text += f", {'all' if again == len(plan.stages) else again} recompute"
+    stored = [one for stage in plan.stages if stage.sharding for _, one in stage.sharding.parameters]
+    if any(one.state != one.layout for one in stored):
+        text += ", optimizer's state cut further than parameters"
+    return text
+
+
+def gained(row: PlannedRow, fastest: PlannedRow) -> str:
+    """What the seconds of two plans differ in."""
+    difference = row.seconds - fastest.seconds
+    parts = {
+        "communication": row.communication - fastest.communication,
+        "waiting": row.bubble * row.seconds - fastest.bubble * fastest.seconds,
+    }
+    parts["computing"] = difference - sum(parts.values())
+    texts = [
+        f"{name} {abs(seconds) * 1e3:.4g} ms {'less' if seconds > 0 else 'more'}"
+        for name, seconds in sorted(parts.items(), key=lambda item: -item[1])
+        if abs(seconds) > 0.005 * row.seconds
+    ]
+    memory = fastest.memory - row.memory
+    if memory:
+        texts.append(f"{megabytes(abs(memory))} MB {'more' if memory > 0 else 'less'} at the peak")
+    share = row.seconds / fastest.seconds if fastest.seconds else 1.0
+    return f"{share:.2f}x as fast: {', '.join(texts) or 'hardly any difference'}"

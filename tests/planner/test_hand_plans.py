@@ -1,0 +1,253 @@
+"""Plans by hand: they run like the plain model, cut what their degrees say, and have one price."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Cluster, Plan, PlanError
+
+HIDDEN, LENGTH, VOCABULARY, BATCH = 16, 6, 24, 8
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def split(y: torch.Tensor) -> torch.Tensor:
+            return y.view(*y.shape[:2], self.heads, -1).transpose(1, 2)
+
+        q, k, v = (split(layer(x)) for layer in (self.query, self.key, self.value))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.attention = Attention(heads)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Language(nn.Module):
+    """A small GPT that returns its loss."""
+
+    def __init__(self, layers: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(Block(heads) for _ in range(layers))
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(batch: int = BATCH) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def by_hand(devices: Any, model: nn.Module | None = None, **degrees: Any) -> Plan:
+    return Plan.by_hand(model or Language(), devices, example_args=(tokens(),), **degrees)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "devices"),
+    [
+        ({"tensor": 2}, 2),
+        ({"tensor": 2, "sequence_parallel": True}, 2),
+        ({"tensor": 2, "pipeline": 2, "micro_batch": 2, "schedule": "gpipe"}, 4),
+        ({"tensor": 2, "pipeline": 2, "chunks": 2, "micro_batch": 2}, 4),
+        ({"data": 2, "pipeline": 2, "zero": 1, "recompute": "full", "micro_batch": 2}, 4),
+        ({"zero": 3}, 2),
+        ({"tensor": 2, "data": 2, "zero": 3}, 4),
+        ({"pipeline": 4, "schedule": "zb-h1"}, 4),
+    ],
+)
+def test_a_plan_by_hand_trains_like_the_plain_model(degrees: dict[str, Any], devices: int) -> None:
+    torch.manual_seed(0)
+    model = Language()
+    plain = copy.deepcopy(model)
+    plan = by_hand(["cpu"] * devices, model, **degrees)
+    pm = autopar.parallelize(model, ["cpu"] * devices, plan=plan)
+    loss = pm.train_step(tokens())
+    expected = plain(tokens())
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (name, mine), (_, its) in zip(pm.named_parameters(), plain.named_parameters(), strict=True):
+        assert mine.grad is not None, name
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-4, atol=1e-6, msg=name)
+    pm.close()
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"tensor": 4, "pipeline": 2},
+        {"tensor": 2, "pipeline": 2, "micro_batch": 2, "zero": 1, "recompute": "full"},
+        {"tensor": 4, "sequence_parallel": True},
+        {"zero": 3},
+        {"tensor": 2, "pipeline": 2, "chunks": 2},
+    ],
+)
+def test_a_plan_by_hand_has_one_price_made_loaded_and_priced_again(degrees: dict[str, Any]) -> None:
+    cluster, model = Cluster.preset("8xH100"), Language()
+    plan = by_hand(cluster, model, **degrees)
+    assert plan.predicted_step_time
+    for same in (plan, Plan.from_json(plan.to_json())):
+        again = autopar.plan(model, cluster, example_args=(tokens(),), plan=same)
+        assert again.predicted_step_time == pytest.approx(plan.predicted_step_time, rel=1e-9)
+        assert [stage.peak_memory for stage in again.stages] == [stage.peak_memory for stage in plan.stages]
+
+
+def collectives(plan: Plan, axis: str, *, once: bool) -> list[str]:
+    exchanges = [one for stage in plan.stages if stage.sharding is not None for one in stage.sharding.exchanges]
+    return [one.collective for one in exchanges if one.axis == axis and one.once is once]
+
+
+def test_tensor_parallelism_adds_up_twice_a_layer_in_each_direction() -> None:
+    """Shoeybi et al., Megatron-LM, 2019: two all-reduces in the forward, two in the backward, of each layer."""
+    layers = 4
+    found = collectives(by_hand(Cluster.preset("4xH100"), Language(layers), tensor=4), "tensor", once=False)
+    assert set(found) == {"all_reduce"}
+    # Beside the layers: the embedding, the head's input, and the loss over parts of the vocabulary (its sums).
+    beside = len(found) - 4 * layers
+    more = collectives(by_hand(Cluster.preset("4xH100"), Language(2 * layers), tensor=4), "tensor", once=False)
+    assert len(more) == 8 * layers + beside
+
+
+def test_sequence_parallelism_gathers_and_scatters_in_place_of_adding_up() -> None:
+    plan = by_hand(Cluster.preset("2xH100"), tensor=2, sequence_parallel=True)
+    found = collectives(plan, "tensor", once=False)
+    assert found.count("all_gather") >= 4
+    assert found.count("reduce_scatter") >= 4
+    norms = [
+        text for stage in plan.stages for key, text in (stage.sharding.texts[0] if stage.sharding else ())
+        if "norm" in key
+    ]  # fmt: skip
+    assert norms
+    assert all(text.split()[0] == "S1" for text in norms)  # of samples, tokens, numbers
+
+
+def test_every_matrix_is_cut_by_the_tensor_degree() -> None:
+    plan = by_hand(Cluster.preset("4xH100"), tensor=4)
+    (stage,) = plan.stages
+    assert stage.sharding is not None
+    matrices = {name for name, p in Language().named_parameters() if p.dim() > 1}
+    cut = {name for name, stored in stage.sharding.parameters if any(code >= 0 for code in stored.layout)}
+    assert matrices <= cut
+
+
+def test_zero_cuts_what_its_stage_says_over_the_replicas() -> None:
+    cluster = Cluster.preset("8xH100")
+    plans = [by_hand(cluster, zero=zero) for zero in (0, 1, 3)]
+    total = sum(p.numel() * p.element_size() for p in Language().parameters())
+    assert plans[0].stages[0].parameter_bytes == total
+    assert plans[1].stages[0].parameter_bytes == total
+    held = plans[2].stages[0].parameter_bytes
+    assert held is not None
+    assert held < total / 4  # what 8 devices cannot cut evenly stays whole
+    peaks = [plan.stages[0].peak_memory or 0 for plan in plans]
+    assert peaks[0] > peaks[1] > peaks[2]
+    reduced = [set(collectives(plan, "data", once=True)) for plan in plans]
+    assert reduced[0] == {"all_reduce"}
+    assert {"reduce_scatter", "all_gather"} <= reduced[1]
+    assert "all_gather" in collectives(plans[2], "data", once=False)
+
+
+def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> None:
+    plan = by_hand(Cluster.preset("4xH100"), Language(8), pipeline=2, data=2, chunks=2)
+    assert plan.schedule == "interleaved-1f1b"
+    assert [stage.devices for stage in plan.stages] == 2 * [("0.0:H100", "0.1:H100"), ("0.2:H100", "0.3:H100")]
+    blocks = [{m[1] for key in stage.operators if (m := re.match(r"blocks\.(\d)", key))} for stage in plan.stages]
+    assert blocks == [{"0", "1"}, {"2", "3"}, {"4", "5"}, {"6", "7"}]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "texts"),
+    [
+        (
+            {"tensor": 3, "pipeline": 2, "zero": 5, "recompute": "some", "chunks": 2, "schedule": "1f1b"},
+            [
+                "zero must be one of 0, 1, 3, got 5",
+                "recompute must be one of none, full, got 'some'",
+                "tensor=3 x pipeline=2 x data=1 are 6 devices, not 8",
+                "chunks=2 needs schedule='interleaved-1f1b', got '1f1b'",
+            ],
+        ),
+        (
+            {"pipeline": 5, "data": 2, "micro_batch": 3, "tensor": 0},
+            [
+                "tensor must be a whole number of at least 1, got 0",
+                "are 10 devices, not 8",
+                "6 samples at a time, of which the batch of 8 samples is no multiple",
+                "makes 5 stages, but the model has 4 layers",
+            ],
+        ),
+        ({"zero": 1, "pipeline": 4, "tensor": 2}, ["zero=1 cuts what replicas hold, and data=1 has no replicas"]),
+        ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor=1 has one"]),
+        ({"tensor": 8}, ["blocks.0.attention/scaled_dot_product_attention#0 has 4 heads", "such as 4"]),
+    ],
+)
+def test_everything_that_contradicts_is_said_at_once(degrees: dict[str, Any], texts: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        by_hand(Cluster.preset("8xH100"), **degrees)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_a_model_that_mixes_samples_is_not_split_over_replicas() -> None:
+    class Clip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.a(x) @ self.b(x).T).logsumexp(1).mean()
+
+    with pytest.raises(PlanError, match=r"the batch cannot be split.*micro_batch=8"):
+        Plan.by_hand(Clip(), Cluster.preset("2xH100"), example_args=(torch.randn(8, 8),), data=2)
+
+
+def test_a_plan_that_does_not_fit_says_so() -> None:
+    model = nn.Sequential(*(nn.Linear(40_000, 40_000, device="meta") for _ in range(2)))
+    plan = Plan.by_hand(model, Cluster.preset("2xT4"), example_args=(torch.randn(4, 40_000, device="meta"),), tensor=2)
+    assert any("does not fit: stage 0 needs" in note for note in plan.notes)
+
+
+def test_packed_projections_are_noted_and_exact() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y.view(*x.shape[:2], 2, 4).transpose(1, 2) for y in self.qkv(x).split(8, dim=2))
+            y = nn.functional.scaled_dot_product_attention(q, k, v)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model, x = Packed(), torch.randn(4, 5, 8)
+    plain = copy.deepcopy(model)
+    plan = Plan.by_hand(model, ["cpu"] * 2, example_args=(x,), tensor=2)
+    assert any("exchange what" in note for note in plan.notes), plan.notes
+    pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan)
+    torch.testing.assert_close(pm(x), plain(x), rtol=1e-5, atol=1e-6)
+    pm.close()

@@ -111,12 +111,14 @@ class Meshes:
             counts: numbers of micro-batches; those that do not divide the batch are left out.
             shapes: mesh shapes to look at with all prices of memory; default: every shape with one price.
 
-        CPU workers of this process form no mesh: they would run their shards one after another.
+        CPU workers form no mesh: they would run their shards one after another.
         """
         meshes: list[tuple[Device, ...]] = []
         configurations: list[MeshConfiguration] = []
         for kind in dict.fromkeys(d.kind for d in self._costs.devices):
-            mine = [d for d in self._costs.devices if d.kind == kind and d.torch_device.type != "cpu"]
+            if self._cluster.specs[kind].device_type == "cpu":
+                continue
+            mine = [d for d in self._costs.devices if d.kind == kind]
             per_node = self._per_node(kind)
             if per_node % size and size % per_node:
                 continue

@@ -41,6 +41,9 @@ def test_every_option_for_clusters_is_documented_and_refused_for_devices_at_hand
     for name in FOR_CLUSTERS:
         with pytest.raises(InputError, match=name):
             autopar.plan(nn.Linear(8, 8), ["cpu"], **CALL, **{name: values[name]})
+    for name in AHEAD_ONLY:
+        with pytest.raises(InputError, match=f"{name}: only for a cluster that is not at hand"):
+            autopar.compare(nn.Linear(8, 8), ["cpu"], **CALL, **{name: values[name]})
 
 
 def test_everything_wrong_is_reported_at_once() -> None:

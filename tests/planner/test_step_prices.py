@@ -210,6 +210,25 @@ def test_an_optimizer_says_itself_how_it_steps() -> None:
         autopar.plan(model, ONE, **call(8), optimizer="radam", optimizer_step="fused")
 
 
+def test_plans_by_hand_are_launched_and_stepped_as_asked() -> None:
+    cluster, dtype = Cluster.preset("2xH100"), torch.bfloat16
+    model = deep(256, 8).to(dtype)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"launch": "cuda-graphs"},
+        {"optimizer_step": "fused"},
+        {"precision": "bf16-mixed"},
+    ]
+    plans = [Plan.by_hand(model, cluster, pipeline=2, micro_batch=4, **call(256, dtype=dtype), **way) for way in ways]
+    usual, graphs, fused, mixed = plans
+    assert step_time(graphs) < step_time(usual)
+    assert (fused.stages[0].optimizer_time or 0) < (usual.stages[0].optimizer_time or 0)
+    assert (mixed.stages[0].peak_memory or 0) > (usual.stages[0].peak_memory or 0)
+    for way, plan in zip(ways, plans, strict=True):
+        priced = autopar.plan(model, cluster, plan=plan, **call(256, dtype=dtype), **way)
+        assert step_time(priced) == pytest.approx(step_time(plan))
+
+
 class Hinted(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

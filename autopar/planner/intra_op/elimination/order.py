@@ -102,6 +102,7 @@ class EliminationOrder(NamedTuple):
     edges: tuple[np.ndarray, ...]  # the tables of the first slots
     exact: bool  # no bucket was split
     width: int
+    entries: int  # of all joint tables: what an elimination computes
 
     def eliminate(self, price: float) -> Elimination:
         """O(entries of the joint tables of the distinct operations)."""
@@ -241,6 +242,7 @@ class _Order:
             self.edges,
             self.exact,
             self.width,
+            self.entries,
         )
 
     def _score(self, v: int) -> float:

@@ -93,7 +93,7 @@ def mesh_configuration(
         kind,
         m,
         CostTable(name, 1, table.nodes, (rows,), forward[None], backward[None], np.array([loss]), once),
-        _graph(program, facts, solution),
+        _graph(program, facts, solution, m),
         program,
         task,
         facts,
@@ -102,8 +102,12 @@ def mesh_configuration(
     )
 
 
-def _graph(program: SplitProgram, facts: GraphFacts, solution: Sharding) -> nx.DiGraph:
-    """The cost graph with the bytes of each device of the mesh."""
+def _graph(program: SplitProgram, facts: GraphFacts, solution: Sharding, n_microbatches: int) -> nx.DiGraph:
+    """The cost graph with the bytes of each device of the mesh.
+
+    Parameters that an operator gathers are there while it runs. A micro-batch gathers as much whatever its size, so the
+    bytes "of the whole batch" are `n_microbatches` times as many.
+    """
     mesh, kept = solution.mesh.shape, program.folded.kept
     graph: nx.DiGraph = nx.DiGraph(program.costs.graph)
     cut = {n: parts(s.outputs[0], mesh) if s.outputs else 1 for n, s in solution.strategies.items()}
@@ -118,7 +122,8 @@ def _graph(program: SplitProgram, facts: GraphFacts, solution: Sharding) -> nx.D
             whole,
             output_bytes=whole.output_bytes / cut[kept(node)],
             gradient_bytes=whole.gradient_bytes / cut[kept(node)],
-            allocated_bytes=whole.allocated_bytes / cut[kept(node)],
+            allocated_bytes=whole.allocated_bytes / cut[kept(node)]
+            + solution.gathered.get(kept(node), 0.0) * n_microbatches,
             saved=dict(_kept(program, facts, solution, node)),
             parameters={
                 storage: weight._replace(**weights.get(represented.get(storage), {}))

@@ -95,6 +95,7 @@ class _UseKey(NamedTuple):
     outs: tuple[Any, ...]
     ins: tuple[Ends, ...]
     gradient: bool
+    constant: bool
 
 
 class StrategyGraph:
@@ -314,6 +315,7 @@ class StrategyGraph:
     ) -> TensorUse:
         value = self.facts.values[tensor]
         item = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else tensor.name
+        frozen = tensor.op == "get_attr" and produced.origin == "input"
         use = TensorUse(
             produced.name,
             item,
@@ -323,8 +325,10 @@ class StrategyGraph:
             self._table_of(value),
             self._once_table_of(value) if produced.origin == "parameter" else self._table_of(value),
             produced.origin,
-            value.is_floating_point() and tensor.name in self.facts.trained,
+            value.is_floating_point() and (reader.name if frozen else tensor.name) in self.facts.trained,
             reader.times,
+            value.numel() * value.element_size(),
+            tensor.op == "get_attr",
             shared,
             via,
         )
@@ -362,7 +366,7 @@ class StrategyGraph:
 
     def _seconds_of(self, use: TensorUse, value: torch.Tensor, times: int) -> np.ndarray:
         """[layouts made, layouts read] seconds of a micro-batch, `times` over."""
-        key = _UseKey(tuple(value.shape), value.dtype, use.origin, use.outs, use.ins, use.gradient)
+        key = _UseKey(tuple(value.shape), value.dtype, use.origin, use.outs, use.ins, use.gradient, use.constant)
         if (key, 1) not in self._use_seconds:
             self._use_seconds[key, 1] = self._cost(use)
         if (key, times) not in self._use_seconds:
@@ -384,12 +388,9 @@ class StrategyGraph:
         for i, out in enumerate(use.outs):
             for j, into in enumerate(use.ins):
                 found[i, j] = sum(
-                    needed.times
-                    * (
-                        use.once_table.between(needed.before, needed.after) / m
-                        if needed.once
-                        else use.table.between(needed.before, needed.after)
-                    )
+                    use.once_table.between(needed.before, needed.after) / m
+                    if needed.once
+                    else use.table.between(needed.before, needed.after)
                     for needed in needed_redistributions(use, out, into, self.task.training)
                 )
         return found

@@ -5,14 +5,22 @@ ShardingTask --strategy_graph--> variables and edges --elimination--> Sharding -
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
+from autopar.planner.intra_op.elimination.beam import TOLERANCE
 from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select
-from autopar.planner.intra_op.redistributions import ChosenUse, Collective, collectives_of, needed_once
+from autopar.planner.intra_op.redistributions import (
+    ChosenUse,
+    Collective,
+    collectives_of,
+    gathered_bytes,
+    needed_once,
+)
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_graph import OptionCosts, StoredChoice, StrategyGraph
 from autopar.sharding.mesh import Mesh
@@ -46,6 +54,12 @@ class Sharding:
     unruled: tuple[str, ...]  # operators that every device does, because they have no rule
     work: Mapping[str, ChosenCosts]  # by node
     uses: tuple[ChosenUse, ...] = field(compare=False)  # the steps of every tensor for every reader
+    gathered: Mapping[str, float] = field(default_factory=dict)  # by node: `gathered_bytes` of all that it reads
+
+    @property
+    def most_gathered(self) -> float:
+        """Bytes beside `nbytes` on each device while the operator with the largest gathered parameters runs."""
+        return max(self.gathered.values(), default=0.0)
 
 
 def choose(
@@ -91,6 +105,16 @@ class ShardingProblem(StrategyGraph):
         self, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints = NO_CONSTRAINTS
     ) -> Sharding:
         """See `choose`."""
+        first = found = self._within(memory, fixed, constraints)
+        while found.nbytes + found.most_gathered > memory:
+            found = self._within(max(0.0, memory - found.most_gathered), fixed, constraints)
+        if found is first:
+            return found
+        bound = min(first.bound, found.seconds)
+        return replace(found, bound=bound, proven=bound >= found.seconds * (1 - TOLERANCE))
+
+    def _within(self, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints) -> Sharding:
+        """The fastest strategies that need at most `memory` bytes, gathered parameters aside."""
         kept = {}
         for name, strategy in fixed.items():
             variable, costs = self.options[name]
@@ -120,11 +144,14 @@ class ShardingProblem(StrategyGraph):
         option = found.options
         collectives: list[Collective] = []
         uses = []
+        gathered: dict[str, float] = defaultdict(float)
         for edge, use in self.uses:
             out = use.outs[edge.out[option[edge.source]]]
             into = use.ins[edge.into[option[edge.target]]]
             collectives += collectives_of(use, out, into, self.task.training)
             uses.append(ChosenUse(use, out, into, self.task.training))
+            if nbytes := gathered_bytes(use, out, into):
+                gathered[use.reader] += nbytes
         for name, stored in self.stored.items():
             collectives += self._once(name, stored, stored.options[option[stored.variable]])
         return Sharding(
@@ -140,6 +167,7 @@ class ShardingProblem(StrategyGraph):
             tuple(name for name, (_, costs) in self.options.items() if not costs.ruled),
             {name: _chosen_costs(costs, option[v]) for name, (v, costs) in self.options.items()},
             tuple(uses),
+            dict(gathered),
         )
 
     def _once(self, name: str, stored: StoredChoice, chosen: Stored) -> Iterator[Collective]:

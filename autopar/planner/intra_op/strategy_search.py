@@ -5,14 +5,18 @@ ShardingTask --strategy_graph--> variables and edges --elimination--> Sharding -
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from autopar.errors import PlanError
+import numpy as np
+
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.planner.intra_op.elimination.beam import TOLERANCE
-from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
+from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.solve import select
 from autopar.planner.intra_op.redistributions import (
     ChosenUse,
@@ -27,6 +31,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.stage_sharding import Stored, stored_text
 from autopar.sharding.strategies import Strategy
 from autopar.sharding.strategy_costs import StrategyCosts
+from cost_models import bytes_text
 
 
 @dataclass(frozen=True)
@@ -105,22 +110,57 @@ class ShardingProblem(StrategyGraph):
         self, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints = NO_CONSTRAINTS
     ) -> Sharding:
         """See `choose`."""
-        first = found = self._within(memory, fixed, constraints)
-        while found.nbytes + found.most_gathered > memory:
-            found = self._within(max(0.0, memory - found.most_gathered), fixed, constraints)
-        if found is first:
+        found = self._within(memory, fixed, constraints, self.edges)
+        if found.nbytes + found.most_gathered <= memory:
             return found
-        bound = min(first.bound, found.seconds)
-        return replace(found, bound=bound, proven=bound >= found.seconds * (1 - TOLERANCE))
+        fitting = [*self._with_room(found, memory, fixed, constraints)]
+        with contextlib.suppress(InfeasibleError):
+            fitting.append(self._within(memory, fixed, constraints, self._edges_without_gathers))
+        if not fitting:
+            raise InfeasibleError(
+                f"no choice of options fits into {bytes_text(memory)}: the parameters of an operator, gathered, take "
+                f"{bytes_text(found.most_gathered)} beside {bytes_text(found.nbytes)}"
+            )
+        best = min(fitting, key=lambda one: one.seconds)
+        bound = min(found.bound, best.seconds)
+        return replace(best, bound=bound, proven=bound >= best.seconds * (1 - TOLERANCE))
 
-    def _within(self, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints) -> Sharding:
+    def _with_room(
+        self, found: Sharding, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints
+    ) -> Iterator[Sharding]:
+        """The fastest strategies that leave as much of `memory` as they gather, if there are any."""
+        with contextlib.suppress(InfeasibleError):
+            while found.nbytes + found.most_gathered > memory:  # each time with less memory
+                found = self._within(max(0.0, memory - found.most_gathered), fixed, constraints, self.edges)
+            yield found
+
+    @cached_property
+    def _edges_without_gathers(self) -> list[Edge]:
+        """The edges, without the choices that gather a parameter for an operator."""
+        allowed: dict[tuple[object, ...], np.ndarray] = {}
+        found = []
+        for edge, use in self.uses:
+            key = (use.outs, use.ins, use.nbytes, id(edge.seconds))
+            if use.constant and key not in allowed:
+                gathers = [[gathered_bytes(use, out, into) > 0 for into in use.ins] for out in use.outs]
+                allowed[key] = np.where(gathers, np.inf, edge.seconds)
+            found.append(replace(edge, seconds=allowed[key]) if use.constant else edge)
+        return found
+
+    def _within(
+        self,
+        memory: float,
+        fixed: Mapping[str, Strategy],
+        constraints: ShardingConstraints,
+        edges: Sequence[Edge],
+    ) -> Sharding:
         """The fastest strategies that need at most `memory` bytes, gathered parameters aside."""
         kept = {}
         for name, strategy in fixed.items():
             variable, costs = self.options[name]
             kept[variable] = costs.strategies.index(strategy)
         seconds = narrowed(constraints, self.seconds, self.options, self.stored_options)
-        return self._solution(select(SelectionProblem(seconds, self.nbytes, self.edges, kept), memory))
+        return self._solution(select(SelectionProblem(seconds, self.nbytes, edges, kept), memory))
 
     def with_choices(self, strategies: Mapping[str, Strategy], stored: Mapping[str, Stored]) -> Sharding:
         """The solution with these strategies of operators and these layouts of parameters; the rest is the fastest.

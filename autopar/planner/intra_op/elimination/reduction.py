@@ -18,8 +18,10 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.elimination.choices import SelectionProblem
 
-# Entries of the array that compares all labels of an edge at a time.
-_CHUNK = 1 << 22
+# Labels of the other end by which a first look tells which options cannot stand in for which.
+_SEEN = 12
+# Entries that are compared at a time: few enough for the cache.
+_CHUNK = 1 << 16
 # Labels up to which they are numbered anew through an array of all instead of by sorting.
 _FEW = 1 << 12
 
@@ -87,6 +89,16 @@ def _equal_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return table[np.unique(of_row, return_index=True)[1]], of_row
 
 
+def _most_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The most, over the last axis, that the entries of one table are more than those of another."""
+    with np.errstate(invalid="ignore"):
+        more = first - second
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+        more[np.isnan(more)] = -np.inf  # neither is allowed
+    found: np.ndarray = more.max(axis=-1)
+    return found
+
+
 class Pair(NamedTuple):
     """An edge between variables i < j: table[rows[s], columns[t]] seconds for option s of i and option t of j."""
 
@@ -134,7 +146,7 @@ class _Reduction:
         self.with_bytes = with_bytes
         self.pairs: list[Pair] = []
         self._compact: dict[tuple[Token, Token, Token], tuple[Token, Token, Token]] = {}
-        self._slack: dict[Token, np.ndarray] = {}
+        self._least_slack: dict[Token, np.ndarray] = {}
         self._needed: dict[tuple[Token, Token, tuple[tuple[Token, Token], ...]], np.ndarray] = {}
         self._transposed: dict[Token, Token] = {}
         for e in choices.edges:
@@ -205,28 +217,44 @@ class _Reduction:
             held = np.zeros(len(own))
         # Only an earlier one in this order may stand in, so that of several equal ones one stays, rounding or not.
         order = allowed[np.lexsort((allowed, held[allowed], least[allowed]))]
+        at = [labels_of[order] for labels_of in (self.tokens.arrays[labels] for labels, _ in edges)]
         with np.errstate(invalid="ignore"):  # inf - inf: not a number, which stands in for nothing
             excess = own[order][:, None] - own[order]
-            for labels, table in edges:
-                at = self.tokens.arrays[labels][order]
-                excess = excess + self._slack_of(table)[np.ix_(at, at)]
-            stands_in = np.triu((excess <= 0) & (held[order][:, None] <= held[order]), k=1)
-        needed[order[stands_in.any(axis=0)]] = False
+            for place, (_, table) in zip(at, edges, strict=True):
+                excess = excess + self._least_slack_of(table)[np.ix_(place, place)]
+            possible = np.triu((excess <= 0) & (held[order][:, None] <= held[order]), k=1)
+            a, b = np.nonzero(possible)
+            if not len(a):
+                return needed
+            exact = own[order][a] - own[order][b]
+            for place, (_, table) in zip(at, edges, strict=True):
+                exact = exact + self._slack(table, place[a], place[b])
+            stands_in = np.zeros(len(order), dtype=bool)
+            stands_in[b[exact <= 0]] = True
+        needed[order[stands_in]] = False
         return needed
 
-    def _slack_of(self, token: Token) -> np.ndarray:
-        """[a, b]: the most that label a takes longer than label b, over all labels of the other end."""
-        if token not in self._slack:
+    def _least_slack_of(self, token: Token) -> np.ndarray:
+        """[a, b]: a lower bound of `_slack`, from some labels of the other end."""
+        if token not in self._least_slack:
             table = self.tokens.arrays[token]
-            rows = max(1, _CHUNK // table.size)
-            slack = np.empty((len(table), len(table)))
-            with np.errstate(invalid="ignore"):
-                for start in range(0, len(table), rows):
-                    more = table[start : start + rows, None, :] - table
-                    more[np.isnan(more)] = -np.inf  # neither is allowed
-                    slack[start : start + rows] = more.max(axis=2)
-            self._slack[token] = slack
-        return self._slack[token]
+            seen = np.unique(np.linspace(0, table.shape[1] - 1, _SEEN).astype(int))
+            self._least_slack[token] = _most_more(table[:, None, seen], table[:, seen])
+        return self._least_slack[token]
+
+    def _slack(self, token: Token, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """[pairs] the most that label a takes longer than label b, over all labels of the other end."""
+        table = self.tokens.arrays[token]
+        if table.shape[1] <= _SEEN:
+            found: np.ndarray = self._least_slack_of(token)[a, b]
+            return found
+        pairs, number = np.unique(a * len(table) + b, return_inverse=True)
+        slack = np.empty(len(pairs))
+        rows = max(1, _CHUNK // table.shape[1])
+        for start in range(0, len(pairs), rows):
+            first, second = np.divmod(pairs[start : start + rows], len(table))
+            slack[start : start + rows] = _most_more(table[first], table[second])
+        return slack[number]
 
     def _transpose(self, table: Token) -> Token:
         if table not in self._transposed:

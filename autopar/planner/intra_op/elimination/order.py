@@ -104,14 +104,18 @@ class EliminationOrder(NamedTuple):
     width: int
     entries: int  # of all joint tables: what an elimination computes
 
-    def eliminate(self, price: float) -> Elimination:
-        """O(entries of the joint tables of the distinct operations)."""
+    def eliminate(self, price: float, kinds: np.ndarray | None = None) -> Elimination:
+        """O(entries of the joint tables of the distinct operations).
+
+        price: s per byte. kinds: how much a byte of every kind counts, where bytes are [options, kinds].
+        """
         arrays = self.reduced.tokens.arrays
+        both = [(arrays[seconds], counted(arrays[size], kinds)) for seconds, size in self.distinct]
         if math.isinf(price):
-            weights = [np.where(np.isinf(arrays[seconds]), np.inf, arrays[size]) for seconds, size in self.distinct]
+            weights = [np.where(np.isinf(seconds), np.inf, size) for seconds, size in both]
             tables = [np.where(np.isinf(table), np.inf, 0.0) for table in self.edges]
         else:
-            weights = [arrays[seconds] + price * arrays[size] for seconds, size in self.distinct]
+            weights = [seconds + price * size for seconds, size in both]
             tables = list(self.edges)
         for operation in self.operations:
             tables.append(_carried_out(operation, weights, tables))
@@ -132,6 +136,14 @@ class EliminationOrder(NamedTuple):
                 total = total + elimination.tables[factor.slot][at]
             chosen[step.variable] = int(total.argmin())
         return chosen
+
+
+def counted(size: np.ndarray, kinds: np.ndarray | None = None) -> np.ndarray:
+    """[options] bytes; of all kinds alike if `kinds` does not say otherwise."""
+    if size.ndim == 1:
+        return size if kinds is None else size * kinds[0]
+    total: np.ndarray = size.sum(axis=1) if kinds is None else size @ kinds
+    return total
 
 
 def _carried_out(operation: EliminationOperation, weights: list[np.ndarray], tables: list[np.ndarray]) -> np.ndarray:

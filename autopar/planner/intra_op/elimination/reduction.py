@@ -213,16 +213,16 @@ class _Reduction:
         )
         needed = np.isfinite(least)
         allowed = np.flatnonzero(needed)
-        if not self.with_bytes:
-            held = np.zeros(len(own))
+        held = (held if held.ndim > 1 else held[:, None]) if self.with_bytes else np.zeros((len(own), 1))
         # Only an earlier one in this order may stand in, so that of several equal ones one stays, rounding or not.
-        order = allowed[np.lexsort((allowed, held[allowed], least[allowed]))]
+        order = allowed[np.lexsort((allowed, held[allowed].sum(axis=1), least[allowed]))]
         at = [labels_of[order] for labels_of in (self.tokens.arrays[labels] for labels, _ in edges)]
         with np.errstate(invalid="ignore"):  # inf - inf: not a number, which stands in for nothing
             excess = own[order][:, None] - own[order]
             for place, (_, table) in zip(at, edges, strict=True):
                 excess = excess + self._least_slack_of(table)[np.ix_(place, place)]
-            possible = np.triu((excess <= 0) & (held[order][:, None] <= held[order]), k=1)
+            fewer = (held[order][:, None] <= held[order]).all(axis=2)
+            possible = np.triu((excess <= 0) & fewer, k=1)
             a, b = np.nonzero(possible)
             if not len(a):
                 return needed

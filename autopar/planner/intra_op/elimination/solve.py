@@ -25,13 +25,14 @@ problem", 1980). A search then closes what gap is left, with the tables of these
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, InputError
 from autopar.planner.intra_op.elimination.beam import TOLERANCE, search, views
 from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.effort import Effort
-from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, planned
+from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, counted, planned
 from autopar.planner.intra_op.elimination.reduction import reduced
 from cost_models import bytes_text
 
@@ -58,7 +59,7 @@ class _Point(NamedTuple):
 def select(
     choices: SelectionProblem, memory: float = math.inf, effort: float = EFFORT, entries: float = 2e7
 ) -> Selection:
-    """The options with the least sum of seconds whose bytes sum up to `memory` (bytes) at most.
+    """The options with the least sum of seconds whose bytes, of all kinds, sum up to `memory` (bytes) at most.
 
     It is the least, to a relative 1e-10, unless the `effort` (entries of tables and states, see `Effort`) is spent
     first: then it is the best one found, with `proven` False and a lower bound. Effort is looked at between steps, so
@@ -73,6 +74,8 @@ def select(
     """
     if not memory >= 0:
         raise InputError(f"memory must be at least 0 bytes, not {memory}")
+    if any(size.ndim > 1 for size in choices.bytes):
+        choices = replace(choices, bytes=[counted(size) for size in choices.bytes])
     left = Effort(effort)
     limited = memory < math.fsum(float(size.max()) for size in choices.bytes)
     plan = planned(reduced(choices, with_bytes=limited), entries)

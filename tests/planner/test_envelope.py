@@ -15,10 +15,11 @@ from test_elimination import random_choices, transformer
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.elimination import envelope as module
 from autopar.planner.intra_op.elimination.choices import Edge, SelectionProblem, cost, sizes
-from autopar.planner.intra_op.elimination.envelope import envelope
+from autopar.planner.intra_op.elimination.envelope import Direction, Prices, envelope
 from autopar.planner.intra_op.elimination.solve import select
 
 Costs = tuple[float, float]  # seconds, bytes
+DIRECTIONS: list[Direction] = [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (1.0, 4.0)]
 
 
 def every_choice(choices: SelectionProblem) -> list[tuple[float, tuple[float, ...]]]:
@@ -64,9 +65,9 @@ def small(draw: st.DrawFn) -> SelectionProblem:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(small(), st.lists(st.sampled_from([(1, 0), (0, 1), (1, 1), (1, 4)]), min_size=1, max_size=3), st.booleans())
+@given(small(), st.lists(st.sampled_from(DIRECTIONS), min_size=1, max_size=3, unique=True), st.booleans())
 def test_every_corner_of_the_envelope_is_found(
-    choices: SelectionProblem, directions: list[tuple[float, float]], tables_are_small: bool
+    choices: SelectionProblem, directions: list[Direction], tables_are_small: bool
 ) -> None:
     every = every_choice(choices)
     entries, module._ENTRIES = module._ENTRIES, 1.0 if tables_are_small else module._ENTRIES
@@ -101,14 +102,33 @@ def test_no_choice_within_a_limit_is_faster_than_the_line_between_two_neighbours
         assert select(choices, slow.bytes[0]).seconds == pytest.approx(slow.seconds)
 
 
-def test_fewer_choices_are_those_that_split_the_largest_gaps() -> None:
+def test_fewer_prices_give_points_of_the_same_envelope_those_near_a_limit_first() -> None:
+    prices = Prices(transformer(3, options=6, labels=3))
+    every = {prices.fastest, *prices.envelopes([(1.0,)])}
+    held = sorted(point.bytes[0] for point in every)
+    assert len(every) > 6
+    assert prices.envelopes([(1.0,)], most=0) == []
+    (smallest,) = prices.envelopes([(1.0,)], most=1)
+    assert smallest.bytes[0] == held[0]
+    for place in (1, len(held) // 2, len(held) - 2):
+        limit = (held[place] + held[place + 1]) / 2
+        near = {p.bytes[0] for p in prices.envelopes([(1.0,)], most=40, limits={(1.0,): [limit]})}
+        assert near <= set(held)
+        assert {held[place], held[place + 1]} <= {*near, prices.fastest.bytes[0]}
+
+
+def test_a_tolerance_leaves_out_what_differs_by_less() -> None:
+    prices = Prices(transformer(3, options=6, labels=3))
+    every, coarse = ({prices.fastest, *prices.envelopes([(1.0,)], tolerance=part)} for part in (0.0, 0.05))
+    assert coarse < every
+    for point in every:  # the line between two of the coarse ones is at most so far above
+        assert any(c.seconds <= 1.05 * point.seconds or c.bytes[0] <= 1.05 * point.bytes[0] for c in coarse)
+
+
+def test_little_effort_finds_the_fastest_choice_and_the_same_one_each_time() -> None:
     choices = transformer(3, options=6, labels=3)
-    every, few = envelope(choices), envelope(choices, most=3)
-    assert len(few) == 4
-    assert set(few) <= set(every)
-    assert (few[0], few[-1]) == (every[0], every[-1])
-    assert envelope(choices, most=0) == envelope(choices, ()) == every[:1]
-    assert envelope(choices, effort=0) == every[:1]
+    every = envelope(choices)
+    assert envelope(choices, effort=0) == envelope(choices, ()) == every[:1]
     assert envelope(choices) == every
 
 

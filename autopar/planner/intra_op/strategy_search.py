@@ -6,6 +6,7 @@ ShardingTask --strategy_graph--> variables and edges --elimination--> Sharding -
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
 from autopar.planner.intra_op.elimination.beam import TOLERANCE
 from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
+from autopar.planner.intra_op.elimination.envelope import EnvelopePoint, Prices
 from autopar.planner.intra_op.elimination.solve import select
 from autopar.planner.intra_op.redistributions import (
     ChosenUse,
@@ -52,6 +54,7 @@ class Sharding:
     stored: Mapping[str, Stored]  # by name of the parameter or input
     collectives: tuple[Collective, ...]
     seconds: float  # of one micro-batch, with its share of what happens once per step
+    each: float  # s of one micro-batch without that share
     nbytes: float  # on each device: parameters, gradients, optimizer's state, what is kept for the backward
     bound: float  # s: no choice is faster
     proven: bool
@@ -59,7 +62,13 @@ class Sharding:
     unruled: tuple[str, ...]  # operators that every device does, because they have no rule
     work: Mapping[str, ChosenCosts]  # by node
     uses: tuple[ChosenUse, ...] = field(compare=False)  # the steps of every tensor for every reader
+    resident: float = 0.0  # bytes of `nbytes` that do not depend on the micro-batches in flight
     gathered: Mapping[str, float] = field(default_factory=dict)  # by node: `gathered_bytes` of all that it reads
+
+    @property
+    def once(self) -> float:
+        """Seconds once a step."""
+        return math.fsum(one.seconds for one in self.collectives if one.once)
 
     @property
     def most_gathered(self) -> float:
@@ -98,7 +107,7 @@ class ShardingProblem(StrategyGraph):
         unbound = [self._with_price(variable, price).seconds for variable in self.variables]
         seconds = narrowed(constraints, unbound, self.options, self.stored_options)
         found = select(SelectionProblem(seconds, self.nbytes, self.edges), float("inf"))
-        taken, nbytes = cost(SelectionProblem(self.seconds, self.nbytes, self.edges), found.options)
+        taken, nbytes = cost(self._all, found.options)
         return self._solution(replace(found, seconds=taken, bytes=nbytes, bound=taken if found.proven else 0.0))
 
     def _with_price(self, costs: OptionCosts, price: float) -> OptionCosts:
@@ -139,7 +148,7 @@ class ShardingProblem(StrategyGraph):
         """The edges, without the choices that gather a parameter for an operator."""
         allowed: dict[tuple[object, ...], np.ndarray] = {}
         found = []
-        for edge, use in self.uses:
+        for edge, use, _ in self.uses:
             key = (use.outs, use.ins, use.nbytes, id(edge.seconds))
             if use.constant and key not in allowed:
                 gathers = [[gathered_bytes(use, out, into) > 0 for into in use.ins] for out in use.outs]
@@ -180,12 +189,40 @@ class ShardingProblem(StrategyGraph):
         choices = SelectionProblem(self.seconds, self.nbytes, self.edges, fixed)
         return self._solution(select(choices, float("inf")))
 
+    def prices(self, rounds: int, effort: float = math.inf) -> Prices:
+        """The best options at any price of (bytes held all the time, bytes of each micro-batch in flight).
+
+        rounds: micro-batches that a mesh runs in a step: what it does once a step counts to each with a part.
+        """
+        more = 1 / rounds - 1 / self.task.n_microbatches
+        seconds = [one.seconds if one.once is None else one.seconds + more * one.once for one in self.variables]
+        known: dict[int, np.ndarray] = {}  # equal edges share their arrays
+        edges = []
+        for edge, _, once in self.uses:
+            if once is not None and more:
+                if id(once) not in known:
+                    known[id(once)] = edge.seconds + more * once
+                edges.append(replace(edge, seconds=known[id(once)]))
+            else:
+                edges.append(edge)
+        return Prices(SelectionProblem(seconds, [one.kinds for one in self.variables], edges), effort)
+
+    @cached_property
+    def _all(self) -> SelectionProblem:
+        return SelectionProblem(self.seconds, self.nbytes, self.edges)
+
+    def solution_of(self, point: EnvelopePoint, prices: Prices) -> Sharding:
+        """The solution that a point stands for. By duality no choice that needs as few bytes is faster."""
+        seconds, nbytes = cost(self._all, point.options)
+        bound = seconds if prices.exact else 0.0
+        return self._solution(Selection(point.options, seconds, nbytes, bound, prices.width, prices.exact))
+
     def _solution(self, found: Selection) -> Sharding:
         option = found.options
         collectives: list[Collective] = []
         uses = []
         gathered: dict[str, float] = defaultdict(float)
-        for edge, use in self.uses:
+        for edge, use, _ in self.uses:
             out = use.outs[edge.out[option[edge.source]]]
             into = use.ins[edge.into[option[edge.target]]]
             collectives += collectives_of(use, out, into, self.task.training)
@@ -194,12 +231,15 @@ class ShardingProblem(StrategyGraph):
                 gathered[use.reader] += nbytes
         for name, stored in self.stored.items():
             collectives += self._once(name, stored, stored.options[option[stored.variable]])
+        held = ((one, option[i]) for i, one in enumerate(self.variables) if one.resident)
+        resident = math.fsum(float(one.nbytes[chosen]) for one, chosen in held)
         return Sharding(
             self.mesh,
             {name: costs.strategies[option[v]] for name, (v, costs) in self.options.items()},
             {name: one.options[option[one.variable]] for name, one in self.stored.items()},
             tuple(collectives),
             found.seconds,
+            found.seconds - math.fsum(one.seconds for one in collectives if one.once) / self.task.n_microbatches,
             found.bytes,
             found.bound,
             found.proven,
@@ -207,6 +247,7 @@ class ShardingProblem(StrategyGraph):
             tuple(name for name, (_, costs) in self.options.items() if not costs.ruled),
             {name: _chosen_costs(costs, option[v]) for name, (v, costs) in self.options.items()},
             tuple(uses),
+            resident,
             dict(gathered),
         )
 

@@ -98,8 +98,10 @@ def cost(choices: SelectionProblem, options: Sequence[int]) -> tuple[float, floa
 
 def sizes(choices: SelectionProblem, options: Sequence[int]) -> tuple[float, ...]:
     """Bytes of every kind."""
-    held = [np.atleast_1d(choices.bytes[i][option]) for i, option in enumerate(options)]
-    return tuple(math.fsum(float(size[kind]) for size in held) for kind in range(len(held[0]) if held else 1))
+    if not options:
+        return (0.0,)
+    total = np.sum([choices.bytes[i][option] for i, option in enumerate(options)], axis=0)
+    return tuple(float(nbytes) for nbytes in np.atleast_1d(total))
 
 
 def _refuse_negative(name: str, arrays: Iterable[np.ndarray], finite: bool = False) -> None:

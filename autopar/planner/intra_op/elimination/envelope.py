@@ -14,10 +14,9 @@ All prices share the order of elimination, so that one more price takes one more
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.elimination.choices import SelectionProblem, cost, sizes
 from autopar.planner.intra_op.elimination.effort import Effort
-from autopar.planner.intra_op.elimination.order import counted, planned
+from autopar.planner.intra_op.elimination.order import Price, counted, planned
 from autopar.planner.intra_op.elimination.reduction import reduced
 from autopar.planner.intra_op.elimination.solve import select
 
@@ -33,6 +32,11 @@ from autopar.planner.intra_op.elimination.solve import select
 _ON_THE_LINE = 1e-11
 # Entries of the largest table, as in `select`.
 _ENTRIES = 2e7
+# Prices that are tried at once, and entries of all their tables.
+_AT_ONCE, _ENTRIES_AT_ONCE = 16, 4e6
+
+
+Direction = tuple[float, ...]  # how much a byte of every kind counts
 
 
 class EnvelopePoint(NamedTuple):
@@ -42,28 +46,47 @@ class EnvelopePoint(NamedTuple):
     seconds: float  # s
     bytes: tuple[float, ...]  # of every kind
 
+    def held(self, direction: Direction) -> float:
+        """Bytes, as a direction counts them."""
+        return math.fsum(nbytes * counts for nbytes, counts in zip(self.bytes, direction, strict=True))
+
+
+class _Gap(NamedTuple):
+    """Two neighbours on the envelope of a direction, as far as it is known. The most promising gap is the least."""
+
+    outside: bool  # no limit lies between the two
+    area: float  # minus (s x bytes) between the two
+    number: int  # in the order found
+    direction: Direction
+    large: EnvelopePoint
+    small: EnvelopePoint
+
+    @property
+    def price(self) -> Price:
+        saved = self.large.held(self.direction) - self.small.held(self.direction)
+        return Price(max(0.0, self.small.seconds - self.large.seconds) / saved, self.direction)
+
+    def is_split_by(self, point: EnvelopePoint) -> bool:
+        """Whether it lies below the line between the two, rounding aside."""
+        price = self.price.seconds
+        line = self.small.seconds + price * self.small.held(self.direction)
+        return point.seconds + price * point.held(self.direction) < line * (1 - _ON_THE_LINE)
+
 
 def envelope(
-    choices: SelectionProblem,
-    directions: Sequence[Sequence[float]] = ((1.0,),),
-    *,
-    most: float = math.inf,
-    effort: float = math.inf,
+    choices: SelectionProblem, directions: Sequence[Direction] = ((1.0,),), effort: float = math.inf
 ) -> tuple[EnvelopePoint, ...]:
     """The choices on the envelopes of all directions, by seconds, without those that others beat in everything.
 
     choices: its `bytes` are [options, kinds], or [options] for one kind.
     directions: how much a byte of every kind counts. Without any, the fastest choice is all that is found.
-    most: choices of every direction beside the fastest one; the largest gaps are looked into first.
     effort: entries that may be computed, see `Effort`; the fastest choice is always found.
     The same input gives the same choices. Raises InfeasibleError if the edges allow no choice.
     """
-    prices = _Prices(choices, Effort(effort))
-    found = dict.fromkeys([prices.fastest()])
-    for direction in directions:
-        found |= dict.fromkeys(_walk(prices, next(iter(found)), np.array(direction, dtype=float), most))
+    prices = Prices(choices, effort)
+    found = [prices.fastest, *prices.envelopes(directions)]
     kept = [point for point in found if not any(_beats(other, point) for other in found)]
-    return tuple(sorted(kept, key=lambda point: (point.seconds, point.bytes)))
+    return tuple(sorted(dict.fromkeys(kept), key=lambda point: (point.seconds, point.bytes)))
 
 
 def _beats(one: EnvelopePoint, other: EnvelopePoint) -> bool:
@@ -71,68 +94,86 @@ def _beats(one: EnvelopePoint, other: EnvelopePoint) -> bool:
     return all(a <= b for a, b in costs) and any(a < b for a, b in costs)
 
 
-def _walk(prices: _Prices, fastest: EnvelopePoint, direction: np.ndarray, most: float) -> Iterator[EnvelopePoint]:
-    """The points of one direction's envelope beside the fastest, at most `most`."""
-    if most < 1 or prices.effort.is_spent:
-        return
+class Prices:
+    """The best choices at any price, with one order of elimination for all of them."""
 
-    def held(point: EnvelopePoint) -> float:
-        return float(np.dot(point.bytes, direction))
-
-    def gap(large: EnvelopePoint, small: EnvelopePoint) -> tuple[float, int, EnvelopePoint, EnvelopePoint]:
-        area = (small.seconds - large.seconds) * (held(large) - held(small))
-        return -area, next(numbers), large, small
-
-    numbers = itertools.count()
-    smallest = prices.best(math.inf, direction)
-    yield smallest
-    gaps, n_found = [gap(fastest, smallest)], 1
-    while gaps and n_found < most and not prices.effort.is_spent:
-        _, _, large, small = heapq.heappop(gaps)
-        saved = held(large) - held(small)
-        if not saved > 0:
-            continue
-        price = max(0.0, small.seconds - large.seconds) / saved
-        point = prices.best(price, direction)
-        line = small.seconds + price * held(small)
-        if point.seconds + price * held(point) >= line * (1 - _ON_THE_LINE):
-            continue
-        yield point
-        n_found += 1
-        heapq.heappush(gaps, gap(large, point))
-        heapq.heappush(gaps, gap(point, small))
-
-
-class _Prices:
-    """The best choice at any price, with one order of elimination for all of them."""
-
-    def __init__(self, choices: SelectionProblem, effort: Effort) -> None:
-        self._choices, self.effort = choices, effort
+    def __init__(self, choices: SelectionProblem, effort: float = math.inf) -> None:
+        """`effort`: entries that may be computed, see `Effort`, for all that is asked of this object."""
+        self._choices, self._effort = choices, Effort(effort)
         self._plan = planned(reduced(choices, with_bytes=True), _ENTRIES)
+        (self.fastest,) = self.best([Price(0.0)])
 
-    def fastest(self) -> EnvelopePoint:
-        return self.best(0.0, np.ones(1))
+    @property
+    def exact(self) -> bool:
+        """Whether all choices are proven the best ones at their prices."""
+        return self._plan.exact
 
-    def best(self, price: float, direction: np.ndarray) -> EnvelopePoint:
-        """The least seconds + price x bytes. `price`: s per byte; inf: bytes alone count."""
-        self.effort.spend(self._plan.entries)
+    @property
+    def width(self) -> int:
+        return self._plan.width
+
+    def envelopes(
+        self,
+        directions: Sequence[Direction],
+        most: float = math.inf,
+        limits: Mapping[Direction, Sequence[float]] | None = None,
+        tolerance: float = 0.0,
+    ) -> list[EnvelopePoint]:
+        """The points of all directions' envelopes beside the fastest one, in the order in which they are found.
+
+        most: prices to try. The smallest point of every direction comes first, then the points that split gaps in which
+        a limit lies (bytes, as the direction counts them), the largest gaps first.
+        tolerance: gaps that are smaller than this part of the seconds, or of the bytes, are not split.
+        """
+        if not directions or self._effort.is_spent or most < len(directions):
+            return []
+        numbers = itertools.count()
+
+        def gap(direction: Direction, large: EnvelopePoint, small: EnvelopePoint) -> Iterator[_Gap]:
+            slower, saved = small.seconds - large.seconds, large.held(direction) - small.held(direction)
+            if saved > tolerance * small.held(direction) and slower >= tolerance * large.seconds:
+                within = (small.held(direction) < limit < large.held(direction) for limit in known.get(direction, ()))
+                yield _Gap(not any(within), -slower * saved, next(numbers), direction, large, small)
+
+        known = limits or {}
+        found = self.best([Price(math.inf, direction) for direction in directions])
+        gaps = [g for d, smallest in zip(directions, found, strict=True) for g in gap(d, self.fastest, smallest)]
+        tried = len(found)
+        while gaps and tried < most and not self._effort.is_spent:
+            gaps.sort()
+            now, gaps = gaps[:_AT_ONCE], gaps[_AT_ONCE:]
+            tried += len(now)
+            for one, point in zip(now, self.best([g.price for g in now]), strict=True):
+                if one.is_split_by(point):
+                    found.append(point)
+                    gaps += [*gap(one.direction, one.large, point), *gap(one.direction, point, one.small)]
+        return found
+
+    def best(self, prices: Sequence[Price]) -> list[EnvelopePoint]:
+        """The least seconds + price x bytes at each price, all finite or none."""
+        self._effort.spend(self._plan.entries * len(prices))
         if not self._plan.exact:
-            return self._point(self._selected(price, direction))
-        elimination = self._plan.eliminate(price, direction if price else None)
-        if math.isinf(elimination.value):
-            raise InfeasibleError("no choice of options is allowed by all edges, whatever its memory")
-        options = zip(self._plan.reduced.options, self._plan.choose(elimination), strict=True)
-        return self._point(tuple(int(kept[option]) for kept, option in options))
+            return [self._point(self._selected(price)) for price in prices]
+        at_once = max(1, int(_ENTRIES_AT_ONCE / max(1, self._plan.entries)))
+        return [p for start in range(0, len(prices), at_once) for p in self._best(prices[start : start + at_once])]
 
-    def _selected(self, price: float, direction: np.ndarray) -> tuple[int, ...]:
+    def _best(self, prices: Sequence[Price]) -> Iterator[EnvelopePoint]:
+        eliminations = self._plan.eliminate_at(prices)
+        if any(map(math.isinf, eliminations.values)):
+            raise InfeasibleError("no choice of options is allowed by all edges, whatever its memory")
+        for chosen in self._plan.choose_at(eliminations).T:
+            kept = zip(self._plan.reduced.options, chosen, strict=True)
+            yield self._point(tuple(int(numbers[option]) for numbers, option in kept))
+
+    def _selected(self, price: Price) -> tuple[int, ...]:
         """The same where tables would be too large to eliminate."""
         own, edges = self._choices.seconds, self._choices.edges
-        held = [counted(size, direction if price else None) for size in self._choices.bytes]
-        if math.isinf(price):
+        held = [counted(size, price.kinds) for size in self._choices.bytes]
+        if math.isinf(price.seconds):
             seconds = [np.where(np.isinf(s), np.inf, size) for s, size in zip(own, held, strict=True)]
             edges = [edge.allowed_alone for edge in edges]
         else:
-            seconds = [s + price * size for s, size in zip(own, held, strict=True)] if price else list(own)
+            seconds = [s + price.seconds * size for s, size in zip(own, held, strict=True)]
         nothing = [np.zeros(len(s)) for s in own]
         return select(SelectionProblem(seconds, nothing, edges, self._choices.fixed)).options
 

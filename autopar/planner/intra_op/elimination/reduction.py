@@ -109,6 +109,14 @@ class Pair(NamedTuple):
     table: Token  # array [classes, classes] in s
 
 
+class _Side(NamedTuple):
+    """An edge as one of its variables sees it."""
+
+    labels: Token  # partition of the variable's options
+    table: Token
+    turned: bool  # the variable's labels are the columns
+
+
 class Reduced(NamedTuple):
     """Choices with needless options and labels dropped."""
 
@@ -146,8 +154,8 @@ class _Reduction:
         self.with_bytes = with_bytes
         self.pairs: list[Pair] = []
         self._compact: dict[tuple[Token, Token, Token], tuple[Token, Token, Token]] = {}
-        self._least_slack: dict[Token, np.ndarray] = {}
-        self._needed: dict[tuple[Token, Token, tuple[tuple[Token, Token], ...]], np.ndarray] = {}
+        self._least_slack: dict[tuple[Token, bool], np.ndarray] = {}
+        self._needed: dict[tuple[Token, Token, tuple[_Side, ...]], np.ndarray] = {}
         self._transposed: dict[Token, Token] = {}
         for e in choices.edges:
             pair = Pair(e.source, e.target, of.of(e.out, True), of.of(e.into, True), of.of(e.seconds, True))
@@ -162,10 +170,10 @@ class _Reduction:
     def drop(self) -> bool:
         """One round; whether it dropped an option."""
         self._merge_labels()
-        around: list[list[tuple[Token, Token]]] = [[] for _ in self.options]  # (labels, table seen from here)
+        around: list[list[_Side]] = [[] for _ in self.options]
         for pair in self.pairs:
-            around[pair.i].append((pair.rows, pair.table))
-            around[pair.j].append((pair.columns, self._transpose(pair.table)))
+            around[pair.i].append(_Side(pair.rows, pair.table, False))
+            around[pair.j].append(_Side(pair.columns, pair.table, True))
         dropping: dict[int, np.ndarray] = {}
         for i, edges in enumerate(around):
             key = (self.seconds[i], self.bytes[i], tuple(edges))
@@ -204,11 +212,11 @@ class _Reduction:
         table = np.ascontiguousarray(turned.T, dtype=np.float64)
         return self.tokens.of(merged_rows[rows]), self.tokens.of(merged_columns[columns]), self.tokens.of(table)
 
-    def _needed_options(self, seconds: Token, size: Token, edges: tuple[tuple[Token, Token], ...]) -> np.ndarray:
+    def _needed_options(self, seconds: Token, size: Token, edges: tuple[_Side, ...]) -> np.ndarray:
         """[options] whether no other option stands in for it."""
         own, held = self.tokens.arrays[seconds], self.tokens.arrays[size]
         least = own + sum(
-            (self.tokens.arrays[table].min(axis=1)[self.tokens.arrays[labels]] for labels, table in edges),
+            (self._seen_from(edge).min(axis=1)[self.tokens.arrays[edge.labels]] for edge in edges),
             start=np.zeros(len(own)),
         )
         needed = np.isfinite(least)
@@ -216,37 +224,43 @@ class _Reduction:
         held = (held if held.ndim > 1 else held[:, None]) if self.with_bytes else np.zeros((len(own), 1))
         # Only an earlier one in this order may stand in, so that of several equal ones one stays, rounding or not.
         order = allowed[np.lexsort((allowed, held[allowed].sum(axis=1), least[allowed]))]
-        at = [labels_of[order] for labels_of in (self.tokens.arrays[labels] for labels, _ in edges)]
+        at = [self.tokens.arrays[edge.labels][order] for edge in edges]
         with np.errstate(invalid="ignore"):  # inf - inf: not a number, which stands in for nothing
             excess = own[order][:, None] - own[order]
-            for place, (_, table) in zip(at, edges, strict=True):
-                excess = excess + self._least_slack_of(table)[np.ix_(place, place)]
+            for place, edge in zip(at, edges, strict=True):
+                excess = excess + self._least_slack_of(edge)[np.ix_(place, place)]
             fewer = (held[order][:, None] <= held[order]).all(axis=2)
             possible = np.triu((excess <= 0) & fewer, k=1)
             a, b = np.nonzero(possible)
             if not len(a):
                 return needed
             exact = own[order][a] - own[order][b]
-            for place, (_, table) in zip(at, edges, strict=True):
-                exact = exact + self._slack(table, place[a], place[b])
+            for place, edge in zip(at, edges, strict=True):
+                exact = exact + self._slack(edge, place[a], place[b])
             stands_in = np.zeros(len(order), dtype=bool)
             stands_in[b[exact <= 0]] = True
         needed[order[stands_in]] = False
         return needed
 
-    def _least_slack_of(self, token: Token) -> np.ndarray:
-        """[a, b]: a lower bound of `_slack`, from some labels of the other end."""
-        if token not in self._least_slack:
-            table = self.tokens.arrays[token]
-            seen = np.unique(np.linspace(0, table.shape[1] - 1, _SEEN).astype(int))
-            self._least_slack[token] = _most_more(table[:, None, seen], table[:, seen])
-        return self._least_slack[token]
+    def _seen_from(self, edge: _Side) -> np.ndarray:
+        """[own labels, labels of the other end] s"""
+        table = self.tokens.arrays[edge.table]
+        return table.T if edge.turned else table
 
-    def _slack(self, token: Token, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def _least_slack_of(self, edge: _Side) -> np.ndarray:
+        """[a, b]: a lower bound of `_slack`, from some labels of the other end."""
+        key = edge.table, edge.turned
+        if key not in self._least_slack:
+            table = self._seen_from(edge)
+            seen = np.unique(np.linspace(0, table.shape[1] - 1, _SEEN).astype(int))
+            self._least_slack[key] = _most_more(table[:, None, seen], table[:, seen])
+        return self._least_slack[key]
+
+    def _slack(self, edge: _Side, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """[pairs] the most that label a takes longer than label b, over all labels of the other end."""
-        table = self.tokens.arrays[token]
+        table = np.ascontiguousarray(self._seen_from(edge))
         if table.shape[1] <= _SEEN:
-            found: np.ndarray = self._least_slack_of(token)[a, b]
+            found: np.ndarray = self._least_slack_of(edge)[a, b]
             return found
         pairs, number = np.unique(a * len(table) + b, return_inverse=True)
         slack = np.empty(len(pairs))

@@ -79,7 +79,7 @@ class Exchange:
     tensor: str  # key of the operator that made the tensor, or a parameter's name
     nbytes: int  # as `collective_seconds` counts them
     seconds: float
-    backward: bool = False  # of a gradient
+    backward: bool = False  # of a gradient, or of a parameter that is gathered once more
     once: bool = False  # per step, rather than per micro-batch
 
 

@@ -95,25 +95,28 @@ def ran_by(
 def priced_by(sharding: StageSharding, within: Counter[Any], parameters: set[str]) -> tuple[Any, Any]:
     """By tensor: the printed collectives of a micro-batch, forward in the order in which they run, and backward.
 
-    A parameter that is gathered to be read is priced twice, for the forward and for the backward. Devices of one
-    process keep it for the backward: it is gathered once.
+    A parameter that is gathered to be read is priced twice, for the forward and for the backward, where that comes
+    before its gradient. Devices of one process keep it for the backward: it is gathered once.
     """
     forward: dict[str, list[Exchange]] = defaultdict(list)
     backward: dict[str, list[Ran]] = defaultdict(list)
     left = Counter(within)
+    again: Counter[Any] = Counter()
     for exchange in sharding.exchanges:
         facts = (exchange.collective, exchange.axis, exchange.operator, exchange.nbytes, exchange.backward)
         if exchange.operator == exchange.tensor and left[facts] > 0:
             left[facts] -= 1
+        elif exchange.backward and not exchange.once and again[facts[:4]] > 0:
+            again[facts[:4]] -= 1
         elif exchange.backward and not exchange.once:
             backward[exchange.tensor].append((exchange.collective, exchange.axis, exchange.nbytes))
         elif not exchange.once:
             forward[exchange.tensor].append(exchange)
+            again[facts[:4]] += exchange.tensor in parameters
+    assert not +again, "a parameter that is gathered for the forward is gathered again"
     found = {}
     for tensor, several in forward.items():
-        groups = [list(group) for _, group in itertools.groupby(several, key=lambda e: e.operator)]
-        halves = [group[: len(group) // 2] if tensor in parameters else group for group in groups]
-        last = sorted(itertools.chain(*halves), key=lambda e: e.operator == tensor)  # the caller reads last
+        last = sorted(several, key=lambda e: e.operator == tensor)  # the caller reads last
         found[tensor] = [(e.collective, e.axis, e.nbytes) for e in last]
     return found, backward
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +15,12 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autopar.planner
 from autopar.errors import InfeasibleError, InputError
 from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
 from autopar.planner.intra_op.elimination.order import planned
 from autopar.planner.intra_op.elimination.reduction import reduced
-from autopar.planner.intra_op.elimination.solve import select
+from autopar.planner.intra_op.elimination.solve import EFFORT, select
 
 # A transformer layer: norm, q, k, v, attention, out, add, norm, up, gate, down, add.
 LAYER = [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8), (7, 9), (8, 10), (9, 10)]
@@ -244,15 +249,60 @@ def test_a_graph_in_which_all_are_neighbours_is_solved_though_its_tables_would_b
     assert select(choices, memory, entries=64).seconds == select(choices, memory).seconds
 
 
-def test_out_of_time_gives_a_choice_and_a_bound_that_hold() -> None:
+def limited() -> list[tuple[SelectionProblem, float]]:
+    """Choices with memory limits that bind."""
     choices = transformer(3, options=8, labels=4, seed=2)
     least, most = least_bytes(choices), select(choices).bytes
-    for part in (0.2, 0.5, 0.8):
-        memory = least + part * (most - least)
-        exact, hasty = select(choices, memory), select(choices, memory, seconds_allowed=0.0)
+    return [(choices, least + part * (most - least)) for part in (0.2, 0.5, 0.8)]
+
+
+@pytest.mark.parametrize("effort", [0.0, 3e4, 1e5])
+def test_little_effort_gives_a_choice_and_a_bound_that_hold(effort: float) -> None:
+    for choices, memory in limited():
+        exact, hasty = select(choices, memory), select(choices, memory, effort=effort)
         assert_kept(choices, memory, hasty)
         assert hasty.bound <= exact.seconds * (1 + 1e-9)
         assert exact.seconds <= hasty.seconds * (1 + 1e-9)
+    assert effort or not hasty.proven, "the effort was too little to prove the choice"
+
+
+@pytest.mark.parametrize("effort", [0.0, 3e4, 1e5, EFFORT])
+def test_neither_the_clock_nor_a_busy_machine_changes_an_answer(monkeypatch: pytest.MonkeyPatch, effort: float) -> None:
+    alone = [select(*problem, effort=effort) for problem in limited()]
+    hours = itertools.count(step=3600.0)
+    for name in ("time", "monotonic", "perf_counter", "process_time"):
+        monkeypatch.setattr(time, name, lambda: next(hours))
+    stop = threading.Event()
+    busy = [threading.Thread(target=_burn, args=(stop,), daemon=True) for _ in range(3)]
+    for thread in busy:
+        thread.start()
+    try:
+        assert [select(*problem, effort=effort) for problem in limited()] == alone
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+
+
+def _burn(stop: threading.Event) -> None:
+    while not stop.is_set():
+        sum(range(1000))
+
+
+def test_the_planner_has_no_clock() -> None:
+    """A result that depends on how fast the machine is cannot be repeated."""
+    package = Path(autopar.planner.__path__[0])
+    sources = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    assert len(sources) > 20
+    imported = {
+        (str(path.relative_to(package)), name)
+        for path, tree in sources.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
+    }
+    clocks = {(path, name) for path, name in imported if name.split(".")[0] in ("time", "timeit", "datetime", "signal")}
+    assert not clocks
 
 
 def test_what_does_not_fit_is_named_with_the_least_that_would() -> None:

@@ -51,6 +51,6 @@ def by_degrees(
         seconds[variable] += _OFFENCE * (own - own.min())  # an operator without a rule has one strategy
     for variable, options in problem.stored_options.values():
         seconds[variable] += _OFFENCE * offences.of_storage(options)
-    edges = [replace(edge, seconds=edge.seconds + _OFFENCE * offences.of_moves(use)) for edge, use in problem.uses]
+    edges = [replace(edge, seconds=edge.seconds + _OFFENCE * offences.of_moves(use)) for edge, use, _ in problem.uses]
     found = problem.with_penalties(seconds, edges)
     return found, tuple(offences.notes(found))

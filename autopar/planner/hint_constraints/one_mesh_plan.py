@@ -69,7 +69,7 @@ def plan_as_sharded(
         tuple(solved.nodes),
         forward,
         backward,
-        peak_memory=None if on_cpu else round(found.nbytes),
+        peak_memory=None if on_cpu else round(found.nbytes + found.most_gathered),
         sync_time=once,
         recompute=bool(options.constraints.recompute) and example.training,
         sharding=whole_graph_sharding(solved.problem, found, keys),

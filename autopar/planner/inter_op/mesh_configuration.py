@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from autopar.planner.intra_op.redistributions import Collective
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.solution import StageOperators, exchanges_within, stage_sharding
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
-from autopar.sharding.layouts import parts
+from autopar.sharding.layouts import Placements, parts
 from autopar.sharding.stage_sharding import StageSharding
-from autopar.sharding.strategy_costs import kept_layout, kept_share
+from autopar.sharding.strategy_costs import Place, kept_layout, kept_share
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class SplitProgram:
             name: tuple(str(n.target) for n in node.all_input_nodes if n.op == "get_attr")
             for name, node in self.nodes.items()
         }
+
+    @cached_property
+    def operands(self) -> Mapping[str, tuple[str, ...]]:
+        """Node -> the nodes that it reads."""
+        return {name: tuple(n.name for n in node.all_input_nodes) for name, node in self.nodes.items()}
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def mesh_configuration(
             once,
             _host(program, task, facts, solution, table),
         ),
-        _graph(program, facts, solution),
+        _graph(program, facts, solution, m),
         program,
         task,
         facts,
@@ -118,24 +123,31 @@ def mesh_configuration(
     )
 
 
-def _graph(program: SplitProgram, facts: GraphFacts, solution: Sharding) -> nx.DiGraph:
-    """The cost graph with the bytes of each device of the mesh."""
+def _graph(program: SplitProgram, facts: GraphFacts, solution: Sharding, n_microbatches: int) -> nx.DiGraph:
+    """The cost graph with the bytes of each device of the mesh.
+
+    Parameters that an operator gathers are there while it runs. A micro-batch gathers as much whatever its size, so the
+    bytes "of the whole batch" are `n_microbatches` times as many.
+    """
     mesh, kept = solution.mesh.shape, program.folded.kept
     graph: nx.DiGraph = nx.DiGraph(program.costs.graph)
     cut = {n: parts(s.outputs[0], mesh) if s.outputs else 1 for n, s in solution.strategies.items()}
-    weights = _weights(program, solution)
+    weights, keeping = _weights(program, solution), _Keeping(program, facts, solution)
     for node, data in graph.nodes(data=True):
-        if kept(node) not in solution.strategies:
+        representative = kept(node)
+        if representative not in solution.strategies:
             continue
         whole: OperatorCost = data["cost"]
+        n_parts = cut[representative]
+        gathered = solution.gathered.get(representative, 0.0) * n_microbatches
         # One of equal layers represents the parameters of all, and the first of its names a tied parameter.
         represented = {program.storages.get(p): program.storages.get(kept(p)) for p in program.parameters[node]}
         data["cost"] = replace(
             whole,
-            output_bytes=whole.output_bytes / cut[kept(node)],
-            gradient_bytes=whole.gradient_bytes / cut[kept(node)],
-            allocated_bytes=whole.allocated_bytes / cut[kept(node)],
-            saved=dict(_kept(program, facts, solution, node)),
+            output_bytes=whole.output_bytes / n_parts,
+            gradient_bytes=whole.gradient_bytes / n_parts,
+            allocated_bytes=whole.allocated_bytes / n_parts + gathered,
+            saved=keeping.of(node, representative),
             parameters={
                 storage: weight._replace(**weights.get(represented.get(storage), {}))
                 for storage, weight in whole.parameters.items()
@@ -162,24 +174,39 @@ def _weights(program: SplitProgram, solution: Sharding) -> dict[str | None, dict
     }
 
 
-def _kept(program: SplitProgram, facts: GraphFacts, solution: Sharding, node: str) -> Iterator[tuple[Hashable, float]]:
-    """What each device keeps of an operator's tensors for the backward: (storage on the device, bytes).
+class _Keeping:
+    """What each device keeps of operators' tensors for the backward. Equal layers keep equal shares."""
 
-    Operators that keep one tensor in the same layout share its storage; a redistributed copy is a storage of its own.
-    """
-    whole: OperatorCost = program.costs.graph.nodes[node]["cost"]
-    strategy = solution.strategies[program.folded.kept(node)]
-    ruled = facts.with_rule(facts.node(program.folded.kept(node)))
-    for storage, nbytes in whole.saved.items():
-        of_node = whole.saved_places.get(storage)
+    def __init__(self, program: SplitProgram, facts: GraphFacts, solution: Sharding) -> None:
+        self._program, self._facts, self._solution = program, facts, solution
+        self._known: dict[tuple[str, Place, str | None], tuple[float, Placements | None]] = {}
+
+    def of(self, node: str, representative: str) -> dict[Hashable, float]:
+        """Storage on the device -> bytes.
+
+        Operators that keep one tensor in the same layout share its storage; a redistributed copy has its own.
+        """
+        whole: OperatorCost = self._program.costs.graph.nodes[node]["cost"]
+        found: dict[Hashable, float] = {}
+        for storage, nbytes in whole.saved.items():
+            place, maker = whole.saved_places.get(storage), None
+            if place is not None and place >= 0:
+                maker = self._program.folded.kept(self._program.operands[node][place])
+            key = (representative, place, maker)
+            if key not in self._known:
+                self._known[key] = self._share(*key)
+            share, moved = self._known[key]
+            found[storage, share, moved] = nbytes * share
+        return found
+
+    def _share(self, representative: str, of_node: Place, maker: str | None) -> tuple[float, Placements | None]:
+        """The part of a tensor that is kept, and its layout if that is not the one in which `maker` made it."""
+        strategies = self._solution.strategies
+        strategy, ruled = strategies[representative], self._facts.with_rule(self._facts.node(representative))
         place = ruled.place(of_node)
-        layout, share = kept_layout(strategy, place), kept_share(strategy, place, solution.mesh.shape)
-        moved = None
-        if of_node is not None and of_node >= 0:
-            maker = program.folded.kept(program.nodes[node].all_input_nodes[of_node].name)
-            made = solution.strategies[maker].outputs if maker in solution.strategies else ()
-            moved = layout if len(made) == 1 and made[0] != layout else None
-        yield (storage, share, moved), nbytes * share
+        layout, share = kept_layout(strategy, place), kept_share(strategy, place, self._solution.mesh.shape)
+        made = strategies[maker].outputs if maker is not None and maker in strategies else ()
+        return share, layout if len(made) == 1 and made[0] != layout else None
 
 
 class _NodeSeconds(NamedTuple):

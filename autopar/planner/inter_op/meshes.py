@@ -1,8 +1,8 @@
 """Cost graphs over meshes: the device groups of a size, and the stage configurations that the search picks from.
 
 The partition search places stages on device groups. Here every `size` neighbouring devices are one group. For each
-shape of their mesh, each micro-batch size and several prices of memory, the intra-operator search chooses a strategy
-for every operator; each result is a stage configuration:
+shape of their mesh and each micro-batch size, the intra-operator search chooses strategies for all operators, the
+fastest ones and others that need less memory (`frontier`); each solution is a stage configuration:
 
     8 devices, size 4     groups [0 1 2 3] [4 5 6 7]     mesh (4): each operator split by tensors or by samples
                                                          mesh (2, 2): both; parameters whole or sharded (ZeRO)
@@ -27,6 +27,7 @@ from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
+from autopar.planner.intra_op.frontier import frontier
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.local_work import LocalWorks
@@ -36,11 +37,8 @@ from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key
 
 log = logging.getLogger(__name__)
 
-# Where a mesh has too little memory for the fastest strategies, others that need less are candidates, too. They are the
-# fastest ones if memory has a price: all bytes of the fastest strategies cost this many times their seconds.
-_PRICES = (0.1, 1.0)
-_ONE_PRICE = (0.3,)  # in the first look at a size
-_FILLED = 0.5  # of the memory; activations in flight need the rest
+_FIRST_LOOK = 2  # solutions of every shape and micro-batch size in the first look at a mesh size
+_CLOSER_LOOK = 4  # where the shapes are given
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Meshes:
 
         Args:
             counts: numbers of micro-batches; those that do not divide the batch are left out.
-            shapes: mesh shapes to look at with all prices of memory; default: every shape with one price.
+            shapes: mesh shapes to look at with many solutions each; default: every shape with few.
 
         CPU workers form no mesh: they would run their shards one after another.
         """
@@ -153,7 +151,8 @@ class Meshes:
             for shape in shapes or _shapes(size, self._per_node(kind)):
                 mesh = make_mesh(shape, [d.name for d in chunks[0]], _NAMES[-len(shape) :])
                 task = self._task(m)
-                for number, found in enumerate(self._chosen(task, mesh, memory, _PRICES if shapes else _ONE_PRICE)):
+                most = _CLOSER_LOOK if shapes else _FIRST_LOOK
+                for number, found in enumerate(self._chosen(task, mesh, memory, len(chunks), most)):
                     name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"
                     yield mesh_configuration(
                         name, kind, self._program, task, self._facts_of(task), found, fastest=number == 0
@@ -174,17 +173,9 @@ class Meshes:
             again=self._folded.again,
         )
 
-    def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, prices: Sequence[float]) -> Iterator[Sharding]:
-        """The fastest strategies; where they fill much of `memory` (bytes), also the fastest under each price."""
-        problem = ShardingProblem(task, mesh, self._facts_of(task))
-        best = problem.priced(0.0)
-        yield best
-        needed = best.nbytes
-        for price in prices if needed > _FILLED * memory else ():
-            found = problem.priced(price * best.seconds / best.nbytes)
-            if found.nbytes < needed:
-                yield found
-                needed = found.nbytes
+    def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, n_meshes: int, most: int) -> tuple[Sharding, ...]:
+        """The fastest strategies; where `n_meshes` such meshes may lack memory (bytes), also others that need less."""
+        return frontier(ShardingProblem(task, mesh, self._facts_of(task)), memory, n_meshes, most)
 
     def _facts_of(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:

@@ -29,7 +29,7 @@ from autopar.sharding.stage_sharding import Exchange, strategy_text
 # the memory that takes longer.
 _TRIED, _TRIED_WITHIN = 6, 3
 _ANEW = 4  # operators of a module for which that is done: those that take longest
-_SECONDS = 2.0  # to prove each of them best within a limit of the memory
+_EFFORT = 2e8  # entries (`select`) to prove each of them best within a limit of the memory
 _CLOSE = 4  # names that a message suggests
 
 
@@ -270,7 +270,7 @@ class _Neighbourhood:
             problem = self.problem
             choices = SelectionProblem(self._seconds, problem.nbytes, problem.edges, {problem.options[node][0]: option})
             try:
-                found = select(choices, self.solved.memory, _SECONDS)
+                found = select(choices, self.solved.memory, _EFFORT)
             except InfeasibleError:
                 self._anew[node, option] = None
             else:

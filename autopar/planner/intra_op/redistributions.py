@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from autopar.sharding.layouts import REPLICATE, Placements
+from autopar.sharding.layouts import REPLICATE, Placements, parts
 from autopar.sharding.redistribution import RedistributionStep, RedistributionTable
 from autopar.sharding.stage_sharding import Passage, Stored
 from autopar.sharding.strategy_costs import Ends
@@ -48,8 +48,10 @@ class TensorUse:
     table: RedistributionTable
     tables: ParameterTables | None  # of a parameter
     origin: TensorOrigin
-    gradient: bool  # a gradient flows back
+    gradient: bool  # a gradient flows back to it; to another operand of the reader, where it is a frozen parameter
     times: int  # copies of a folded layer for which this happens
+    nbytes: int  # of the whole tensor
+    constant: bool = False  # a parameter or a buffer
     shared: bool = False  # it leads to the layouts that several readers share
     via: TensorUse | None = None  # the use that leads to where this one starts
 
@@ -101,14 +103,17 @@ class NeededRedistribution:
     after: Placements
     backward: bool = False  # of the gradient
     once: bool = False  # per step, rather than per micro-batch
-    times: int = 1  # per micro-batch, or step
+    again: bool = False  # of the tensor, for the backward: the copy of the forward is not kept
 
 
 def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool) -> list[NeededRedistribution]:
     """All redistributions between what makes a tensor in `out` and what reads it in `into`.
 
     A parameter that is read as it is stored has its gradient reduced once per step. Stored otherwise (ZeRO 3, FSDP),
-    it is gathered for every forward and again for every backward, and every gradient is scattered.
+    it is gathered for every forward and again for every backward, and every gradient is scattered:
+
+        forward     gather | operator                  a stage that recomputes runs this line twice
+        backward    gather | operator | scatter
     """
     layout, gradient = into
     if use.origin == "activation":
@@ -116,7 +121,10 @@ def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool)
         back = [NeededRedistribution(gradient, wanted, backward=True)] if use.gradient and training else []
         return [NeededRedistribution(made, layout), *back]
     if use.origin == "input":
-        return [NeededRedistribution(out.layout, layout)]
+        found = [NeededRedistribution(out.layout, layout)]
+        if use.constant and use.gradient and training:
+            found.append(NeededRedistribution(out.layout, layout, again=True))
+        return found
     shared = isinstance(out, SharedStored)
     updated = [] if shared else [_updated(out)]
     if out.layout == layout and shared and gradient == out.gradient:
@@ -124,7 +132,8 @@ def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool)
     if out.layout == layout:
         return [NeededRedistribution(gradient, out.state, backward=True, once=True), *updated]
     return [
-        NeededRedistribution(out.layout, layout, times=2),
+        NeededRedistribution(out.layout, layout),
+        NeededRedistribution(out.layout, layout, again=True),
         NeededRedistribution(gradient, out.layout, backward=True),
         *updated,
     ]
@@ -160,7 +169,7 @@ class ChosenUse:
             passed = tuple(step.after for step in self.use.table_of(needed).path(needed.before, needed.after))
             if needed.backward and not needed.once:
                 backward = (needed.before, *passed)
-            elif not needed.once:
+            elif not (needed.once or needed.again):
                 forward = (needed.before, *passed)
         return Passage(forward, backward)
 
@@ -172,11 +181,10 @@ class Collective:
     tensor: str  # node that made it, or parameter
     item: str  # node that is read, see `TensorUse`
     reader: str  # node; `OUTPUT`
-    backward: bool  # of its gradient
+    backward: bool  # in the backward: of its gradient, or of a parameter once more
     once: bool  # per step, rather than per micro-batch
-    times: int  # per step or micro-batch, over all equal layers that the reader represents
+    times: int  # per step or micro-batch: equal layers that the reader represents
     steps: tuple[RedistributionStep, ...]
-    each: int = 1  # of `times` those of one of the equal layers
     shared: bool = False  # by all readers of a parameter; listed with the first
 
     @property
@@ -190,8 +198,23 @@ def collectives_of(use: TensorUse, out: Any, into: Ends, training: bool) -> Iter
     for needed in needed_redistributions(use, out, into, training):
         steps = use.table_of(needed).path(needed.before, needed.after)
         if any(step.collective for step in steps):
-            times = needed.times * use.times
-            yield Collective(use.tensor, use.item, use.reader, needed.backward, needed.once, times, steps, needed.times)
+            backward = needed.backward or needed.again
+            yield Collective(use.tensor, use.item, use.reader, backward, needed.once, use.times, steps)
+
+
+def gathered_bytes(use: TensorUse, out: Any, into: Ends) -> float:
+    """Bytes on each device of a parameter that is gathered for its reader, and of its gradient until it is scattered.
+
+    They are there while the reader runs. As the price lets no collective overlap with the operators before it, none is
+    gathered ahead.
+    """
+    if use.origin == "activation" or not use.constant or out.layout == into[0]:
+        return 0.0
+    if not any(step.collective for step in use.table.path(out.layout, into[0])):
+        return 0.0  # a part of what the device has
+    mesh = use.table.mesh
+    copies = into if use.origin == "parameter" else into[:1]
+    return sum(use.nbytes / parts(layout, mesh) for layout in copies)
 
 
 def finer(state: Placements, layout: Placements) -> bool:

@@ -153,7 +153,7 @@ class _StageSolution:
             if one.reader != OUTPUT and one.item not in names:
                 continue  # of the layer that represents this one, which reads the tensor before the first layer
             tensor = key if one.reader == OUTPUT else names[one.item]
-            for step in one.steps * one.each:
+            for step in one.steps:
                 if step.collective is not None:
                     axis = self._found.mesh.names[step.axis]
                     ends = (key, tensor, round(step.nbytes), step.seconds)

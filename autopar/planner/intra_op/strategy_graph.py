@@ -60,8 +60,20 @@ from cost_models.kernels.operator_work import OperatorWork
 class OptionCosts:
     """Costs of a variable's options. Equal variables share one object, so that the search recognises them quickly."""
 
-    seconds: np.ndarray  # [options]
+    seconds: np.ndarray  # [options] of a micro-batch, with its part of `once`
     nbytes: np.ndarray  # [options] on each device
+    once: np.ndarray | None = None  # [options] s once a step; None: nothing
+    resident: bool = False  # the bytes are held all the time, not for each micro-batch
+
+    def times(self, copies: int) -> OptionCosts:
+        once = None if self.once is None else self.once * copies
+        return replace(self, seconds=self.seconds * copies, nbytes=self.nbytes * copies, once=once)
+
+    @cached_property
+    def kinds(self) -> np.ndarray:
+        """[options, 2] bytes held all the time, and for each micro-batch in flight."""
+        nothing = np.zeros_like(self.nbytes)
+        return np.stack([self.nbytes, nothing] if self.resident else [nothing, self.nbytes], axis=1)
 
 
 class OperatorChoice(NamedTuple):
@@ -86,6 +98,7 @@ class PricedUse(NamedTuple):
 
     edge: Edge
     use: TensorUse
+    once: np.ndarray | None  # [labels of out, labels of into] s once a step, of which the edge has a part
 
 
 class _UseKey(NamedTuple):
@@ -97,6 +110,7 @@ class _UseKey(NamedTuple):
     outs: tuple[Any, ...]
     ins: tuple[Ends, ...]
     gradient: bool
+    constant: bool
 
 
 class StrategyGraph:
@@ -131,7 +145,7 @@ class StrategyGraph:
         self._copied: dict[tuple[OptionCosts, int], OptionCosts] = {}
         self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
         self._once_tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
-        self._use_seconds: dict[tuple[_UseKey, int], np.ndarray] = {}
+        self._use_seconds: dict[tuple[_UseKey, int], tuple[np.ndarray, np.ndarray | None]] = {}
         self._build()
 
     @property
@@ -168,7 +182,7 @@ class StrategyGraph:
 
     def _add_variable(self, costs: OptionCosts, copies: int = 1) -> int:
         if copies > 1 and (costs, copies) not in self._copied:
-            self._copied[costs, copies] = OptionCosts(costs.seconds * copies, costs.nbytes * copies)
+            self._copied[costs, copies] = costs.times(copies)
         self.variables.append(costs if copies == 1 else self._copied[costs, copies])
         return len(self.variables) - 1
 
@@ -214,9 +228,13 @@ class StrategyGraph:
         if shared:
             options = [SharedStored(*pair, gradient) for pair in pairs for gradient in _gradients(pair[0])]
         held = [self._held(value, trained, one) if op == "get_attr" else 0.0 for one in options]
-        tables, m = self._parameter_tables_of(value), self.task.n_microbatches
-        seconds = [sum(tables.once_of(n).between(n.before, n.after) / m for n in needed_once(one)) for one in options]
-        return tuple(options), OptionCosts(np.array(seconds, dtype=float), np.array(held))
+        tables = self._parameter_tables_of(value)
+        once = np.array(
+            [sum(tables.once_of(n).between(n.before, n.after) for n in needed_once(one)) for one in options],
+            dtype=float,
+        )
+        each = once / self.task.n_microbatches
+        return tuple(options), OptionCosts(each, np.array(held), once if shared else None, resident=True)
 
     def _held(self, value: torch.Tensor, trained: bool, one: Stored) -> float:
         """Bytes on each device of a parameter or buffer, its gradient and the optimizer's state."""
@@ -316,6 +334,7 @@ class StrategyGraph:
     ) -> TensorUse:
         value = self.facts.values[tensor]
         item = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else tensor.name
+        frozen = tensor.op == "get_attr" and produced.origin == "input"
         use = TensorUse(
             produced.name,
             item,
@@ -325,16 +344,18 @@ class StrategyGraph:
             self._table_of(value),
             self._parameter_tables_of(value) if produced.origin == "parameter" else None,
             produced.origin,
-            value.is_floating_point() and tensor.name in self.facts.trained,
+            value.is_floating_point() and (reader.name if frozen else tensor.name) in self.facts.trained,
             reader.times,
+            value.numel() * value.element_size(),
+            tensor.op == "get_attr",
             shared,
             via,
         )
         if produced.origin == "parameter":
             self.stored[produced.name].readers.append((item, reader.name))
-        seconds = self._seconds_of(use, value, reader.times)
+        seconds, once = self._seconds_of(use, value, reader.times)
         edge = Edge(produced.variable, reader.variable, produced.labels, reader.labels, seconds)
-        self.uses.append(PricedUse(edge, use))
+        self.uses.append(PricedUse(edge, use, once))
         return use
 
     def _table_of(self, value: torch.Tensor, itemsize: int | None = None) -> RedistributionTable:
@@ -366,35 +387,33 @@ class StrategyGraph:
         bucket = max(nbytes, BUCKET)
         return nbytes / bucket * self._price(collective, bucket, axis)
 
-    def _seconds_of(self, use: TensorUse, value: torch.Tensor, times: int) -> np.ndarray:
-        """[layouts made, layouts read] seconds of a micro-batch, `times` over."""
-        key = _UseKey(tuple(value.shape), value.dtype, use.origin, use.outs, use.ins, use.gradient)
+    def _seconds_of(self, use: TensorUse, value: torch.Tensor, times: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """[layouts made, layouts read] seconds of a micro-batch, and once a step, `times` over."""
+        key = _UseKey(tuple(value.shape), value.dtype, use.origin, use.outs, use.ins, use.gradient, use.constant)
         if (key, 1) not in self._use_seconds:
             self._use_seconds[key, 1] = self._cost(use)
         if (key, times) not in self._use_seconds:
-            self._use_seconds[key, times] = self._use_seconds[key, 1] * times
+            seconds, once = self._use_seconds[key, 1]
+            self._use_seconds[key, times] = seconds * times, None if once is None else once * times
         return self._use_seconds[key, times]
 
-    def _cost(self, use: TensorUse) -> np.ndarray:
-        """[layouts made, layouts read] seconds of a micro-batch."""
-        m = self.task.n_microbatches
+    def _cost(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray | None]:
+        """[layouts made, layouts read] seconds of a micro-batch with its part of those once a step, and once a step."""
         number, seconds = use.table.number, use.table.seconds
         if use.origin == "activation":
             made, layout = (np.array([number[pair[0]] for pair in ends]) for ends in (use.outs, use.ins))
             forward: np.ndarray = seconds[made[:, None], layout]
             if not use.gradient:  # integers, for example
-                return forward
+                return forward, None
             wanted, gradient = (np.array([number[pair[1]] for pair in ends]) for ends in (use.outs, use.ins))
-            return forward + seconds[gradient, wanted[:, None]]
-        found = np.empty((len(use.outs), len(use.ins)))
+            return forward + seconds[gradient, wanted[:, None]], None
+        each, once = np.zeros((2, len(use.outs), len(use.ins)))
         for i, out in enumerate(use.outs):
             for j, into in enumerate(use.ins):
-                found[i, j] = sum(
-                    needed.times
-                    * (use.table_of(needed).between(needed.before, needed.after) / (m if needed.once else 1))
-                    for needed in needed_redistributions(use, out, into, self.task.training)
-                )
-        return found
+                for needed in needed_redistributions(use, out, into, self.task.training):
+                    sums = once if needed.once else each
+                    sums[i, j] += use.table_of(needed).between(needed.before, needed.after)
+        return each + once / self.task.n_microbatches, once if use.origin == "parameter" else None
 
 
 def _gradients(layout: Placements) -> Iterator[Placements]:

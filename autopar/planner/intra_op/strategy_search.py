@@ -5,22 +5,35 @@ ShardingTask --strategy_graph--> variables and edges --elimination--> Sharding -
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.intra_op.constraints import NO_CONSTRAINTS, ShardingConstraints, narrowed
+from autopar.planner.intra_op.elimination.beam import TOLERANCE
 from autopar.planner.intra_op.elimination.choices import Edge, Selection, SelectionProblem, cost
+from autopar.planner.intra_op.elimination.envelope import EnvelopePoint, Prices
 from autopar.planner.intra_op.elimination.solve import select
-from autopar.planner.intra_op.redistributions import ChosenUse, Collective, collectives_of, needed_once
+from autopar.planner.intra_op.redistributions import (
+    ChosenUse,
+    Collective,
+    collectives_of,
+    gathered_bytes,
+    needed_once,
+)
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_graph import OptionCosts, StoredChoice, StrategyGraph
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.stage_sharding import Stored, stored_text
 from autopar.sharding.strategies import Strategy
 from autopar.sharding.strategy_costs import StrategyCosts
+from cost_models import bytes_text
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class Sharding:
     stored: Mapping[str, Stored]  # by name of the parameter or input
     collectives: tuple[Collective, ...]
     seconds: float  # of one micro-batch, with its share of what happens once per step
+    each: float  # s of one micro-batch without that share
     nbytes: float  # on each device: parameters, gradients, optimizer's state, what is kept for the backward
     bound: float  # s: no choice is faster
     proven: bool
@@ -48,6 +62,18 @@ class Sharding:
     unruled: tuple[str, ...]  # operators that every device does, because they have no rule
     work: Mapping[str, ChosenCosts]  # by node
     uses: tuple[ChosenUse, ...] = field(compare=False)  # the steps of every tensor for every reader
+    resident: float = 0.0  # bytes of `nbytes` that do not depend on the micro-batches in flight
+    gathered: Mapping[str, float] = field(default_factory=dict)  # by node: `gathered_bytes` of all that it reads
+
+    @property
+    def once(self) -> float:
+        """Seconds once a step."""
+        return math.fsum(one.seconds for one in self.collectives if one.once)
+
+    @property
+    def most_gathered(self) -> float:
+        """Bytes beside `nbytes` on each device while the operator with the largest gathered parameters runs."""
+        return max(self.gathered.values(), default=0.0)
 
 
 def choose(
@@ -91,12 +117,57 @@ class ShardingProblem(StrategyGraph):
         self, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints = NO_CONSTRAINTS
     ) -> Sharding:
         """See `choose`."""
+        found = self._within(memory, fixed, constraints, self.edges)
+        if found.nbytes + found.most_gathered <= memory:
+            return found
+        fitting = [*self._with_room(found, memory, fixed, constraints)]
+        with contextlib.suppress(InfeasibleError):
+            fitting.append(self._within(memory, fixed, constraints, self._edges_without_gathers))
+        if not fitting:
+            raise InfeasibleError(
+                f"no choice of options fits into {bytes_text(memory)}: the parameters of an operator, gathered, take "
+                f"{bytes_text(found.most_gathered)} beside {bytes_text(found.nbytes)}"
+            )
+        best = min(fitting, key=lambda one: one.seconds)
+        bound = min(found.bound, best.seconds)
+        return replace(best, bound=bound, proven=bound >= best.seconds * (1 - TOLERANCE))
+
+    def _with_room(
+        self, found: Sharding, memory: float, fixed: Mapping[str, Strategy], constraints: ShardingConstraints
+    ) -> Iterator[Sharding]:
+        """The fastest strategies that leave as much of `memory` as they gather, if there are any."""
+        with contextlib.suppress(InfeasibleError):
+            while found.nbytes + found.most_gathered > memory:  # each time with less memory
+                found = self._within(max(0.0, memory - found.most_gathered), fixed, constraints, self.edges)
+            yield found
+
+    @cached_property
+    def _edges_without_gathers(self) -> list[Edge]:
+        """The edges, without the choices that gather a parameter for an operator."""
+        allowed: dict[tuple[object, ...], np.ndarray] = {}
+        found = []
+        for edge, use, _ in self.uses:
+            key = (use.outs, use.ins, use.nbytes, id(edge.seconds))
+            if use.constant and key not in allowed:
+                gathers = [[gathered_bytes(use, out, into) > 0 for into in use.ins] for out in use.outs]
+                allowed[key] = np.where(gathers, np.inf, edge.seconds)
+            found.append(replace(edge, seconds=allowed[key]) if use.constant else edge)
+        return found
+
+    def _within(
+        self,
+        memory: float,
+        fixed: Mapping[str, Strategy],
+        constraints: ShardingConstraints,
+        edges: Sequence[Edge],
+    ) -> Sharding:
+        """The fastest strategies that need at most `memory` bytes, gathered parameters aside."""
         kept = {}
         for name, strategy in fixed.items():
             variable, costs = self.options[name]
             kept[variable] = costs.strategies.index(strategy)
         seconds = narrowed(constraints, self.seconds, self.options, self.stored_options)
-        return self._solution(select(SelectionProblem(seconds, self.nbytes, self.edges, kept), memory))
+        return self._solution(select(SelectionProblem(seconds, self.nbytes, edges, kept), memory))
 
     def with_choices(self, strategies: Mapping[str, Strategy], stored: Mapping[str, Stored]) -> Sharding:
         """The solution with these strategies of operators and these layouts of parameters; the rest is the fastest.
@@ -119,26 +190,60 @@ class ShardingProblem(StrategyGraph):
     def with_penalties(self, seconds: Sequence[np.ndarray], edges: Sequence[Edge]) -> Sharding:
         """The fastest choice where options and edges cost what is given; its seconds are the problem's own."""
         found = select(SelectionProblem(seconds, self.nbytes, edges), float("inf"))
-        taken, nbytes = cost(SelectionProblem(self.seconds, self.nbytes, self.edges), found.options)
+        taken, nbytes = cost(self._all, found.options)
         return self._solution(replace(found, seconds=taken, bytes=nbytes, bound=taken if found.proven else 0.0))
+
+    def prices(self, rounds: int, effort: float = math.inf) -> Prices:
+        """The best options at any price of (bytes held all the time, bytes of each micro-batch in flight).
+
+        rounds: micro-batches that a mesh runs in a step: what it does once a step counts to each with a part.
+        """
+        more = 1 / rounds - 1 / self.task.n_microbatches
+        seconds = [one.seconds if one.once is None else one.seconds + more * one.once for one in self.variables]
+        known: dict[int, np.ndarray] = {}  # equal edges share their arrays
+        edges = []
+        for edge, _, once in self.uses:
+            if once is not None and more:
+                if id(once) not in known:
+                    known[id(once)] = edge.seconds + more * once
+                edges.append(replace(edge, seconds=known[id(once)]))
+            else:
+                edges.append(edge)
+        return Prices(SelectionProblem(seconds, [one.kinds for one in self.variables], edges), effort)
+
+    @cached_property
+    def _all(self) -> SelectionProblem:
+        return SelectionProblem(self.seconds, self.nbytes, self.edges)
+
+    def solution_of(self, point: EnvelopePoint, prices: Prices) -> Sharding:
+        """The solution that a point stands for. By duality no choice that needs as few bytes is faster."""
+        seconds, nbytes = cost(self._all, point.options)
+        bound = seconds if prices.exact else 0.0
+        return self._solution(Selection(point.options, seconds, nbytes, bound, prices.width, prices.exact))
 
     def _solution(self, found: Selection) -> Sharding:
         option = found.options
         collectives: list[Collective] = []
         uses = []
-        for edge, use in self.uses:
+        gathered: dict[str, float] = defaultdict(float)
+        for edge, use, _ in self.uses:
             out = use.outs[edge.out[option[edge.source]]]
             into = use.ins[edge.into[option[edge.target]]]
             collectives += collectives_of(use, out, into, self.task.training)
             uses.append(ChosenUse(use, out, into, self.task.training))
+            if nbytes := gathered_bytes(use, out, into):
+                gathered[use.reader] += nbytes
         for name, stored in self.stored.items():
             collectives += self._once(name, stored, stored.options[option[stored.variable]])
+        held = ((one, option[i]) for i, one in enumerate(self.variables) if one.resident)
+        resident = math.fsum(float(one.nbytes[chosen]) for one, chosen in held)
         return Sharding(
             self.mesh,
             {name: costs.strategies[option[v]] for name, (v, costs) in self.options.items()},
             {name: one.options[option[one.variable]] for name, one in self.stored.items()},
             tuple(collectives),
             found.seconds,
+            found.seconds - math.fsum(one.seconds for one in collectives if one.once) / self.task.n_microbatches,
             found.bytes,
             found.bound,
             found.proven,
@@ -146,6 +251,8 @@ class ShardingProblem(StrategyGraph):
             tuple(name for name, (_, costs) in self.options.items() if not costs.ruled),
             {name: _chosen_costs(costs, option[v]) for name, (v, costs) in self.options.items()},
             tuple(uses),
+            resident,
+            dict(gathered),
         )
 
     def _once(self, name: str, stored: StoredChoice, chosen: Stored) -> Iterator[Collective]:

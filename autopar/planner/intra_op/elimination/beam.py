@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from typing import NamedTuple
 
 import numpy as np
 
+from autopar.planner.intra_op.elimination.effort import Effort
 from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, EliminationStep, Factor
 from autopar.planner.intra_op.elimination.reduction import Token
 
@@ -39,6 +39,8 @@ _ROUNDING = 1e-14
 _BYTES_ROUNDING = 1e-12
 # States looked at before those that remember the same are merged, as parts of the width.
 _BEFORE_MERGING = 16
+# Entries that a state counts as, for each price: what it takes to extend, sort and merge it.
+_PER_STATE = 8
 # Combinations of classes up to which they are found through an array of all instead of by sorting.
 _FLAGS = 1 << 20
 
@@ -95,12 +97,12 @@ def search(
     memory: float,
     incumbent: float,
     width: int,
-    deadline: float,
+    effort: Effort,
 ) -> BeamResult:
     """The best choice that takes less than `incumbent` seconds; it looks at no more than `width` states at a time.
 
     eliminations: at the prices whose bounds are used, the tightest first; price inf, which bounds the bytes, as well.
-    deadline: of time.perf_counter(), when it stops with the bound it has.
+    effort: when it is spent, the search stops with the bound it has.
     O(variables x states x (options within the gap) x prices), states being at most `width`.
     """
     most = min(incumbent * (1 - TOLERANCE), sys.float_info.max)
@@ -111,14 +113,16 @@ def search(
     trail: list[tuple[np.ndarray, np.ndarray]] = []  # of every step: the state it came from, and the option
     left_out = math.inf
     for step, view in zip(reversed(plan.steps), way, strict=True):
-        if time.perf_counter() > deadline:
+        if effort.is_spent:
             return BeamResult(None, min(left_out, float(_tightest(states, eliminations).min())))
         first, group = _grouped(plan, states, view.seen)
         tables = _StepTables(plan, step, states.chosen, first)
+        effort.spend(tables.entries * len(eliminations))
         parents, options, states, bound = _extended(
             tables, states, group, eliminations, limits, _BEFORE_MERGING * width
         )
         left_out = min(left_out, bound)
+        effort.spend(_PER_STATE * len(parents) * len(eliminations))
         if not len(parents):
             return BeamResult(None, left_out)
         remembered = {i: states.chosen[i] for i, _ in view.remembered}
@@ -192,6 +196,8 @@ class _StepTables:
         self.arrays, self.weight = plan.reduced.tokens.arrays, plan.weights[step.variable]
         around = {i for factor in step.bucket for i in factor.scope if i != step.variable}
         self.chosen = {i: chosen[i][first] for i in around}
+        options = len(self.arrays[plan.distinct[self.weight][0]])
+        self.entries = len(first) * options * (1 + len(step.bucket))
 
     def _looked_up(self, factor: Factor, table: np.ndarray) -> np.ndarray:
         """[groups, options], or [groups, 1] of a message."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,6 +25,11 @@ class Edge:
     into: np.ndarray  # [options of target] label
     seconds: np.ndarray  # [labels of out, labels of into] s >= 0, inf: not allowed
 
+    @property
+    def allowed_alone(self) -> Edge:
+        """The edge without its seconds: what is not allowed stays so."""
+        return replace(self, seconds=np.where(np.isinf(self.seconds), np.inf, 0.0))
+
 
 @dataclass(frozen=True, eq=False)
 class SelectionProblem:
@@ -35,7 +40,7 @@ class SelectionProblem:
     """
 
     seconds: Sequence[np.ndarray]  # of every variable [its options] s >= 0, inf: not allowed
-    bytes: Sequence[np.ndarray]  # of every variable [its options] bytes >= 0 on each device
+    bytes: Sequence[np.ndarray]  # of every variable [its options] bytes >= 0 on each device, or [options, kinds]
     edges: Sequence[Edge] = ()
     fixed: Mapping[int, int] = field(default_factory=dict)  # variable -> the only option it may take
 
@@ -44,7 +49,7 @@ class SelectionProblem:
             raise InputError(f"seconds of {len(self.seconds)} variables, but bytes of {len(self.bytes)}")
         sizes = [len(seconds) for seconds in self.seconds]
         for i, (seconds, size) in enumerate(zip(self.seconds, self.bytes, strict=True)):
-            if seconds.ndim != 1 or seconds.shape != size.shape or not len(seconds):
+            if seconds.ndim != 1 or size.ndim not in (1, 2) or len(seconds) != len(size) or not len(seconds):
                 raise InputError(
                     f"variable {i}: seconds {seconds.shape} and bytes {size.shape} must be [options], at least 1"
                 )
@@ -83,10 +88,20 @@ class Selection:
 
 
 def cost(choices: SelectionProblem, options: Sequence[int]) -> tuple[float, float]:
-    """Seconds and bytes of `options`, one of every variable: edge by edge, apart from how `select` gets there."""
+    """Seconds and bytes of `options`, one of every variable: edge by edge, apart from how `select` gets there.
+
+    Bytes of several kinds are added up."""
     seconds = [float(choices.seconds[i][option]) for i, option in enumerate(options)]
     seconds += [float(e.seconds[e.out[options[e.source]], e.into[options[e.target]]]) for e in choices.edges]
-    return math.fsum(seconds), math.fsum(float(choices.bytes[i][option]) for i, option in enumerate(options))
+    return math.fsum(seconds), math.fsum(sizes(choices, options))
+
+
+def sizes(choices: SelectionProblem, options: Sequence[int]) -> tuple[float, ...]:
+    """Bytes of every kind."""
+    if not options:
+        return (0.0,)
+    total = np.sum([choices.bytes[i][option] for i, option in enumerate(options)], axis=0)
+    return tuple(float(nbytes) for nbytes in np.atleast_1d(total))
 
 
 def _refuse_negative(name: str, arrays: Iterable[np.ndarray], finite: bool = False) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NewType
 
 import numpy as np
@@ -82,6 +82,13 @@ class EliminationOperation(NamedTuple):
     shape: tuple[int, ...]  # of the joint table, the variable eliminated first
 
 
+class Price(NamedTuple):
+    """What memory costs."""
+
+    seconds: float  # s per byte; inf: bytes alone count, and seconds only where they are not allowed
+    kinds: tuple[float, ...] = ()  # how much a byte of every kind counts, where bytes are [options, kinds]; (): alike
+
+
 class Elimination(NamedTuple):
     """All tables at one price of memory."""
 
@@ -89,6 +96,19 @@ class Elimination(NamedTuple):
     weights: list[np.ndarray]  # of each distinct variable [its options] s (bytes at price inf)
     tables: list[np.ndarray]  # by slot
     value: float  # the least sum, or a lower bound if a bucket was split
+
+
+class Eliminations(NamedTuple):
+    """The same at several prices at once, along the first axis of all arrays."""
+
+    prices: tuple[Price, ...]
+    weights: list[np.ndarray]
+    tables: list[np.ndarray]  # of edges [1, ...]
+    values: list[float]
+
+    def single(self, n: int) -> Elimination:
+        tables = [table[n if len(table) > 1 else 0] for table in self.tables]
+        return Elimination(self.prices[n].seconds, [w[n] for w in self.weights], tables, self.values[n])
 
 
 class EliminationOrder(NamedTuple):
@@ -102,55 +122,91 @@ class EliminationOrder(NamedTuple):
     edges: tuple[np.ndarray, ...]  # the tables of the first slots
     exact: bool  # no bucket was split
     width: int
+    entries: int  # of all joint tables: what an elimination computes
 
     def eliminate(self, price: float) -> Elimination:
         """O(entries of the joint tables of the distinct operations)."""
-        arrays = self.reduced.tokens.arrays
-        if math.isinf(price):
-            weights = [np.where(np.isinf(arrays[seconds]), np.inf, arrays[size]) for seconds, size in self.distinct]
-            tables = [np.where(np.isinf(table), np.inf, 0.0) for table in self.edges]
-        else:
-            weights = [arrays[seconds] + price * arrays[size] for seconds, size in self.distinct]
-            tables = list(self.edges)
+        return self.eliminate_at([Price(price)]).single(0)
+
+    def eliminate_at(self, prices: Sequence[Price]) -> Eliminations:
+        """At several prices, all finite or none: small tables take hardly longer than for one."""
+        arrays, edges = self.reduced.tokens.arrays, [table[None] for table in self.edges]
+        bytes_alone = math.isinf(prices[0].seconds)
+        assert all(math.isinf(price.seconds) is bytes_alone for price in prices)
+        weights = []
+        for seconds, size in self.distinct:
+            held = np.stack([counted(arrays[size], price.kinds) for price in prices])
+            if bytes_alone:
+                weights.append(np.where(np.isinf(arrays[seconds]), np.inf, held))
+            else:
+                weights.append(arrays[seconds] + np.array([price.seconds for price in prices])[:, None] * held)
+        tables = [np.where(np.isinf(table), np.inf, 0.0) for table in edges] if bytes_alone else edges
         for operation in self.operations:
             tables.append(_carried_out(operation, weights, tables))
-        value = math.fsum(float(tables[m.slot]) for step in self.steps for m in step.messages if not m.scope)
-        return Elimination(price, weights, tables, value)
+        ends = [tables[m.slot] for step in self.steps for m in step.messages if not m.scope]
+        values = [math.fsum(float(end[n if len(end) > 1 else 0]) for end in ends) for n in range(len(prices))]
+        return Eliminations(tuple(prices), weights, tables, values)
 
     def choose(self, elimination: Elimination) -> list[int]:
         """The option of every variable that attains an exact elimination's value: last eliminated, first chosen."""
+        one = Eliminations(
+            (Price(elimination.price),),
+            [weights[None] for weights in elimination.weights],
+            [table[None] for table in elimination.tables],
+            [elimination.value],
+        )
+        return [int(option) for option in self.choose_at(one)[:, 0]]
+
+    def choose_at(self, eliminations: Eliminations) -> np.ndarray:
+        """[variables, prices] the same at several prices."""
         arrays = self.reduced.tokens.arrays
-        chosen = [-1] * len(self.weights)
+        n = len(eliminations.prices)
+        each, alone = np.arange(n)[:, None], np.zeros((1, 1), dtype=int)
+        chosen = np.full((len(self.weights), n), -1)
         for step in reversed(self.steps):
-            total = elimination.weights[self.weights[step.variable]]
+            total = eliminations.weights[self.weights[step.variable]]
             for factor in step.bucket:
+                table = eliminations.tables[factor.slot]
                 at = tuple(
-                    arrays[token] if i == step.variable else arrays[token][chosen[i]]
+                    arrays[token][None, :] if i == step.variable else arrays[token][chosen[i]][:, None]
                     for i, token in zip(factor.scope, factor.classes, strict=True)
                 )
-                total = total + elimination.tables[factor.slot][at]
-            chosen[step.variable] = int(total.argmin())
+                total = total + table[(each if len(table) > 1 else alone, *at)]
+            chosen[step.variable] = total.argmin(axis=1)
         return chosen
 
 
+def counted(size: np.ndarray, kinds: Sequence[float] = ()) -> np.ndarray:
+    """[options] bytes; of all kinds alike if `kinds` does not say otherwise."""
+    total: np.ndarray
+    if size.ndim == 1:
+        total = size * kinds[0] if kinds else size
+    else:
+        total = size @ np.array(kinds) if kinds else size.sum(axis=1)
+    return total
+
+
 def _carried_out(operation: EliminationOperation, weights: list[np.ndarray], tables: list[np.ndarray]) -> np.ndarray:
+    """[prices or 1, classes of each neighbour]"""
     n, shape = operation.shape[0], operation.shape[1:]
     terms = []
     if operation.weight is not None:
-        least = np.minimum.reduceat(weights[operation.weight][operation.order], operation.starts)
-        terms.append(least.reshape(n, *(1 for _ in shape)))
+        least = np.minimum.reduceat(weights[operation.weight][:, operation.order], operation.starts, axis=1)
+        terms.append(least.reshape(len(least), n, *(1 for _ in shape)))
     for term in operation.inputs:
-        terms.append(tables[term.slot][term.entries].transpose(term.axes).reshape(term.shape))
-    rows = max(1, _CHUNK // max(1, math.prod(shape)))
+        index: tuple[slice | np.ndarray, ...] = (slice(None), *term.entries)
+        table = tables[term.slot][index]
+        terms.append(table.transpose(0, *(axis + 1 for axis in term.axes)).reshape(len(table), *term.shape))
+    rows = max(1, _CHUNK // max(1, max(map(len, terms)) * math.prod(shape)))
     message: np.ndarray | None = None
     for start in range(0, n, rows):
-        total = terms[0][start : start + rows]
+        total = terms[0][:, start : start + rows]
         for addend in terms[1:]:
-            total = total + addend[start : start + rows]
-        least = total.min(axis=0)
+            total = total + addend[:, start : start + rows]
+        least = total.min(axis=1)
         message = least if message is None else np.minimum(message, least)
     assert message is not None  # every variable has an option
-    return np.broadcast_to(message, shape)
+    return message if message.shape[1:] == shape else np.broadcast_to(message, (len(message), *shape))
 
 
 def planned(reduced: Reduced, entries: float) -> EliminationOrder:
@@ -241,6 +297,7 @@ class _Order:
             self.edges,
             self.exact,
             self.width,
+            self.entries,
         )
 
     def _score(self, v: int) -> float:

@@ -18,8 +18,10 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.elimination.choices import SelectionProblem
 
-# Entries of the array that compares all labels of an edge at a time.
-_CHUNK = 1 << 22
+# Labels of the other end by which a first look tells which options cannot stand in for which.
+_SEEN = 12
+# Entries that are compared at a time: few enough for the cache.
+_CHUNK = 1 << 16
 # Labels up to which they are numbered anew through an array of all instead of by sorting.
 _FEW = 1 << 12
 
@@ -87,6 +89,16 @@ def _equal_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return table[np.unique(of_row, return_index=True)[1]], of_row
 
 
+def _most_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The most, over the last axis, that the entries of one table are more than those of another."""
+    with np.errstate(invalid="ignore"):
+        more = first - second
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+        more[np.isnan(more)] = -np.inf  # neither is allowed
+    found: np.ndarray = more.max(axis=-1)
+    return found
+
+
 class Pair(NamedTuple):
     """An edge between variables i < j: table[rows[s], columns[t]] seconds for option s of i and option t of j."""
 
@@ -95,6 +107,14 @@ class Pair(NamedTuple):
     rows: Token  # partition of i's options
     columns: Token  # partition of j's options
     table: Token  # array [classes, classes] in s
+
+
+class _Side(NamedTuple):
+    """An edge as one of its variables sees it."""
+
+    labels: Token  # partition of the variable's options
+    table: Token
+    turned: bool  # the variable's labels are the columns
 
 
 class Reduced(NamedTuple):
@@ -134,8 +154,8 @@ class _Reduction:
         self.with_bytes = with_bytes
         self.pairs: list[Pair] = []
         self._compact: dict[tuple[Token, Token, Token], tuple[Token, Token, Token]] = {}
-        self._slack: dict[Token, np.ndarray] = {}
-        self._needed: dict[tuple[Token, Token, tuple[tuple[Token, Token], ...]], np.ndarray] = {}
+        self._least_slack: dict[tuple[Token, bool], np.ndarray] = {}
+        self._needed: dict[tuple[Token, Token, tuple[_Side, ...]], np.ndarray] = {}
         self._transposed: dict[Token, Token] = {}
         for e in choices.edges:
             pair = Pair(e.source, e.target, of.of(e.out, True), of.of(e.into, True), of.of(e.seconds, True))
@@ -150,10 +170,10 @@ class _Reduction:
     def drop(self) -> bool:
         """One round; whether it dropped an option."""
         self._merge_labels()
-        around: list[list[tuple[Token, Token]]] = [[] for _ in self.options]  # (labels, table seen from here)
+        around: list[list[_Side]] = [[] for _ in self.options]
         for pair in self.pairs:
-            around[pair.i].append((pair.rows, pair.table))
-            around[pair.j].append((pair.columns, self._transpose(pair.table)))
+            around[pair.i].append(_Side(pair.rows, pair.table, False))
+            around[pair.j].append(_Side(pair.columns, pair.table, True))
         dropping: dict[int, np.ndarray] = {}
         for i, edges in enumerate(around):
             key = (self.seconds[i], self.bytes[i], tuple(edges))
@@ -192,41 +212,63 @@ class _Reduction:
         table = np.ascontiguousarray(turned.T, dtype=np.float64)
         return self.tokens.of(merged_rows[rows]), self.tokens.of(merged_columns[columns]), self.tokens.of(table)
 
-    def _needed_options(self, seconds: Token, size: Token, edges: tuple[tuple[Token, Token], ...]) -> np.ndarray:
+    def _needed_options(self, seconds: Token, size: Token, edges: tuple[_Side, ...]) -> np.ndarray:
         """[options] whether no other option stands in for it."""
         own, held = self.tokens.arrays[seconds], self.tokens.arrays[size]
         least = own + sum(
-            (self.tokens.arrays[table].min(axis=1)[self.tokens.arrays[labels]] for labels, table in edges),
+            (self._seen_from(edge).min(axis=1)[self.tokens.arrays[edge.labels]] for edge in edges),
             start=np.zeros(len(own)),
         )
         needed = np.isfinite(least)
         allowed = np.flatnonzero(needed)
-        if not self.with_bytes:
-            held = np.zeros(len(own))
+        held = (held if held.ndim > 1 else held[:, None]) if self.with_bytes else np.zeros((len(own), 1))
         # Only an earlier one in this order may stand in, so that of several equal ones one stays, rounding or not.
-        order = allowed[np.lexsort((allowed, held[allowed], least[allowed]))]
+        order = allowed[np.lexsort((allowed, held[allowed].sum(axis=1), least[allowed]))]
+        at = [self.tokens.arrays[edge.labels][order] for edge in edges]
         with np.errstate(invalid="ignore"):  # inf - inf: not a number, which stands in for nothing
             excess = own[order][:, None] - own[order]
-            for labels, table in edges:
-                at = self.tokens.arrays[labels][order]
-                excess = excess + self._slack_of(table)[np.ix_(at, at)]
-            stands_in = np.triu((excess <= 0) & (held[order][:, None] <= held[order]), k=1)
-        needed[order[stands_in.any(axis=0)]] = False
+            for place, edge in zip(at, edges, strict=True):
+                excess = excess + self._least_slack_of(edge)[np.ix_(place, place)]
+            fewer = (held[order][:, None] <= held[order]).all(axis=2)
+            possible = np.triu((excess <= 0) & fewer, k=1)
+            a, b = np.nonzero(possible)
+            if not len(a):
+                return needed
+            exact = own[order][a] - own[order][b]
+            for place, edge in zip(at, edges, strict=True):
+                exact = exact + self._slack(edge, place[a], place[b])
+            stands_in = np.zeros(len(order), dtype=bool)
+            stands_in[b[exact <= 0]] = True
+        needed[order[stands_in]] = False
         return needed
 
-    def _slack_of(self, token: Token) -> np.ndarray:
-        """[a, b]: the most that label a takes longer than label b, over all labels of the other end."""
-        if token not in self._slack:
-            table = self.tokens.arrays[token]
-            rows = max(1, _CHUNK // table.size)
-            slack = np.empty((len(table), len(table)))
-            with np.errstate(invalid="ignore"):
-                for start in range(0, len(table), rows):
-                    more = table[start : start + rows, None, :] - table
-                    more[np.isnan(more)] = -np.inf  # neither is allowed
-                    slack[start : start + rows] = more.max(axis=2)
-            self._slack[token] = slack
-        return self._slack[token]
+    def _seen_from(self, edge: _Side) -> np.ndarray:
+        """[own labels, labels of the other end] s"""
+        table = self.tokens.arrays[edge.table]
+        return table.T if edge.turned else table
+
+    def _least_slack_of(self, edge: _Side) -> np.ndarray:
+        """[a, b]: a lower bound of `_slack`, from some labels of the other end."""
+        key = edge.table, edge.turned
+        if key not in self._least_slack:
+            table = self._seen_from(edge)
+            seen = np.unique(np.linspace(0, table.shape[1] - 1, _SEEN).astype(int))
+            self._least_slack[key] = _most_more(table[:, None, seen], table[:, seen])
+        return self._least_slack[key]
+
+    def _slack(self, edge: _Side, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """[pairs] the most that label a takes longer than label b, over all labels of the other end."""
+        table = np.ascontiguousarray(self._seen_from(edge))
+        if table.shape[1] <= _SEEN:
+            found: np.ndarray = self._least_slack_of(edge)[a, b]
+            return found
+        pairs, number = np.unique(a * len(table) + b, return_inverse=True)
+        slack = np.empty(len(pairs))
+        rows = max(1, _CHUNK // table.shape[1])
+        for start in range(0, len(pairs), rows):
+            first, second = np.divmod(pairs[start : start + rows], len(table))
+            slack[start : start + rows] = _most_more(table[first], table[second])
+        return slack[number]
 
     def _transpose(self, table: Token) -> Token:
         if table not in self._transposed:

@@ -25,13 +25,14 @@ problem", 1980). A search then closes what gap is left, with the tables of these
 from __future__ import annotations
 
 import math
-import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, InputError
 from autopar.planner.intra_op.elimination.beam import TOLERANCE, search, views
 from autopar.planner.intra_op.elimination.choices import Selection, SelectionProblem, cost
-from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, planned
+from autopar.planner.intra_op.elimination.effort import Effort
+from autopar.planner.intra_op.elimination.order import Elimination, EliminationOrder, counted, planned
 from autopar.planner.intra_op.elimination.reduction import reduced
 from cost_models import bytes_text
 
@@ -42,6 +43,7 @@ _KEPT_PRICES = 8
 _FIRST_WIDTH, _WIDER = 64, 8
 # How much less than the line between two choices, relative, is rounding.
 _ON_THE_LINE = 1e-13
+EFFORT = 1e9  # entries that a selection may compute
 # Prices tried at most; a dozen are usual.
 _MOST_PRICES = 100
 
@@ -55,14 +57,14 @@ class _Point(NamedTuple):
 
 
 def select(
-    choices: SelectionProblem, memory: float = math.inf, seconds_allowed: float = 10.0, entries: float = 2e7
+    choices: SelectionProblem, memory: float = math.inf, effort: float = EFFORT, entries: float = 2e7
 ) -> Selection:
-    """The options with the least sum of seconds whose bytes sum up to `memory` (bytes) at most.
+    """The options with the least sum of seconds whose bytes, of all kinds, sum up to `memory` (bytes) at most.
 
-    It is the least, to a relative 1e-10, unless the time `seconds_allowed` (s) runs out first: then it is the best one
-    found, with `proven` False and a lower bound. Time is looked at between steps, so it may take
-    a little longer: up to three eliminations are always done. The same input gives the same answer as long as the time
-    suffices; of options of a variable that are equal in all respects the one with the lowest number is taken.
+    It is the least, to a relative 1e-10, unless the `effort` (entries of tables and states, see `Effort`) is spent
+    first: then it is the best one found, with `proven` False and a lower bound. Effort is looked at between steps, so
+    the search may take a little more: up to three eliminations are always done. The same input gives the same answer;
+    of options of a variable that are equal in all respects the one with the lowest number is taken.
 
     entries: the most that a table over several variables may have, at about a nanosecond each. A graph that needs more
     is solved exactly still, but by the search alone, which may take long.
@@ -72,7 +74,9 @@ def select(
     """
     if not memory >= 0:
         raise InputError(f"memory must be at least 0 bytes, not {memory}")
-    deadline = time.perf_counter() + seconds_allowed
+    if any(size.ndim > 1 for size in choices.bytes):
+        choices = replace(choices, bytes=[counted(size) for size in choices.bytes])
+    left = Effort(effort)
     limited = memory < math.fsum(float(size.max()) for size in choices.bytes)
     plan = planned(reduced(choices, with_bytes=limited), entries)
     if not limited:
@@ -83,7 +87,8 @@ def select(
     best = _point(choices, plan, free)
     if plan.exact and best.bytes <= memory:
         return Selection(best.options, best.seconds, best.bytes, best.seconds, plan.width, proven=True)
-    return _within(choices, plan, free, best, memory, deadline)
+    left.spend(plan.entries)
+    return _within(choices, plan, free, best, memory, left)
 
 
 def _within(
@@ -92,13 +97,14 @@ def _within(
     free: Elimination,
     fastest: _Point,
     memory: float,
-    deadline: float,
+    effort: Effort,
 ) -> Selection:
     """The selection where the choice that is best at price 0 is too large, or not known for sure."""
     bound, eliminations = free.value, [free]
     best = fastest if fastest.bytes <= memory and math.isfinite(fastest.seconds) else None
     if not math.isinf(memory):
         smallest = plan.eliminate(math.inf)
+        effort.spend(plan.entries)
         small = _point(choices, plan, smallest)
         least = small.bytes if plan.exact else smallest.value
         if least > memory:
@@ -107,11 +113,12 @@ def _within(
                 f"{'' if plan.exact else 'at least '}{bytes_text(least)}"
             )
         if plan.exact:
-            best, priced = _dual(choices, plan, fastest, small, memory, deadline)
+            best, priced = _dual(choices, plan, fastest, small, memory, effort)
             bound = max(e.value - e.price * memory for e in (free, *priced))
             price = priced[-1].price
-            if bound < best.seconds * (1 - TOLERANCE) and time.perf_counter() < deadline:
+            if bound < best.seconds * (1 - TOLERANCE) and not effort.is_spent:
                 priced += [plan.eliminate(price * part) for part in _NEXT_PRICES]
+                effort.spend(len(_NEXT_PRICES) * plan.entries)
             priced.sort(key=lambda e: abs(e.price - price))
             eliminations = [*priced[:_KEPT_PRICES], free, smallest]
         else:
@@ -120,9 +127,9 @@ def _within(
                 best = small
     way, width = views(plan), _FIRST_WIDTH
     proven = best is not None and bound >= best.seconds * (1 - TOLERANCE)
-    while not proven and time.perf_counter() < deadline:
+    while not proven and not effort.is_spent:
         incumbent = math.inf if best is None else best.seconds
-        found = search(plan, way, eliminations, memory, incumbent, width, deadline)
+        found = search(plan, way, eliminations, memory, incumbent, width, effort)
         if found.options is not None:
             best = _numbered(choices, plan, found.options)
         if best is not None:
@@ -130,14 +137,14 @@ def _within(
         proven = math.isinf(found.bound) or (best is not None and bound >= best.seconds * (1 - TOLERANCE))
         width *= _WIDER
     if best is None:
-        why = "there is none" if proven else f"none was found in time; each takes at least {bound:.6g} s"
+        why = "there is none" if proven else f"none was found within the effort; each takes at least {bound:.6g} s"
         raise InfeasibleError(f"no choice of options is allowed and fits into {bytes_text(memory)}: {why}")
     bound = best.seconds if proven else min(bound, best.seconds)
     return Selection(best.options, best.seconds, best.bytes, bound, plan.width, proven)
 
 
 def _dual(
-    choices: SelectionProblem, plan: EliminationOrder, large: _Point, small: _Point, memory: float, deadline: float
+    choices: SelectionProblem, plan: EliminationOrder, large: _Point, small: _Point, memory: float, effort: Effort
 ) -> tuple[_Point, list[Elimination]]:
     """The best choice met that fits, and the eliminations at all prices tried, the last one with the best bound.
 
@@ -154,12 +161,13 @@ def _dual(
     for _ in range(_MOST_PRICES):
         price = max(0.0, small.seconds - large.seconds) / (large.bytes - small.bytes)
         priced.append(plan.eliminate(price))
+        effort.spend(plan.entries)
         point = _point(choices, plan, priced[-1])
         line = small.seconds + price * small.bytes
         if point.bytes <= memory and point.seconds < best.seconds:
             best = point
         known = point[1:] in (small[1:], large[1:])
-        if known or priced[-1].value >= line * (1 - _ON_THE_LINE) or time.perf_counter() > deadline:
+        if known or priced[-1].value >= line * (1 - _ON_THE_LINE) or effort.is_spent:
             break
         if point.bytes <= memory:
             small = point

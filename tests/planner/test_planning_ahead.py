@@ -246,9 +246,8 @@ def test_what_needs_the_devices_is_refused_for_a_cluster_that_is_not_here() -> N
     model, inputs = gpt2(), call_of(gpt2)
     with pytest.raises(InputError, match="tune"):
         autopar.plan(model, H100, example_kwargs=inputs, tune=2)
-    for call in (autopar.parallelize, autopar.compare):
-        with pytest.raises(DeviceError, match=r"1 node of 2xH100 is not at hand"):
-            call(model, H100, example_kwargs=inputs)
+    with pytest.raises(DeviceError, match=r"1 node of 2xH100 is not at hand"):
+        autopar.parallelize(model, H100, example_kwargs=inputs)
 
 
 @pytest.mark.parametrize("call", [autopar.parallelize, autopar.plan, autopar.profile, autopar.compare])

@@ -20,7 +20,7 @@ from autopar.analysis.node_values import observe
 from autopar.analysis.operators import compute_nodes
 from autopar.capture.repeated_layers.fold import Folded
 from cost_models import Efficiency, HostCosts, Rates
-from cost_models.graphs import get_attribute
+from cost_models.graphs import get_attribute, private_copy
 from cost_models.kernels.fusion import FusedWork, fused_groups, fused_work
 from cost_models.kernels.kernel import COMPUTE_KINDS, Kernel
 from cost_models.kernels.launches import LIBRARY_CALL
@@ -38,11 +38,12 @@ class Fusion:
         self._module, self._folded, self._graded = module, folded, graded
         self._nodes = compute_nodes(module.graph)
         self._place = {node: place for place, node in enumerate(self._nodes)}
+        self._on_meta = private_copy(folded.module, torch.device("meta"))  # constants may lie elsewhere
         self._groups: list[_Group] | None = None
 
     def look_at(self, work: Mapping[str, OperatorWork], inputs: Sequence[Any]) -> None:
         """Turn to a size: the work of every node of the folded graph for these inputs."""
-        values = {node.name: value for node, value in observe(self._folded.module, list(inputs)).items()}
+        values = {node.name: value for node, value in observe(self._on_meta, list(inputs)).items()}
         known: dict[tuple[str, ...], FusedWork] = {}  # equal layers have equal groups
 
         def work_of(node: fx.Node) -> OperatorWork:

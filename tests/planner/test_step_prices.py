@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from models import CASES
 from test_prices import BATCH, SAME, line_of, one_stage, two_stages
 from torch import nn
 
@@ -394,3 +395,14 @@ def test_shards_gain_by_fusion_as_whole_operators_do() -> None:
 def test_one_device_compares_with_the_same_step() -> None:
     plan = autopar.plan(deep(1024, 10), ONE, **call(1024), **ALONE)
     assert plan.single_device_time == pytest.approx(step_time(plan))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_compiled_models_of_every_family_are_priced_below_eager_ones(case: Any) -> None:
+    example = example_ahead(case.model().eval(), (), case.inputs(4), batch_dim=None)
+
+    def kernels(launch: str) -> float:
+        (table,) = estimate_costs(example, Cluster.preset("2xH100"), Recipe(launch=launch)).tables
+        return float(table.forward.sum() + table.backward.sum())
+
+    assert 0 < kernels("compiled") <= kernels("eager")

@@ -226,6 +226,14 @@ def test_a_model_that_mixes_samples_is_not_split_over_replicas() -> None:
         Plan.by_hand(Clip(), Cluster.preset("2xH100"), example_args=(torch.randn(8, 8),), data=2)
 
 
+def test_a_stage_on_devices_of_several_types_is_refused() -> None:
+    cluster = Cluster.preset("2xH100+2xT4")
+    with pytest.raises(PlanError, match="stage 0 would have devices of several types, H100, T4"):
+        by_hand(cluster, tensor=4)
+    plan = by_hand(cluster, tensor=2, pipeline=2)
+    assert [{d.partition(":")[2] for d in stage.devices} for stage in plan.stages] == [{"H100"}, {"T4"}]
+
+
 def test_a_plan_that_does_not_fit_says_so() -> None:
     model = nn.Sequential(*(nn.Linear(40_000, 40_000, device="meta") for _ in range(2)))
     plan = Plan.by_hand(model, Cluster.preset("2xT4"), example_args=(torch.randn(4, 40_000, device="meta"),), tensor=2)

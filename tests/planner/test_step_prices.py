@@ -66,6 +66,7 @@ def launched(costs: CostGraph, forward: list[float], start: float = 0.0, recipe:
     how=st.sampled_from([None, "fused", "for-loop"]),
 )
 @example(operators=[(1e-3, 1e-1)], start=0.0, mbytes=1e3, replicas=1, m=4, schedule="zb-h1", recompute=True, how=None)
+@example(operators=[(0.01, 0.01)], start=0.0, mbytes=1.0, replicas=1, m=1, schedule="gpipe", recompute=True, how=None)
 def test_the_objective_of_a_stage_is_the_simulated_step_with_launches_and_the_optimizer(
     operators: list[tuple[float, float]],
     start: float,

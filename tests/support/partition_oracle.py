@@ -89,7 +89,7 @@ def stage_time(problem: Problem, stage: OracleStage) -> float:
     seconds = forward + backward
     seconds += forward if stage.recompute else 0.0
     actions = 1 if not problem.backward.any() else 2 if problem.weight is None else 3
-    seconds += actions * problem.overhead
+    seconds += actions * problem.overhead_of(stage.recompute)
     values = received(problem, stage)
     for nbytes in (sum(v.nbytes for v in values), sum(v.grad_nbytes for v in values)):
         if nbytes > 0:
@@ -139,7 +139,7 @@ def objective(problem: Problem, stages: Stages) -> float:
     for stage in stages:
         time = stage_time(problem, stage)
         weight = pass_times(problem, stage)[2]
-        delayed = min(2 * (weight + problem.overhead), time) if problem.weight is not None else 0.0
+        delayed = min(2 * (weight + problem.overhead_of(stage.recompute)), time) if problem.weight is not None else 0.0
         gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
         kind = problem.kinds[stage.kind]
         reduction = float(kind.reduction(stage.replicas, Gradients(np.array(gradient))))

@@ -64,6 +64,7 @@ def plan_by_hand(
     empty = stages_without_operators(stage_of, n_stages)
     if empty:
         raise PlanError(f"stages {', '.join(map(str, empty))} of pipeline={degrees.pipeline} have no operators")
+    _check_one_kind(plan, cluster)
     costs = estimate_costs(example, cluster, recipe, n_microbatches=degrees.n_microbatches, progress=progress)
     subject = subject_of(example, options.optimizer_name)
     if degrees.mesh:
@@ -99,6 +100,18 @@ def plan_by_hand_for_workers(
     alone = replace(plan, stages=stages, devices=tuple(names.values())).without_predictions(why)
     kinds = tuple(worker.kind for worker in workers)
     return replace(alone, device_kinds=kinds, notes=(*plan.notes[:-1], *alone.notes))
+
+
+def _check_one_kind(plan: Plan, cluster: Cluster) -> None:
+    """Raise PlanError for a stage whose devices differ: they would do equal parts at different speeds."""
+    kinds = {device.name: device.kind for device in cluster.devices}
+    for number, stage in enumerate(plan.stages):
+        mixed = dict.fromkeys(kinds[name] for name in stage.devices)
+        if len(mixed) > 1:
+            raise PlanError(
+                f"stage {number} would have devices of several types, {', '.join(mixed)}, which do equal parts of it; "
+                "give degrees for which tensor x data devices in a row are of one type"
+            )
 
 
 def _lacking(plan: Plan, costs: CostGraph) -> tuple[str, ...]:

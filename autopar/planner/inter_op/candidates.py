@@ -337,7 +337,8 @@ class Searching:
             schedule="gpipe" if phased else held,
             kinds=tuple(replace(kind, count=max(1, kind.count * chunks)) for kind in kinds),
             max_replicas=1 if chunks > 1 else self.most_replicas,
-            overhead=0.0 if m == sum(counts) == 1 else ACTION_OVERHEAD,  # of one device the runtime calls the model
+            overhead=ACTION_OVERHEAD,
+            plain=m == sum(counts) == 1,
             may_recompute=costs.training,
             chunks=chunks,
             share=largest_size(costs.batch_size, m) / costs.batch_size,  # of the largest micro-batch

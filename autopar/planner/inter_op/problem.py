@@ -164,6 +164,7 @@ class Problem:
     once: np.ndarray | None = None  # [n_kinds, n] seconds once a step, however many micro-batches and replicas
     launches: Launches | None = None  # beside `forward`, `backward` and `weight`; None: those contain them
     overhead: float = 0.0  # s of every action of a stage (forward, backward, weight part), beside its operators
+    plain: bool = False  # the only stage is run as the model itself, without overhead, unless it recomputes
     may_recompute: bool = False  # stages may run their forwards again instead of keeping activations
     sum_counts: bool = True  # False: the objective is the largest stage alone, for one micro-batch after the first
     chunks: int = 1  # stages of each device (interleaved); a device then counts as this many, without replicas
@@ -238,6 +239,10 @@ class Problem:
         if not self.backward.any():
             return 1
         return 2 if self.weight is None else 3
+
+    def overhead_of(self, recompute: bool) -> float:
+        """Seconds of every action of a stage that recomputes, or does not."""
+        return 0.0 if self.plain and not recompute else self.overhead
 
     @property
     def bytes_share(self) -> float:

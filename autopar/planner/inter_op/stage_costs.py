@@ -153,12 +153,13 @@ class Costs:
         kind, share = problem.kinds[mode.kind], problem.bytes_share
         forward, backward, weight = self._passes(mode.kind)
         time = (2 if mode.recompute else 1) * forward + backward
-        time = time + kind.latency * tables.messages + problem.overhead * problem.n_actions
+        overhead = problem.overhead_of(mode.recompute)
+        time = time + kind.latency * tables.messages + overhead * problem.n_actions
         time += kind.seconds_per_byte * share * (tables.received + tables.received_gradient)
         time += kind.send_seconds_per_byte * share * tables.sent
         delayed = np.zeros_like(time)
         if problem.weight is not None:
-            delayed = np.minimum(2 * (weight + problem.overhead), time)
+            delayed = np.minimum(2 * (weight + overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
         allowed = tables.follows & (tables.may_recompute if mode.recompute else ~tables.must_recompute)
         in_flight, working = activation_bytes(tables.saved, tables.received, tables.transient, mode.recompute)

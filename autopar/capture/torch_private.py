@@ -47,7 +47,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def symbol_of(size: Any) -> sympy.Symbol | None:
     """The symbol that a size of a traced tensor is; None for numbers and for sizes computed from symbols.
 
-    The public torch.SymInt does not show what it stands for.
+    The public torch.SymInt does not show its expression.
     """
     expression = size.node.expr if isinstance(size, torch.types.py_sym_types) else None
     return expression if isinstance(expression, sympy.Symbol) else None

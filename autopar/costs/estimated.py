@@ -190,7 +190,7 @@ class Estimated:
 
 
 def _dispatched(node: fx.Node, kernels: int) -> int:
-    """Operators that the host dispatches for a node with so many kernels; an uncaptured one has more than itself."""
+    """Operators that the host dispatches for a node with `kernels` kernels; an uncaptured node has several."""
     if uncaptured(node) is not None:
         return max(1, kernels)
     name = getattr(node.target, "__name__", "")

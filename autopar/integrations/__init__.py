@@ -1,4 +1,4 @@
-"""Other people's training loops. Each needs its own package, and is imported when it is asked for.
+"""Other people's training loops. Each needs its own package, and is imported at its first use.
 
 transformers' Trainer and Accelerate take a pipelined module as it is, so that nothing stands here for them.
 """

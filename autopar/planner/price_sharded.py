@@ -18,9 +18,9 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.arrangement import Conditions
-from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
 from autopar.planner.inter_op.meshes import Subject
-from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
+from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.predict import completed, predict
 from autopar.sharding.layouts import REPLICATE
@@ -59,22 +59,10 @@ class _Pricing:
     """The stage configurations of one plan."""
 
     def __init__(self, plan: Plan, costs: CostGraph, subject: Subject) -> None:
-        assert costs.cluster is not None, "sharded stages are priced on the links of a cluster"
-        m = plan.n_microbatches
-        rows = costs.batch_size // m
-        nodes = {n.name: n for n in subject.module.graph.nodes if n.name in costs.graph}
+        alone = Folded(subject.module)  # a plan may do equal layers differently
         self._plan, self._costs = plan, costs
-        self._program = SplitProgram(costs, Folded(subject.module), nodes, subject.storages)
-        self._task = ShardingTask(
-            subject.module,
-            subject.inputs(rows),
-            rows,
-            costs.cluster,
-            n_microbatches=m,
-            training=costs.training,
-            optimizer=subject.optimizer,
-            recipe=costs.recipe,
-        )
+        self._program = subject.program(costs, alone)
+        self._task = subject.task(costs, alone, plan.n_microbatches)
         self._facts = GraphFacts(self._task)
         self._node_of = {operator.key: name for name, operator in costs.operators.items()}
 

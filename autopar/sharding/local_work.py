@@ -50,7 +50,7 @@ class _Part(NamedTuple):
 
 
 class LocalWorks:
-    """The work of operators on parts, counted when it is first asked for."""
+    """The work of operators on parts, counted at its first use."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[tuple[int, ...], ...], OperatorWork] | None] = {}

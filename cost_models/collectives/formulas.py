@@ -95,7 +95,7 @@ class Group:
 
     @classmethod
     def of(cls, counts: Iterable[int], intra_node: Network | None, inter_node: Network | None) -> Group:
-        """The group with so many devices in each node, e.g. (8, 1)."""
+        """The group with these numbers of devices in its nodes, e.g. (8, 1)."""
         ascending = tuple(sorted(counts))
         if not ascending:
             raise ValueError("a group needs 1 or more nodes, got none")

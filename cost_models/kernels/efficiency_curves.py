@@ -45,7 +45,7 @@ _SMALLER_TILES = (
     *((128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64)),  # the others in that list
     *((64, 32), (32, 64), (32, 32), (16, 64), (64, 16), (1, 128), (128, 1)),  # of kernels for small and thin results
 )
-_THIN = 64  # rows or columns of which the largest tiles would be half empty
+_THIN = 64  # with fewer rows or columns the largest tiles would be half empty
 
 _SPLITS = (1, 2, 4, 8, 16, 32)
 """Parts into which a library divides the sums of a product, so that more units work on one tile: assumed."""

@@ -48,7 +48,7 @@ _TENSORS = (110, 64, 48, 36, 30)
 
 
 def implementation_of(optimizer: Any) -> Implementation | None:
-    """The implementation that an optimizer of torch.optim, or a wrapper of one, was told to use; None for torch's own
+    """The implementation that an optimizer of torch.optim, or a wrapper of one, is set to use; None for torch's own
     choice, and for anything else. Of several groups of parameters, the first that says so."""
     for group in getattr(optimizer, "param_groups", ()):
         if group.get("fused"):
@@ -220,7 +220,7 @@ def optimizer_launches(
     precision: Precision = FULL,
     implementation: Implementation = "foreach",
 ) -> int:
-    """Kernels of a step over parameters of so many elements each.
+    """Kernels of a step over parameters with these numbers of elements.
 
     Raises:
         ValueError: an unknown optimizer or implementation.

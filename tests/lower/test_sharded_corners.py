@@ -267,7 +267,7 @@ def test_the_mean_loss_of_a_step_weighs_samples_alike(meshes: Meshes) -> None:
 
 @each_mesh
 def test_other_lengths_run_by_the_same_plan(meshes: Meshes) -> None:
-    """What does not come apart any more is done by every device."""
+    """Every device does all of what cannot be cut any more."""
     model, _, pm, x = twice(meshes)
     with pytest.warns(autopar.AutoparWarning, match="the number of devices does not divide their sizes in this call"):
         assert_same_step(model, pm, x[:, :7], tolerance=1e-9)

@@ -37,7 +37,7 @@ class Mlp(nn.Module):
 
 
 def problem(rows: int = ROWS) -> ShardingProblem:
-    """Micro-batches of so many samples on four devices."""
+    """Micro-batches of `rows` samples on four devices."""
     with META:
         model, x = Mlp().train(), torch.empty(rows, 1024)
     program = capture(model, (x,), {})
@@ -51,7 +51,7 @@ def costs(one: Sharding) -> tuple[float, float, float, float]:
 
 
 def in_flight(one: Sharding, n: int) -> float:
-    """Bytes with so many micro-batches in flight."""
+    """Bytes with `n` micro-batches in flight."""
     return one.resident + n * (one.nbytes - one.resident)
 
 

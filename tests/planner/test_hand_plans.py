@@ -197,7 +197,7 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
             [
                 "tensor must be a whole number of at least 1, got 0",
                 "are 10 devices, not 8",
-                "6 samples at a time, of which the batch of 8 samples is no multiple",
+                "6 samples at a time, but the batch of 8 samples is no multiple of 6",
                 "makes 5 stages, but the model has 4 layers",
             ],
         ),

@@ -376,7 +376,7 @@ def test_tuning_options_that_make_no_sense_are_refused(options: dict[str, Any], 
 
 
 def sped_up(costs: CostGraph, factor: float) -> CostGraph:
-    """The same model of operators that take so many times less."""
+    """The same model, of operators that are faster by a factor."""
     tables = tuple(
         dataclasses.replace(t, forward=t.forward / factor, backward=t.backward / factor) for t in costs.tables
     )

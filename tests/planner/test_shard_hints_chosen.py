@@ -19,7 +19,7 @@ from autopar.planner.hint_constraints.shard_hints import resolve_sharding
 from autopar.sharding.layouts import slices
 from autopar.sharding.mesh import make_mesh
 
-# -- what is asked for is chosen --------------------------------------------------------------------------------------
+# -- what hints request is chosen -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(6), deadline=None)

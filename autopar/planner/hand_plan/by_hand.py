@@ -22,9 +22,9 @@ from autopar.plan.plan import Plan, Stage
 from autopar.planner.hand_plan.degrees import Degrees, degrees_of
 from autopar.planner.hand_plan.layers import layers_of, stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.mesh_strategies import by_degrees
-from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
 from autopar.planner.inter_op.meshes import Subject, subject_of
-from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
+from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.predict import predict
 from autopar.planner.search_options import recipe_of, search_options
@@ -154,22 +154,8 @@ class _Configurations:
         self.notes: dict[str, None] = {}
         self._degrees, self._costs, self._cluster = degrees, costs, costs.cluster
         folded = fold(subject.module)
-        m = degrees.n_microbatches
-        rows = costs.batch_size // m
-        nodes = {n.name: n for n in subject.module.graph.nodes if n.name in costs.graph}
-        self._program = SplitProgram(costs, folded, nodes, subject.storages)
-        self._task = ShardingTask(
-            folded.module,
-            subject.inputs(rows),
-            rows,
-            costs.cluster,
-            n_microbatches=m,
-            training=costs.training,
-            optimizer=subject.optimizer,
-            recipe=costs.recipe,
-            copies=folded.copies,
-            again=folded.again,
-        )
+        self._program = subject.program(costs, folded)
+        self._task = subject.task(costs, folded, degrees.n_microbatches)
         self._facts = GraphFacts(self._task)
         self._batch_dims: Mapping[str, int | None] = example.batching.batch_dims
         self._keys = {node.name: key for node, key in operator_keys(example.program).items()}

@@ -134,8 +134,8 @@ def _contradictions(wanted: Degrees, n_devices: int, n_layers: int, splittable: 
     samples = data * wanted.micro_batch
     if wanted.batch % samples:
         yield (
-            f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, of which the batch of "
-            f"{wanted.batch} samples is no multiple"
+            f"data={data} x micro_batch={wanted.micro_batch} are {samples} samples at a time, but the batch of "
+            f"{wanted.batch} samples is no multiple of {samples}"
         )
     elif splittable and wanted.batch != wanted.micro_batch:
         yield f"the batch cannot be split, neither over replicas nor into micro-batches: {splittable}; " + (

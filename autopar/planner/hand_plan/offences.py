@@ -22,7 +22,7 @@ from cost_models.graphs import get_attribute
 # and scattering around them count.
 _SEVERE = 16
 _MOST_NAMED = 4
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "scaled_dot_product_attention"}  # of which attention is made
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "scaled_dot_product_attention"}  # the products of attention
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.analysis.example import Example
 from autopar.analysis.operators import captured_device, on_device
-from autopar.capture.repeated_layers.fold import fold
+from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
@@ -49,6 +49,28 @@ class Subject:
     inputs: Callable[[int], Sequence[Any]]  # n samples -> flat inputs on the meta device
     storages: Mapping[str, str]  # parameter or buffer -> its storage, as in the cost graph
     optimizer: str = "adamw"
+
+    def program(self, costs: CostGraph, folded: Folded) -> SplitProgram:
+        """The program whose strategies are chosen on `folded`."""
+        nodes = {n.name: n for n in self.module.graph.nodes if n.name in costs.graph}
+        return SplitProgram(costs, folded, nodes, self.storages)
+
+    def task(self, costs: CostGraph, folded: Folded, n_microbatches: int) -> ShardingTask:
+        """The choice of strategies on `folded` for one of `n_microbatches`, which divide the batch."""
+        assert costs.cluster is not None, "strategies are priced on the links and collectives of a cluster"
+        rows = costs.batch_size // n_microbatches
+        return ShardingTask(
+            folded.module,
+            self.inputs(rows),
+            rows,
+            costs.cluster,
+            n_microbatches=n_microbatches,
+            training=costs.training,
+            optimizer=self.optimizer,
+            recipe=costs.recipe,
+            copies=folded.copies,
+            again=folded.again,
+        )
 
 
 def subject_of(example: Example, optimizer: str) -> Subject:
@@ -77,8 +99,7 @@ class Meshes:
         self._folded = fold(subject.module)
         self._facts: dict[int, GraphFacts] = {}
         self._works = LocalWorks()
-        nodes = {n.name: n for n in subject.module.graph.nodes if n.name in costs.graph}
-        self._program = SplitProgram(costs, self._folded, nodes, subject.storages)
+        self._program = subject.program(costs, self._folded)
 
     def sizes(self) -> list[int]:
         """Numbers of devices per mesh: a node halved any number of times, or doubled up to all nodes."""
@@ -150,28 +171,13 @@ class Meshes:
                 continue
             for shape in shapes or _shapes(size, self._per_node(kind)):
                 mesh = make_mesh(shape, [d.name for d in chunks[0]], _NAMES[-len(shape) :])
-                task = self._task(m)
+                task = self._subject.task(self._costs, self._folded, m)
                 most = _CLOSER_LOOK if shapes else _FIRST_LOOK
                 for number, found in enumerate(self._chosen(task, mesh, memory, len(chunks), most)):
                     name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"
                     yield mesh_configuration(
                         name, kind, self._program, task, self._facts_of(task), found, fastest=number == 0
                     )
-
-    def _task(self, m: int) -> ShardingTask:
-        rows = self._costs.batch_size // m
-        return ShardingTask(
-            self._folded.module,
-            self._subject.inputs(rows),
-            rows,
-            self._cluster,
-            n_microbatches=m,
-            training=self._costs.training,
-            optimizer=self._subject.optimizer,
-            recipe=self._costs.recipe,
-            copies=self._folded.copies,
-            again=self._folded.again,
-        )
 
     def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, n_meshes: int, most: int) -> tuple[Sharding, ...]:
         """The fastest strategies; where `n_meshes` such meshes may lack memory (bytes), also others that need less."""

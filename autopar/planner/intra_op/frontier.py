@@ -30,7 +30,7 @@ from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 _ROOM = 0.9
 # Prices to try per solution for each number of micro-batches on a mesh, and entries of their tables (`Effort`).
 _PRICES, _EFFORT = 4, 1e8
-# Up to so many solutions, all are for the most micro-batches that a mesh may run.
+# With at most this number of solutions, all are for the most micro-batches that a mesh may run.
 _ONE_KIND = 2
 # Solutions that differ by less, relative, in all costs are one; what happens once a step counts by a micro-batch's
 # seconds, and is not shared anew where it is less.

@@ -37,7 +37,7 @@ class ShardingTask:
     again: Mapping[str, str] = field(default_factory=dict)  # node that a copied layer reads -> what it hands its copy
 
     def weight(self, value: torch.Tensor, trained: bool, parts: int = 1, state_parts: int = 1) -> Weight:
-        """A parameter or buffer of which each device holds one of so many parts."""
+        """A parameter or buffer that is cut into parts, one on each device."""
         precision = None if self.recipe is None else self.recipe.precision_of(value.dtype)
         nbytes = value.numel() * value.element_size()
         return Weight(nbytes, trained, tuple(value.shape), parts, state_parts, precision=precision)

@@ -98,7 +98,7 @@ class PricedUse(NamedTuple):
 
     edge: Edge
     use: TensorUse
-    once: np.ndarray | None  # [labels of out, labels of into] s once a step, of which the edge has a part
+    once: np.ndarray | None  # [labels of out, labels of into] s once a step; the edge has a part of them
 
 
 class _UseKey(NamedTuple):

@@ -216,7 +216,7 @@ class ShardingProblem(StrategyGraph):
         return SelectionProblem(self.seconds, self.nbytes, self.edges)
 
     def solution_of(self, point: EnvelopePoint, prices: Prices) -> Sharding:
-        """The solution that a point stands for. By duality no choice that needs as few bytes is faster."""
+        """The solution with the options of a point. By duality no choice that needs as few bytes is faster."""
         seconds, nbytes = cost(self._all, point.options)
         bound = seconds if prices.exact else 0.0
         return self._solution(Selection(point.options, seconds, nbytes, bound, prices.width, prices.exact))

@@ -61,7 +61,8 @@ def described(plan: Plan) -> str:
     for replicas, mesh in sorted(widths):
         where = f"meshes of {' x '.join(map(str, mesh))}" if mesh else "single devices"
         parts.append(f"{replicas} replica{'s' if replicas > 1 else ''} on {where}")
-    text += f" ({'; '.join(parts)}), {plan.n_microbatches} micro-batches, {plan.schedule}"
+    m = plan.n_microbatches
+    text += f" ({'; '.join(parts)}), {m} micro-batch{'es' if m > 1 else ''}, {plan.schedule}"
     again = sum(stage.recompute for stage in plan.stages)
     if again:
         text += f", {'all' if again == len(plan.stages) else again} recompute"

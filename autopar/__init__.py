@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Plan
     from autopar.planner.cluster_comparison import ClusterComparison
     from autopar.runtime.comparison import Comparison
+    from autopar.runtime.host_memory import keep_freed_memory
     from autopar.runtime.module import PipelinedModule
     from autopar.runtime.step_profile import StepProfile
     from cost_models import Cluster
@@ -60,6 +61,7 @@ __all__ = [
     "accuracy",
     "clear_hints",
     "compare",
+    "keep_freed_memory",
     "keep_together",
     "parallelize",
     "pipeline_stage",
@@ -82,6 +84,7 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "Profile": "autopar.costs.profile",
     "StepProfile": "autopar.runtime.step_profile",
     "clear_hints": "autopar.hints.module_hints",
+    "keep_freed_memory": "autopar.runtime.host_memory",
     "keep_together": "autopar.hints.module_hints",
     "pipeline_stage": "autopar.hints.module_hints",
     "recompute": "autopar.hints.module_hints",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Unpack
 
@@ -14,7 +14,7 @@ from autopar.analysis.example import Example, LossFunction, capture_example, exa
 from autopar.capture.torch_private import is_fake
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.history import recall
-from autopar.costs.measured import measure_costs
+from autopar.costs.measured import measure_costs, with_shards
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
@@ -23,8 +23,10 @@ from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
-from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
+from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_width, plan_as_sharded
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
+from autopar.planner.price_sharded import widest_mesh
+from autopar.planner.search_at_hand import check_max_shards, shards_at_hand
 from autopar.planner.search_options import search_options
 from autopar.report.progress import progress_bar
 from autopar.runtime.bound_signature import RunSettings
@@ -52,13 +54,15 @@ def parallelize(
     n_microbatches: int | None = None,
     schedule: str | None = None,
     max_replicas: int | None = None,
+    max_shards: int | None = None,
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
     batch_norm: str = "per-microbatch",
     batch_dim: BatchDim = None,
     tune: Tune = "auto",
     candidates: Mapping[str, Plan] | None = None,
-    verify: bool = True,
+    calibrate: bool = False,
+    verify: bool = False,
     strict: bool = False,
     compile: bool | str = False,
     watch_nan: bool = False,
@@ -81,6 +85,11 @@ def parallelize(
         n_microbatches: number of micro-batches per batch.
         schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1".
         max_replicas: maximum number of devices per stage; 1 for a pure pipeline.
+        max_shards: maximum number of devices of one kind that share the operators of a stage as a mesh. Strategies, one
+            for each operator, are chosen with the stages, from measured operators and collectives. Default: 1, because
+            one thread launches the kernels of all devices of a mesh, workers of one CPU share its cores, and choosing
+            strategies takes time. On workers of a CPU, a mesh saves memory and no time. Meshes have a power of two of
+            devices, a divisor of their number, or `max_shards`.
         memory_limit: usable memory of each device: bytes, or a text such as "8GB", "8GiB" or "500MB" (default: what
             the device has free).
         optimizer: the optimizer whose state must fit in memory: one of torch.optim, or a name such as "none", "sgd",
@@ -90,13 +99,18 @@ def parallelize(
             split if the model has batch norm in training mode.
         batch_dim: the batch dimension of the inputs (default 0), or a dict from input names to dimensions (None: the
             input has no batch dimension).
-        tune: "auto": before a plan is followed, it, the best plan on one device, the best one without replicas and the
-            plain model run for a few steps, on copies of the model, and the fastest is followed. A number: the same
-            with as many of the best plans. 0 trusts the prediction.
+        tune: "auto": before a plan is followed, it, the best plan on one device, the best ones without shards and
+            without replicas, and the plain model run for a few steps, on copies of the model, and the fastest is
+            followed. A number: the same with as many of the best plans. 0 trusts the prediction.
         candidates: your own plans by name; `tune` runs them beside the others.
-        verify: check on a few samples that splitting the batch keeps the results, whatever is proven from the graph.
+        calibrate: scale predictions by measured steps of the whole model, run on copies, as `tune` does where the plain
+            model is among what it runs.
+        verify: check on a few samples that splitting the batch keeps the results, also where it is proven from the
+            graph. What is not proven is always checked.
         strict: raise CaptureError for a model with parts that cannot be captured, instead of running these uncaptured.
-        compile: run every stage through torch.compile with its default backend (True) or the backend named.
+        compile: run stages through torch.compile with its default backend (True) or the backend named, or record them
+            as CUDA graphs ("graphs": launched as one, for fixed sizes, on GPUs only). Stages with hooks, uncaptured
+            code, shards or layers that run again stay as they are, with a warning that says why.
         watch_nan: check every value that leaves a stage, and name the operator that produced the first NaN.
         dynamic: sizes of inputs that change between calls. None: a size becomes a symbol at the first call with another
             one, which is captured anew; further sizes then take a fraction of a second. True: all sizes and Python ints
@@ -116,12 +130,14 @@ def parallelize(
         n_microbatches=n_microbatches,
         schedule=schedule,
         max_replicas=max_replicas,
+        max_shards=max_shards,
         memory_limit=memory_limit,
         optimizer=optimizer,
         batch_norm=batch_norm,
         batch_dim=batch_dim,
         tune=tune,
         candidates=candidates,
+        calibrate=calibrate,
         verify=verify,
         strict=strict,
         compile=compile,
@@ -130,7 +146,7 @@ def parallelize(
         cache=cache,
     )
     call = _example_call(example_args, example_kwargs)
-    module = _pipelined(model, _at_hand(model, devices), options, plan)
+    module = _pipelined(model, _at_hand(model, devices, optimizer), options, plan)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module
@@ -149,7 +165,8 @@ def plan(
 ) -> Plan:
     """Return the plan that `parallelize` would follow for such a call. It takes the options of `parallelize`.
 
-    With `plan`, such as one made or edited by hand, return that plan with its predictions instead of searching.
+    With `plan`, such as one made or edited by hand, return that plan with its predictions instead of searching. A plan
+    for a cluster records the optimizer and how a step is run (`Plan.assumed`); they hold where options leave them open.
 
     `devices` may be a cluster that is not at hand (`Cluster.preset`, `Cluster.from_toml`). Then costs are estimated
     from data sheets, and `model` may be on the meta device or built under FakeTensorMode, so that no weights are
@@ -157,22 +174,30 @@ def plan(
     and pass it to `parallelize` as `plan` where the devices are.
 
     On such a cluster, stages may be meshes of devices that share the operators, each mesh with its own shape and
-    strategies. `max_shards` is the maximum number of devices per mesh; 1 for no sharding. (Workers of one CPU would run
-    their shards one after another, so devices at hand share operators only where `shard` hints request it.)
+    strategies. `max_shards` is the maximum number of devices per mesh; 1 for no sharding. Default: any number; for
+    devices at hand 1 (see `parallelize`).
 
     On such a cluster nothing is measured, so these options say how a step is run:
         launch: how the host launches kernels. A pass of a stage takes the longer of its kernels and their launches.
             "eager": operator by operator; "compiled": torch.compile of each stage; "cuda-graphs": recorded and
-            replayed. Default: "compiled" with `compile=True`, "cuda-graphs" with `compile="cudagraphs"`, else "eager".
+            replayed; "eager-functions": operator by operator, each a torch.autograd.Function in Python, as in layers of
+            Megatron-LM. Default: "compiled" with `compile=True`, "cuda-graphs" with `compile="graphs"`, else "eager".
         precision: which copies of a parameter there are: a name of `cost_models.PRECISIONS` for a model in that dtype.
             "bf16-mixed" keeps bfloat16 parameters with float32 master copies, gradients and states. Default: gradients
             and states in the parameter's own dtype and no copies, as torch.optim makes them.
         optimizer_step: "fused", "foreach" or "for-loop". Default: as `optimizer` is set up, or else torch's choice.
+        overlap: what the training system does behind computing: "none", "all", or some of these joined by a plus.
+            "gradients": reducing gradients in buckets behind the backward, once a step behind the last one.
+            "parameters": gathering parameters, behind the computing before their reader; those that the optimizer's
+            step wrote behind the first forward. "sends": between stages; otherwise the sender waits. Collectives of
+            activations never overlap. Kernels slow down meanwhile (`cost_models.collectives.overlap`). Strategies are
+            chosen as if no collective overlapped. Default: "sends", as autopar's own runtime does.
 
     The predicted step of such a plan ends with the step of `optimizer`; that of devices at hand does not, because
     `train_step` leaves the optimizer to the caller.
 
-    Raises: like `parallelize`; InputError also for `tune` and `candidates` on a cluster that is not at hand.
+    Raises: like `parallelize`; InputError also for `tune`, `candidates` and `calibrate` on a cluster that is not at
+    hand.
     """
     _check_model(model)
     chosen = PlanOptions.of("plan", PlanKeywords, options)
@@ -186,12 +211,12 @@ def plan(
         )
         with progress_bar() as progress:
             if plan is not None:
+                if plan.assumed is not None and "optimizer" not in options:
+                    chosen = dataclasses.replace(chosen, optimizer=plan.assumed.optimizer)
                 return priced_ahead(plan, example, devices, chosen, progress)
             return plan_ahead(example, devices, chosen, progress)
-    if chosen.max_shards is not None:
-        raise InputError("max_shards: devices at hand share operators only where autopar.shard() requests it")
     _refuse_estimated(options)
-    parsed = _at_hand(model, devices)
+    parsed = _at_hand(model, devices, options.get("optimizer"))
     if plan is not None:
         example = capture_example(
             model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim
@@ -264,14 +289,15 @@ def compare(
 
     With `loss_fn` and `target`, a step is a `train_step`. Without, it is a call and a backward from the output's
     `.loss`, or else from the means of the outputs. For a model in eval mode without `loss_fn`, a step is a forward.
-    Steps alternate between the plans (A B C A B C ...) on deep copies of the model: parameters, gradients, running
+    Steps alternate between the plans (A B C A B C ...) on copies of the model: parameters, gradients, running
     statistics and the random state stay unchanged.
 
     Args:
         plans: by name; None for the plan that autopar chooses under the options. Default: {"auto": None}.
         repeats: number of measured steps per plan.
-        options: `n_microbatches`, `schedule`, `max_replicas`, `memory_limit`, `batch_norm`, `batch_dim`, `strict` and
-            `cache`; on a cluster that is not at hand also `launch`, `precision` and `optimizer_step` (see `plan`).
+        options: `n_microbatches`, `schedule`, `max_replicas`, `max_shards`, `memory_limit`, `batch_norm`, `batch_dim`,
+            `strict` and `cache`; on a cluster that is not at hand also `launch`, `precision`, `optimizer_step` and
+            `overlap` (see `plan`).
 
     The other arguments and the errors are those of `parallelize`. Measured plans hold no optimizer state; on a cluster
     that is not at hand they hold Adam's.
@@ -298,15 +324,23 @@ def compare(
             model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
         )
     example, search = search_options(example, chosen, len(parsed))
+    check_max_shards(chosen.max_shards, parsed)
     if asks_for_sharding(example):
-        sharded = plan_as_sharded(example, parsed, search) if None in plans.values() else None
+        sharded = None
+        if None in plans.values():
+            sharded = checked_width(plan_as_sharded(example, parsed, search), chosen.max_shards)
         plans = {name: sharded if plan is None else plan for name, plan in plans.items()}
     # A plan made by hand may split the batch differently from the options: then every size is measured.
     only = search.n_microbatches if all(plan is None for plan in plans.values()) else None
     call = ComparedCall(example, RunSettings.of(chosen))
     with progress_bar() as progress, each_warning_once(given):
         costs = measure_costs(example, parsed, n_microbatches=only, cache=chosen.cache, progress=progress)
-        return run_comparison(call, plans, costs, search, repeats, record=chosen.cache, progress=progress)
+        wanted = chosen.max_shards if None in plans.values() else None
+        at_hand = shards_at_hand(example, costs, search, wanted, cache=chosen.cache, progress=progress)
+        costs = with_shards(at_hand.costs, widest_mesh(plans.values()), cache=chosen.cache, progress=progress)
+        return run_comparison(
+            call, plans, costs, search, repeats, meshes=at_hand.meshes, record=chosen.cache, progress=progress
+        )
 
 
 @by_hand.register
@@ -322,7 +356,7 @@ def _by_hand(
     optimizer: str,
     **how: Any,
 ) -> Plan:
-    """See `Plan.by_hand`. `how`: `launch`, `precision` and `optimizer_step`."""
+    """See `Plan.by_hand`. `how`: `launch`, `precision`, `optimizer_step` and `overlap`."""
     _check_model(model)
     options = PlanOptions(optimizer=optimizer, **how)
     args, kwargs = _need_example("a plan by hand", example_args, example_kwargs)
@@ -385,8 +419,11 @@ def _check_model(model: object) -> None:
     check_model(model)
 
 
-def _at_hand(model: nn.Module, devices: Devices) -> tuple[Device, ...]:
-    """The devices to run on. Raises InputError for a model without values: it cannot run."""
+def _at_hand(model: nn.Module, devices: Devices, optimizer: object = None) -> tuple[Device, ...]:
+    """The devices to run on. What the model and its optimizer hold there already counts as available: plans count it.
+
+    Raises InputError for a model without values: it cannot run.
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_fake(tensor):
             raise InputError(
@@ -394,10 +431,22 @@ def _at_hand(model: nn.Module, devices: Devices) -> tuple[Device, ...]:
                 "or give autopar.plan a Cluster.preset(...) to plan ahead"
             )
     if not isinstance(devices, Cluster):
-        return parse_devices(devices)
+        return parse_devices(devices, _tensors_of_training(model, optimizer))
     if not devices.at_hand:
         raise DeviceError(f"{devices.title} is not at hand: autopar.plan makes plans for it, to run where it is")
     return devices.at_hand
+
+
+def _tensors_of_training(model: nn.Module, optimizer: object) -> Iterator[torch.Tensor]:
+    """Parameters, their gradients, buffers and the optimizer's states."""
+    yield from model.buffers()
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _need_example(what: str, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Call:

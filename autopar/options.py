@@ -18,6 +18,7 @@ from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.schedule.builders import SCHEDULES
 from cost_models import OPTIMIZERS, PRECISIONS, optimizer_name, parse_bytes
+from cost_models.collectives.overlap import OVERLAPS, overlap_named
 from cost_models.kernels.launches import MODES
 from cost_models.memory.optimizer_step import FUSED, IMPLEMENTATIONS, Implementation, implementation_of
 
@@ -34,10 +35,12 @@ class CompareKeywords(TypedDict, total=False):
     n_microbatches: int | None
     schedule: str | None
     max_replicas: int | None
+    max_shards: int | None
     memory_limit: float | str | None
     launch: str | None
     precision: str | None
     optimizer_step: Implementation | None
+    overlap: str | None
     batch_norm: str
     batch_dim: BatchDim
     strict: bool
@@ -47,10 +50,10 @@ class CompareKeywords(TypedDict, total=False):
 class PlanKeywords(CompareKeywords, total=False):
     """The options of `plan`: all that there are."""
 
-    max_shards: int | None
     optimizer: str | torch.optim.Optimizer
     tune: Tune
     candidates: Mapping[str, Plan] | None
+    calibrate: bool
     verify: bool
     compile: bool | str
     watch_nan: bool
@@ -58,7 +61,7 @@ class PlanKeywords(CompareKeywords, total=False):
 
 
 # What says how a step is run where nothing is measured: on a cluster that is not at hand.
-AHEAD_ONLY = ("launch", "precision", "optimizer_step")
+AHEAD_ONLY = ("launch", "precision", "optimizer_step", "overlap")
 _CHOICES: dict[str, Collection[str]] = {
     "schedule": SCHEDULES,
     "launch": MODES,
@@ -71,14 +74,18 @@ HELP = {  # the texts of `--help`, for the options of the command line
     "n_microbatches": "Number of micro-batches per batch.",
     "schedule": f"Pipeline schedule: {', '.join(SCHEDULES)}.",
     "max_replicas": "Maximum number of devices per stage; 1 for a pure pipeline.",
-    "max_shards": "With --cluster: maximum number of devices that share the operators of a stage; 1 for no sharding.",
+    "max_shards": "Maximum number of devices that share the operators of a stage; 1 for no sharding. "
+    "Default: any number with --cluster, else 1.",
     "launch": f"With --cluster: how kernels are launched: {', '.join(MODES)}. Default: as --compile says, else eager.",
     "precision": f"With --cluster: bytes of parameters, gradients and states: {', '.join(PRECISIONS)}.",
     "optimizer_step": f"With --cluster: kernels of the optimizer's step: {', '.join(IMPLEMENTATIONS)}.",
+    "overlap": f"With --cluster: what runs behind computing: none, all, or some of {', '.join(OVERLAPS)} joined by +. "
+    "Default: sends, as autopar's own runtime does.",
     "memory_limit": "Usable memory of each device, such as 8GB, 500MiB or 8e9 (bytes).",
     "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
     "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",
     "tune": "Run this many of the best plans and use the fastest; auto: the best one beside the plain model; 0: none.",
+    "calibrate": "Scale predictions by measured steps of the whole model, also where --tune runs none.",
     "strict": "Refuse a model with parts that cannot be captured, instead of running these as single operators.",
     "cache": "Read measurements from disk and store new ones.",
 }
@@ -102,13 +109,15 @@ class PlanOptions:
     launch: str | None = None
     precision: str | None = None
     optimizer_step: Implementation | None = None
+    overlap: str | None = None
     memory_limit: float | str | None = None  # on each device, bytes or "8GB"; None: what the device has free
     optimizer: str | torch.optim.Optimizer = "adamw"  # kept as its name
     batch_norm: str = "per-microbatch"
     batch_dim: BatchDim = None
     tune: Tune = "auto"
     candidates: Mapping[str, Plan] | None = None
-    verify: bool = True
+    calibrate: bool = False
+    verify: bool = False
     strict: bool = False
     compile: bool | str = False
     watch_nan: bool = False
@@ -153,7 +162,7 @@ class PlanOptions:
     @property
     def that_run(self) -> list[str]:
         """Options in use that run plans, and so need the devices."""
-        used = {"tune": self.tune not in (0, "auto"), "candidates": bool(self.candidates)}
+        used = {"tune": self.tune not in (0, "auto"), "candidates": bool(self.candidates), "calibrate": self.calibrate}
         return [name for name, is_used in used.items() if is_used]
 
     def _problems(self) -> Iterator[str]:
@@ -165,9 +174,10 @@ class PlanOptions:
             value = getattr(self, name)
             if value not in choices and not (value is None and name != "batch_norm"):
                 yield f"{name} must be one of {', '.join(choices)}, got {value!r}"
-        if not isinstance(self.strict, bool):
-            yield f"strict must be True or False, got {self.strict!r}"
-        for name, read in (("optimizer", optimizer_name), ("memory_limit", parse_bytes)):
+        for name in ("strict", "calibrate"):
+            if not isinstance(getattr(self, name), bool):
+                yield f"{name} must be True or False, got {getattr(self, name)!r}"
+        for name, read in (("optimizer", optimizer_name), ("memory_limit", parse_bytes), ("overlap", overlap_named)):
             value = getattr(self, name)
             try:
                 if value is not None or name == "optimizer":
@@ -178,7 +188,12 @@ class PlanOptions:
                 if name == "optimizer" and self.optimizer_step == "fused" and read(value) not in ("none", *FUSED):
                     yield f"optimizer_step='fused', but torch fuses only {', '.join(FUSED)}, not {read(value)}"
         if not isinstance(self.compile, (bool, str)):
-            yield f"compile must be True, False or the name of a backend, got {self.compile!r}"
+            yield f"compile must be True, False, 'graphs' or the name of a backend, got {self.compile!r}"
+        if self.compile == "graphs" and self.dynamic not in (None, False):
+            yield (
+                "compile='graphs' records kernels for fixed sizes, and dynamic= opens sizes; leave dynamic= out, or "
+                "give compile=True"
+            )
         yield from _dynamic_problems(self.dynamic)
         yield from self._tuning_problems()
 

@@ -1,4 +1,7 @@
-"""`python -m benchmarks NAME [--quick] [--json OUT] [--figure OUT.png] [--results DIR]`."""
+"""`python -m benchmarks NAME [--quick] [--json OUT] [--figure OUT.png] [--results DIR]`.
+
+`gpu` also takes `--device cuda:0|cpu` and `--models resnet,gpt2,llama,t5`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autopar import AutoparWarning
+from autopar import AutoparWarning, DeviceError, keep_freed_memory
 from benchmarks import (
     accuracy,
     automatic,
     estimates,
+    gpu,
     inference,
     memory,
     models,
@@ -29,9 +33,9 @@ from benchmarks import (
     training,
     zoo,
 )
-from benchmarks.hybrid_tables import TableError
 from benchmarks.machine import machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
+from benchmarks.published_runs.tables import TableError
 
 # What each shows, and how it runs: quickly or not, with the folder of --instances or --tables.
 BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] = {
@@ -72,7 +76,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
         lambda quick, _: memory.run_memory(quick),
     ),
     "accuracy": (
-        "predicted against measured steps of automatic plans for ResNet-50, GPT-2 and T5 under five constraints",
+        "automatic plans that lost, and predicted against measured steps: ResNet-50, GPT-2 and T5 under constraints",
         lambda quick, _: accuracy.run_accuracy(quick),
     ),
     "partition_instances": (
@@ -87,16 +91,24 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
         "seconds and memory of planning: 10,000 operators, 1,024 devices, Llama 3 70B on 128 H100",
         lambda quick, _: planning.run_planning(quick),
     ),
+    "gpu": (
+        "ResNet-50, GPT-2 medium, a Llama of 1.1 billion parameters and T5 on GPUs: every promise, met or missed",
+        lambda quick, _: gpu.run_gpu(quick),
+    ),
     "published": (
-        "published training runs (--tables DIR): step times by the cost models, and plans by a search beside theirs",
+        "published training runs (--tables DIR): plans by hand, predicted and measured steps and memory",
         lambda quick, folder: published.run_published(folder, quick),
     ),
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 (also where there is nothing to run), 1 for a missing package, 2 for a name that is none or a
-    table that cannot be read."""
+# These measure the process itself, or run no steps.
+_WITHOUT_KEPT_MEMORY = ("partition_instances", "planning", "planning_time", "published")
+
+
+def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -> int:
+    """The exit status: 0 (also where there is nothing to run), 1 for a missing package or device, 2 for a name
+    that is none or a table that cannot be read. `own_process`: settings of the whole process may change."""
     options = _parser().parse_args(arguments)
     if options.list:
         print(_listing())
@@ -109,11 +121,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     warnings.simplefilter("ignore", AutoparWarning)  # batch norm of micro-batches is what is measured here
     header = machine_header()
+    if own_process and options.name not in _WITHOUT_KEPT_MEMORY:
+        header["freed memory"] = "kept by the process" if keep_freed_memory() else "given back"
     try:
-        report = BENCHMARKS[options.name][1](options.quick, options.instances or options.tables)
+        report = _run(options)
     except TableError as error:
         print(error, file=sys.stderr)
         return 2
+    except DeviceError as error:
+        print(error, file=sys.stderr)
+        return 1
     except ModuleNotFoundError as error:
         print(f"{error}; the benchmarks need it: pip install transformers matplotlib", file=sys.stderr)
         return 1
@@ -124,6 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(report, header, console)
     _write(report, header, options, console)
     return 0
+
+
+def _run(options: argparse.Namespace) -> Report | None:
+    if options.name == "gpu" and (options.device or options.models):
+        return gpu.run_gpu(options.quick, options.device, [name for name in options.models.split(",") if name])
+    return BENCHMARKS[options.name][1](options.quick, options.instances or options.tables)
 
 
 def _nothing_to_run(options: argparse.Namespace) -> str:
@@ -143,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--instances", type=Path, metavar="DIR", help="of partition_instances")
     parser.add_argument("--tables", type=Path, metavar="DIR", help="of published")
+    parser.add_argument("--device", metavar="DEVICE", help="of gpu: default cuda; cpu runs what makes sense there")
+    parser.add_argument("--models", default="", metavar="A,B", help=f"of gpu: some of {', '.join(gpu.MODELS)}")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: NAME.json in the results directory")
     parser.add_argument("--figure", type=Path, metavar="OUT.png", help="default: NAME.png in the results directory")
     return parser
@@ -178,4 +203,4 @@ def _write(report: Report, header: dict[str, str], options: argparse.Namespace, 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(own_process=True))

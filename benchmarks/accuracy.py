@@ -1,83 +1,233 @@
-"""How far predicted steps are from measured ones: automatic plans of three architectures under several constraints."""
+"""How far predicted steps are from measured ones, and which automatic plans lost: three architectures, several plans.
+
+All plans of a model run in turn, with two that calibrate: the plain model, and the whole model on both devices. They
+give the machine's present speed (`PresentSpeed`), by which the predictions of all others are scaled:
+
+    plain model | both devices | automatic | searched | pipelines ...    round after round
+    '---- scale ---'             '-------- predicted x scale, against measured --------'
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import autopar
-from autopar import Accuracy, Plan
+from autopar import Comparison, Plan
+from autopar.costs.prediction_error import Distribution
+from autopar.costs.present_speed import PresentSpeed
+from autopar.runtime.comparison import Row
 from benchmarks.output import Report, Table
 from benchmarks.zoo import Subject, gpt2, resnet, t5
 
+log = logging.getLogger(__name__)
+
 DEVICES = ["cpu", "cpu"]
+NAMES = ("cpu:0", "cpu:1")
 MODELS: tuple[Callable[[bool], Subject], ...] = (resnet, gpt2, t5)
-# What each plan fixes, next to the free one: pure pipelines under every schedule, few and many micro-batches.
+PLAIN, BOTH, AUTOMATIC, SEARCHED = "plain model", "data parallel by hand", "automatic", "searched"
+CALIBRATING = (PLAIN, BOTH)
+# What each plan fixes, next to the free ones: pure pipelines under every schedule, few and many micro-batches.
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"max_replicas": 1},
     {"max_replicas": 1, "schedule": "gpipe", "n_microbatches": 2},
     {"max_replicas": 1, "schedule": "1f1b", "n_microbatches": 4},
     {"max_replicas": 1, "schedule": "zb-h1", "n_microbatches": 4},
 )
-REPEATS = 3
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    """One plan of one model: its step as predicted, as expected of the machine as it is, and as measured."""
+
+    model: str
+    plan: str  # what was fixed
+    schedule: str
+    stages: int
+    devices: int
+    n_microbatches: int
+    predicted: float  # s
+    expected: float | None  # s, predicted x the machine's present speed; None for the steps that tell this speed
+    measured: float  # s, the median
+    fastest: float  # s, the shortest step
+    steps: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def expected_error(self) -> float | None:
+        return None if self.expected is None else self.expected / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An automatic plan that was slower than another one."""
+
+    model: str
+    automatic: float  # s
+    rival: str
+    measured: float  # s, of the rival
+
+    @property
+    def slower(self) -> float:
+        """By this share of the rival's step."""
+        return self.automatic / self.measured - 1
 
 
 def run_accuracy(quick: bool) -> Report:
     """In a history of its own: measurements start from nothing, too."""
     before = os.environ.get("AUTOPAR_CACHE_DIR")
+    steps: list[Step] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["AUTOPAR_CACHE_DIR"] = folder
         try:
             for build in MODELS[:2] if quick else MODELS:
-                _compare(build(quick))
+                subject = build(quick)
+                log.info("%s: planning and running", subject.name)
+                steps += steps_of(subject.name, _compare(subject))
+                del subject
                 gc.collect()  # copies of a model refer to themselves, and the next ones need the memory
-            found = autopar.accuracy()
         finally:
             if before is None:
                 del os.environ["AUTOPAR_CACHE_DIR"]
             else:
                 os.environ["AUTOPAR_CACHE_DIR"] = before
-    rows = [dataclasses.asdict(record) | {"time": record.time.isoformat()} for record in found.records]
-    return Report("Predicted steps against measured ones", (_distributions(found), _records(found)), {"rows": rows})
+    return report_of(steps)
 
 
-def _compare(subject: Subject) -> None:
-    def planned(constraints: dict[str, Any]) -> Plan:
-        return autopar.plan(subject.model, DEVICES, example_kwargs=subject.inputs, tune=0, **constraints)
-
-    plans: dict[str, Plan | None] = {"free": None}
-    plans |= {str(number): planned(constraints) for number, constraints in enumerate(CONSTRAINTS)}
-    autopar.compare(subject.model, DEVICES, plans, example_kwargs=subject.inputs, repeats=REPEATS)
-
-
-def _distributions(found: Accuracy) -> Table:
-    assert found.overall is not None
-    named = {"all": found.overall, **found.by_schedule}
-    rows = tuple(
-        (name, str(d.n), f"{d.median:.1%}", f"{d.p95:.1%}", f"{d.worst:.1%}", f"{d.signed_median:+.1%}")
-        for name, d in named.items()
-    )
-    note = "|predicted - measured| / measured of the step time; the signed median is above 0 where steps were faster."
-    return Table("Error of predictions", ("", "steps", "median", "p95", "worst", "signed median"), rows, note)
+def report_of(steps: Sequence[Step]) -> Report:
+    lost = losses(steps)
+    rows = [asdict(step) | {"error": step.error, "expected_error": step.expected_error} for step in steps]
+    data = {"lost": [asdict(loss) | {"slower": loss.slower} for loss in lost], "rows": rows}
+    tables = (_lost_table(lost, steps), _distributions(steps), _steps_table(steps))
+    return Report("Plans that lost, and predicted steps against measured ones", tables, data)
 
 
-def _records(found: Accuracy) -> Table:
+def _compare(subject: Subject) -> Comparison:
+    def planned(**options: Any) -> Plan:
+        return autopar.plan(subject.model, DEVICES, example_kwargs=subject.inputs, **options)
+
+    both = Plan.from_split({"": 0}, n_microbatches=len(DEVICES), schedule="gpipe", devices=[NAMES])
+    plans: dict[str, Plan | None] = {BOTH: both, AUTOMATIC: planned(), SEARCHED: None}
+    plans |= {constraint_text(one): planned(tune=0, **one) for one in CONSTRAINTS}
+    found = autopar.compare(subject.model, DEVICES, plans, example_kwargs=subject.inputs, repeats=REPEATS)
+    assert isinstance(found, Comparison), "the devices are at hand"
+    return found
+
+
+def constraint_text(fixed: dict[str, Any]) -> str:
+    """Such as "pure pipeline, gpipe, 2 micro-batches"."""
+    parts = ["pure pipeline", fixed.get("schedule")]
+    parts += [f"{fixed['n_microbatches']} micro-batches"] if "n_microbatches" in fixed else []
+    return ", ".join(part for part in parts if part)
+
+
+def steps_of(model: str, found: Comparison) -> list[Step]:
+    """The rows of a comparison, with predictions scaled by those that calibrate."""
+    rows = {PLAIN: found.single, **{row.name: row for row in found.plans}}
+    speed = PresentSpeed.of((rows[name].plan, rows[name].steps) for name in CALIBRATING if name in rows)
+    return [_step(model, name, row, None if name in CALIBRATING else speed) for name, row in rows.items()]
+
+
+def _step(model: str, name: str, row: Row, speed: PresentSpeed | None) -> Step:
+    assert row.predicted is not None, "plans without shards have predictions"
+    factor = None if speed is None else speed.factor(row.plan)
+    plan = row.plan
+    shape = (plan.schedule, len(plan.stages), len(plan.used_devices), plan.n_microbatches)
+    expected = None if factor is None else row.predicted * factor
+    return Step(model, name, *shape, row.predicted, expected, median(row.steps), min(row.steps), len(row.steps))
+
+
+def losses(steps: Sequence[Step]) -> list[Loss]:
+    """The automatic plans that were slower than the fastest other plan of their model; those that lost most first.
+
+    What the search alone chose is no rival: it is among the plans that the automatic one was chosen from.
+    """
+    found = []
+    for automatic in (step for step in steps if step.plan == AUTOMATIC):
+        others = [s for s in steps if s.model == automatic.model and s.plan not in (AUTOMATIC, SEARCHED)]
+        for rival in others:
+            if rival.measured < automatic.measured and (rival.plan == PLAIN or rival is min(others, key=_measured)):
+                found.append(Loss(automatic.model, automatic.measured, rival.plan, rival.measured))
+    return sorted(found, key=lambda loss: -loss.slower)
+
+
+def _measured(step: Step) -> float:
+    return step.measured
+
+
+def _lost_table(lost: Sequence[Loss], steps: Sequence[Step]) -> Table:
     rows = tuple(
         (
-            r.model,
-            r.schedule,
-            str(r.stages),
-            str(r.devices),
-            str(r.n_microbatches),
-            f"{r.predicted * 1e3:.0f}",
-            f"{r.measured * 1e3:.0f}",
-            f"{r.error:+.1%}",
+            loss.model,
+            f"{loss.automatic * 1e3:.0f}",
+            loss.rival,
+            f"{loss.measured * 1e3:.0f}",
+            f"{loss.slower:.1%}",
         )
-        for r in found.records
+        for loss in lost
     )
-    columns = ("model", "schedule", "stages", "devices", "micro-batches", "predicted, ms", "measured, ms", "error")
-    return Table("Every plan, and the plain model on one device", columns, rows)
+    models, losers = len({step.model for step in steps}), len({loss.model for loss in lost})
+    note = (
+        f"Medians of {min((s.steps for s in steps), default=0)} steps in turn. {losers} of {models} automatic plans on "
+        f"{', '.join(DEVICES)} were slower than the plain model on one device, or than the fastest plan under a "
+        "constraint or by hand."
+    )
+    columns = ("model", "automatic plan, ms", "beaten by", "its step, ms", "automatic plan slower by")
+    return Table("Plans that lost", columns, rows, note)
+
+
+def _distributions(steps: Sequence[Step]) -> Table:
+    scaled = [step for step in steps if step.expected_error is not None]
+    named: dict[str, Iterable[float]] = {
+        "as predicted": [step.error for step in scaled],
+        "scaled by the machine's present speed": _expected(scaled),
+    }
+    for schedule in sorted({step.schedule for step in scaled}):
+        named[f"scaled, {schedule}"] = _expected(step for step in scaled if step.schedule == schedule)
+    rows = []
+    for name, errors in named.items():
+        known = list(errors)
+        if known:
+            d = Distribution.of_errors(known)
+            numbers = (f"{d.median:.1%}", f"{d.p95:.1%}", f"{d.worst:.1%}", f"{d.signed_median:+.1%}")
+            rows.append((name, str(d.n), *numbers))
+    note = (
+        "|predicted - measured| / measured of the step time; the signed median is above 0 where steps were faster. "
+        f"Without the steps that tell the present speed ({' and '.join(CALIBRATING)})."
+    )
+    return Table("Error of predictions", ("", "plans", "median", "p95", "worst", "signed median"), tuple(rows), note)
+
+
+def _expected(steps: Iterable[Step]) -> list[float]:
+    return [step.expected_error for step in steps if step.expected_error is not None]
+
+
+def _steps_table(steps: Sequence[Step]) -> Table:
+    rows = tuple(
+        (
+            s.model,
+            s.plan,
+            s.schedule,
+            str(s.stages),
+            str(s.devices),
+            str(s.n_microbatches),
+            f"{s.predicted * 1e3:.0f}",
+            "-" if s.expected is None else f"{s.expected * 1e3:.0f}",
+            f"{s.measured * 1e3:.0f}",
+            f"{s.error:+.1%}",
+            "-" if s.expected_error is None else f"{s.expected_error:+.1%}",
+        )
+        for s in steps
+    )
+    columns = ("model", "plan", "schedule", "stages", "devices", "micro-batches", "predicted, ms", "scaled, ms")
+    return Table("Every plan", (*columns, "measured, ms", "error", "error, scaled"), rows)

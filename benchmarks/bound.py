@@ -19,6 +19,7 @@ from autopar.runtime.executable import StageReplica
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.passes import Passes
 from autopar.runtime.step_recorder import StepRecorder
+from autopar.runtime.transfers import Transfers
 from autopar.schedule.clock import Action, Phase, chain
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.table import Schedule
@@ -66,10 +67,12 @@ class Alone:
         run, seconds = self._module._calls._run(self._bound, self._call), {}
         executable, call = run.executable, run.call
         mailbox = Mailbox(len(executable.workers))
-        acts = Passes(executable, call, run.tensors, mailbox, call.loss, keep_graph=False).acts()
+        transfers = Transfers(call.state.streams)
+        acts = Passes(executable, call, run.tensors, mailbox, transfers, call.loss, keep_graph=False).acts()
         for _, action in executable.order(call.n_microbatches, training=True):
             replica = executable.replica(action.stage, action.microbatch)
             seconds[action] = _seconds_on_worker(replica, acts[action.phase], action.microbatch)
+        transfers.finish()
         executable.drop_gradients()
         self.taken.append(seconds)
 

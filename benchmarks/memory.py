@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture.program import capture
+from benchmarks import plan_memory
 from benchmarks.output import Report, Table
+from benchmarks.plan_memory import Call, Peak, usual_plans
 from cost_models.memory.recomputation import nodes_inside
 from cost_models.memory.step_memory import step_memory
 
@@ -72,8 +74,46 @@ def run_memory(quick: bool) -> Report:
         for optimizer, recompute in VARIANTS:
             rows += measure(build(quick), optimizer, recompute)
             gc.collect()  # modules and graphs refer to each other, and the next model needs the memory
+    plans = list(measure_plans(quick))
     data = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
-    return Report("Memory of a training step on a CPU", (_table(rows), _moments(rows)), {"rows": data})
+    tables = (_table(rows), _moments(rows), _plans(plans))
+    return Report("Memory of a training step on a CPU", tables, {"rows": data, "plans": [one.data for one in plans]})
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A step of one model under one plan."""
+
+    name: str
+    batch: str
+    loss: str  # where it is computed
+    plan: str
+    stages: list[Peak]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def measure_plans(quick: bool) -> Iterator[PlanRow]:
+    """The models under the usual plans, at batches that are small enough for three workers."""
+    for build, (first, cuts) in PLANNED.items():
+        subject = build(quick)
+        rows, length = (4, 32) if quick else (4, 128)
+        inputs = {
+            name: (x[:rows, :length] if x.dim() == 2 and not x.is_floating_point() else x[:rows]).clone()
+            for name, x in subject.inputs.items()
+        }
+        for train_step in (True, False):
+            call = Call(kwargs=inputs, train_step=train_step)
+            ready = plan_memory.Subject.of(subject.model.train(), call, workers=3)
+            for name, plan in usual_plans(first, cuts[0 if quick else 1]):
+                if train_step or name in LOSS_BY_CALLER:
+                    log.info("%s, %s%s", subject.name, name, "" if train_step else ", loss by the caller")
+                    found = plan_memory.peaks(ready, plan, optimizer="adamw", maker=MAKERS["adamw"])
+                    where = "last stage" if train_step else "caller"
+                    yield PlanRow(subject.name, f"{rows} samples", where, name, found)
+                    gc.collect()
 
 
 def measure(subject: Subject, optimizer: str, recompute: bool) -> Iterator[Row]:
@@ -234,6 +274,39 @@ def t5(quick: bool) -> Subject:
 BUILDERS: tuple[Callable[[bool], Subject], ...] = (resnet, gpt2, bert, t5)
 
 
+LOSS_BY_CALLER = ("2 stages, gpipe", "2 replicas")  # plans that are also measured so
+
+# For plans: a module of the first stage and, for the quick and the real model, where the second of two stages starts,
+# and the second and third of three.
+PLANNED: dict[Callable[[bool], Subject], tuple[str, tuple[tuple[str, str, str], tuple[str, str, str]]]] = {
+    resnet: (
+        "resnet.embedder",
+        (("resnet.encoder.stages.2", "resnet.encoder.stages.1", "resnet.encoder.stages.2"),) * 2,
+    ),
+    gpt2: (
+        "transformer.h.0",
+        (
+            ("transformer.h.1", "transformer.h.1", "transformer.ln_f"),
+            ("transformer.h.6", "transformer.h.4", "transformer.h.8"),
+        ),
+    ),
+    bert: (
+        "bert.encoder.layer.0",
+        (
+            ("bert.encoder.layer.1", "bert.encoder.layer.1", "cls"),
+            ("bert.encoder.layer.6", "bert.encoder.layer.4", "bert.encoder.layer.8"),
+        ),
+    ),
+    t5: (
+        "encoder.block.0",
+        (
+            ("decoder.block.0", "encoder.block.1", "decoder.block.0"),
+            ("decoder.block.0", "encoder.block.3", "decoder.block.0"),
+        ),
+    ),
+}
+
+
 def _text(vocabulary: int, batch: int, length: int) -> tuple[dict[str, torch.Tensor], str]:
     tokens = torch.randint(vocabulary, (batch, length))
     return {"input_ids": tokens, "labels": tokens}, f"{batch} sequences of {length} tokens"
@@ -275,6 +348,33 @@ def _table(rows: list[Row]) -> Table:
         "Predicted from the captured graph on the meta device. Measured: what PyTorch's CPU allocator gives out during "
         "the step, with what is there before it (parameters, buffers, the batch, the optimizer's states). float32, "
         "dropout as the models have it, gradients set to None before the step, the output held to its end.",
+    )
+
+
+def _plans(rows: list[PlanRow]) -> Table:
+    def text(stage: Peak) -> str:
+        least = f", {stage.certain / stage.measured - 1:+.1%}" if stage.certain != stage.stated else ""
+        return f"{stage.stated / 1e6:.0f} / {stage.measured / 1e6:.0f} ({stage.ratio - 1:+.1%}{least})"
+
+    return Table(
+        "Peaks of the stages of plans, stated / measured MB",
+        ("model", "batch", "loss", "plan", "stage 0", "stage 1", "stage 2", "formula / measured"),
+        tuple(
+            (
+                row.name,
+                row.batch,
+                row.loss,
+                row.plan,
+                *[*map(text, row.stages), "", ""][:3],
+                " ".join(f"{stage.formula / stage.measured:.2f}" for stage in row.stages),
+            )
+            for row in rows
+        ),
+        "AdamW after its first step. What each worker holds is counted from its first use of a storage until that is "
+        "freed; CPU workers pass tensors on without a copy, which then count on both. Workers wait for each other "
+        "differently in every run: a plan states the most that any run holds. The most of two steps counts; in "
+        "brackets how far the statement is above it, and how far the least that every run holds is. Formula: what the "
+        "partition search filters with.",
     )
 
 

@@ -3,6 +3,7 @@ plan for a cluster."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import resource
 import subprocess
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar.analysis.operators import captured_device, on_device
+from autopar.analysis.operators import on_device
 from autopar.capture.program import capture
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import choose
@@ -34,19 +35,22 @@ class Case:
     layers: int
     mesh: tuple[int, ...]
     width: int = 4096
-    samples: int = 64  # of 2048 tokens
+    samples: int = 64
+    tokens: int = 2048  # of a sample
     nodes: int = 0  # of 8 H100; a whole plan: stages, meshes, replicas, recomputation, micro-batches and strategies
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Llama 3 70B (Grattafiori et al., 2024, table 3) is of other proportions."""
-        if self.width == 8192:
-            return {"intermediate_size": 28672, "num_key_value_heads": 8, "vocab_size": 128256}
-        return {"intermediate_size": 43 * self.width // 16}
+        """Llama 3 70B and 405B (Grattafiori et al., 2024, table 3) are of other proportions."""
+        intermediate = {8192: 28672, 16384: 53248}.get(self.width)
+        if intermediate is None:
+            return {"intermediate_size": 43 * self.width // 16}
+        return {"intermediate_size": intermediate, "num_key_value_heads": 8, "vocab_size": 128256}
 
 
 CASES = {"llama_6.7b_32_layers_mesh_8x8": Case(32, (8, 8)), "llama_2_layers_mesh_4x4x4": Case(2, (4, 4, 4))}
 CASES["llama_70b_64_h100_joint"] = Case(80, (), 8192, 128, nodes=8)
+CASES["llama_405b_16384_h100_joint"] = Case(126, (), 16384, 2048, 8192, nodes=2048)
 QUICK = {"llama_2_layers_mesh_2x2": Case(2, (2, 2), 64, 8)}
 
 
@@ -61,7 +65,7 @@ class Llama(nn.Module):
             num_hidden_layers=case.layers,
             hidden_size=case.width,
             num_attention_heads=max(1, case.width // 128),
-            max_position_embeddings=2048,
+            max_position_embeddings=case.tokens,
             **case.sizes,
         )
         self.model = LlamaForCausalLM(config)
@@ -80,18 +84,23 @@ def run_planning_time(quick: bool) -> Report:
         seconds, peak, text = done.stdout.strip().splitlines()[-1].split("|", 2)
         data[name] = {"seconds": float(seconds), "peak_gb": float(peak)}
         rows.append((name.replace("_", " "), f"{float(seconds):.1f}", f"{float(peak):.2f}", text))
-    note = "From the model's code: capture, costs, all strategies, the exact choice; for a cluster all of the plan."
+    note = (
+        "From the model's code, with transformers imported: capture, costs, all strategies, the exact choice; for a "
+        "cluster all of the plan."
+    )
     table = Table("Planning", ("case", "seconds", "peak GB", "choice"), tuple(rows), note)
     return Report("Choosing sharding strategies", (table,), data, plain=True)
 
 
 def choose_case(name: str) -> None:
     """Choose for a case and print its figures."""
+    import transformers.models.llama.modeling_llama  # noqa: F401 - takes a second, which is no planning
+
     case = {**CASES, **QUICK}[name]
     start = time.perf_counter()
     with META:
         model = Llama(case).bfloat16().train()
-        tokens = torch.empty(case.samples, 2048, dtype=torch.long)
+        tokens = torch.empty(case.samples, case.tokens, dtype=torch.long)
     text = _plan_all(model, tokens, case) if case.nodes else _choose(model, tokens, case)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -100,7 +109,7 @@ def choose_case(name: str) -> None:
 
 def _choose(model: nn.Module, tokens: torch.Tensor, case: Case) -> str:
     program = capture(model, (tokens,), {}, trace_equal_layers_once=True)
-    module = on_device(program.graph_module, captured_device(program), META)
+    module = on_device(program.graph_module, program.device, META)
     n = math.prod(case.mesh)
     cluster = Cluster.preset("8xH100", nodes=-(-n // 8))
     mesh = make_mesh(case.mesh, [device.name for device in cluster.devices[:n]])
@@ -112,7 +121,12 @@ def _choose(model: nn.Module, tokens: torch.Tensor, case: Case) -> str:
 def _plan_all(model: nn.Module, tokens: torch.Tensor, case: Case) -> str:
     cluster = Cluster.preset("8xH100", nodes=case.nodes)
     plan = autopar.plan(model, cluster, example_args=(tokens,), target=tokens, loss_fn=lambda loss, _: loss)
-    stages = [f"{stage.replicas} x mesh {stage.sharding.mesh if stage.sharding else 1}" for stage in plan.stages]
+    each = [f"{stage.replicas} x mesh {stage.sharding.mesh if stage.sharding else 1}" for stage in plan.stages]
+    runs = [(stage, len(list(equal))) for stage, equal in itertools.groupby(each)]
+    stages = " | ".join(f"{n} stages of {stage}" if n > 1 else stage for stage, n in runs)
     recomputed = sum(stage.recompute for stage in plan.stages)
-    text = f"{' | '.join(stages)}, {plan.n_microbatches} micro-batches, {plan.schedule}, {recomputed} stages recompute"
-    return f"{text}; a step of {plan.predicted_step_time:.3f} s"
+    text = f"{stages}, {plan.n_microbatches} micro-batches, {plan.schedule}, {recomputed} stages recompute"
+    assert plan.predicted_step_time is not None
+    assert plan.bound, "a plan for a cluster has a bound"
+    gap = plan.predicted_step_time / plan.bound - 1
+    return f"{text}; a step of {plan.predicted_step_time:.3f} s, within {gap:.0%} of the work divided over all devices"

@@ -1,25 +1,35 @@
-"""Step times of published training runs, predicted by the cost models, and plans that a search finds beside theirs."""
+"""Published training runs, predicted by the product itself: each row of a table is a plan by hand on a cluster.
+
+table --forms--> Case --Plan.by_hand's way--> predicted step and memory --errors--> report
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import logging
 import sys
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.hybrid import Step, predict
-from benchmarks.hybrid_plan import PARTS, Split
-from benchmarks.hybrid_search import difference, search
-from benchmarks.hybrid_tables import Case, read_cases
 from benchmarks.output import Report, Table
+from benchmarks.published_runs.cases import Case
+from benchmarks.published_runs.errors import Errors, regrets
+from benchmarks.published_runs.forms import read_cases
+from benchmarks.published_runs.pricing import Priced, Pricer
 
 log = logging.getLogger(__name__)
 
 QUICK_CASES = 1  # of a table
+
+_READING = (
+    "Errors are fractions of the published figure, in its unit: of a step's time where the table has that, else of "
+    "the throughput. tau: Kendall's, over all rows. regret: how much longer, as measured, the plan takes that is "
+    "predicted to be the fastest of one model, batch and cluster than the fastest one there; mean over groups of two "
+    "or more. No constant was fitted to rows of these tables."
+)
 
 
 @dataclass(frozen=True)
@@ -27,16 +37,16 @@ class Outcome:
     """A published figure and what is predicted for it."""
 
     case: Case
-    split: Split | None  # that is predicted: the published one, or else the best that was found
-    step: Step | None  # None: nothing fits
-    found: Split | None
-    found_step: Step | None
-    candidates: int  # plans that run and fit, of which the best was found
+    priced: Priced
+
+    @property
+    def seconds(self) -> float | None:
+        return self.priced.seconds
 
     @property
     def predicted(self) -> float | None:
         """In the figure's unit."""
-        return None if self.step is None else self.case.work / self.step.seconds
+        return None if self.seconds is None else self.case.figure(self.seconds)
 
     @property
     def error(self) -> float | None:
@@ -44,13 +54,11 @@ class Outcome:
         return None if self.predicted is None else self.predicted / self.case.published - 1
 
     @property
-    def why(self) -> str:
-        """What the plan that was found does otherwise."""
-        if self.found is None or self.found_step is None or self.split is None or self.step is None:
-            return "no plan fits"
-        if self.case.split is None:
-            return "none was published"
-        return difference((self.split, self.step), (self.found, self.found_step))
+    def memory_error(self) -> float | None:
+        """The same of the peak memory; None where there is no prediction, or none was published."""
+        if self.case.memory is None or self.priced.memory is None:
+            return None
+        return self.priced.memory / self.case.memory - 1
 
 
 def run_published(folder: Path | None, quick: bool) -> Report | None:
@@ -63,142 +71,164 @@ def run_published(folder: Path | None, quick: bool) -> Report | None:
     tables = {name: cases[:QUICK_CASES] if quick else cases for name, cases in read.items() if cases}
     if not tables:
         return None
-    outcomes: dict[str, list[Outcome]] = {}
-    for name, cases in tables.items():
-        outcomes[name] = []
-        for case in cases:
-            log.info("%s: %s, %s", name, case.name, case.column)
-            outcomes[name].append(evaluate(case))
-    shown = [table for name, found in outcomes.items() for table in _tables(name, found)]
-    data = {name: _json(found) for name, found in outcomes.items()}
+    outcomes = {name: evaluate(name, cases) for name, cases in tables.items()}
+    shown = [_summary(outcomes), *(_table(name, found) for name, found in outcomes.items())]
+    data = {name: as_json(found) for name, found in outcomes.items()}
     return Report("Published training runs, predicted", tuple(shown), data, plain=True)
 
 
-def evaluate(case: Case) -> Outcome:
-    """The published plan, where there is one, and the search."""
-    step = predict(case.job, case.split) if case.split else None
-    found = search(case.job, case.space, [case.split] if case.split else [])
-    if found is None:
-        return Outcome(case, case.split, step, None, None, 0)
-    if step is None:
-        return Outcome(case, found.split, found.step, found.split, found.step, found.candidates)
-    return Outcome(case, case.split, step, found.split, found.step, found.candidates)
+def evaluate(name: str, cases: Sequence[Case]) -> list[Outcome]:
+    """The cases of one table, those of a model one after another."""
+    pricer = Pricer(cases)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])  # captured graphs are large and live long: a fifth of the time
+    try:
+        return _priced(name, cases, pricer)
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def _priced(name: str, cases: Sequence[Case], pricer: Pricer) -> list[Outcome]:
+    found: dict[int, Outcome] = {}
+    order = sorted(range(len(cases)), key=lambda i: (str(cases[i].model), str(cases[i].options), cases[i].batch))
+    for number, place in enumerate(order):
+        case = cases[place]
+        log.info("%s, %d of %d: %s, %s", name, number + 1, len(cases), case.name, case.column)
+        found[place] = Outcome(case, pricer.price(case))
+        if number + 1 < len(order) and cases[order[number + 1]].model != case.model:
+            pricer.forget(case.model)
+    return [found[place] for place in range(len(cases))]
 
 
 def _cases(path: Path) -> list[Case]:
-    def tell(what: str) -> None:
-        print(what, file=sys.stderr)
-
-    cases = read_cases(path, tell)
+    cases = read_cases(path)
     if cases is None:
-        tell(f"{path.name}: skipped, its columns are those of no known form")
+        print(f"{path.name}: skipped, its columns are those of no known form", file=sys.stderr)
     return cases or []
 
 
-def _errors(outcomes: list[Outcome]) -> dict[str, float]:
-    """Mean absolute error of each column of figures."""
-    errors = defaultdict(list)
-    for outcome in outcomes:
-        if outcome.error is not None:
-            errors[outcome.case.column].append(abs(outcome.error))
-    return {column: fmean(found) for column, found in errors.items()}
+def by_column(outcomes: Sequence[Outcome]) -> dict[str, Errors]:
+    """The errors of every column of figures."""
+    found = {}
+    for column in dict.fromkeys(outcome.case.column for outcome in outcomes):
+        mine = [o for o in outcomes if o.case.column == column and o.predicted is not None]
+        found[column] = Errors.of([o.predicted or 0.0 for o in mine], [o.case.published for o in mine])
+    return found
 
 
-def _json(outcomes: list[Outcome]) -> dict[str, Any]:
-    """The table's own error is that of its first column of figures; rows for which no plan fits are in none."""
-    errors = _errors(outcomes)
-    return {
-        "mean_abs_error": next(iter(errors.values()), None),
-        "mean_abs_errors": errors,
-        "without_prediction": [f"{o.case.name}, {o.case.column}" for o in outcomes if o.step is None],
+def regret(outcomes: Sequence[Outcome]) -> float | None:
+    """Mean over groups of rivals in the first column; None without such groups."""
+    column = outcomes[0].case.column
+    mine = [o for o in outcomes if o.seconds is not None and o.case.column == column]
+    seconds, known = [o.seconds or 0.0 for o in mine], [o.case.published_seconds for o in mine]
+    found = regrets([o.case.rivals for o in mine], seconds, known)
+    return fmean(found) if found else None
+
+
+def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """A table's own figures are those of its first column; rows without a prediction are in none."""
+    errors = by_column(outcomes)
+    first = next(iter(errors.values()))
+    found: dict[str, Any] = {
+        "mean_abs_error": first.mean,
+        "median_abs_error": first.median,
+        "p95_abs_error": first.p95,
+        "signed_mean_error": first.signed,
+        "kendall_tau": first.tau,
+        "regret_mean": regret(outcomes),
+        "without_prediction": [f"{o.case.name}, {o.case.column}" for o in outcomes if o.seconds is None],
         "rows": [_row(outcome) for outcome in outcomes],
     }
+    if len(errors) > 1:
+        found["mean_abs_errors"] = {column: one.mean for column, one in errors.items()}
+    if any(outcome.case.memory is not None for outcome in outcomes):
+        memory = [error for o in outcomes if (error := o.memory_error) is not None]
+        found["memory_mean_abs_error"] = fmean(map(abs, memory)) if memory else None
+        found["memory_worst_under"] = max(0.0, -min(memory)) if memory else None
+    return found
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:
-    case, step = outcome.case, outcome.step
+    case, priced = outcome.case, outcome.priced
     return {
         "name": case.name,
         "column": case.column,
-        "model": dataclasses.asdict(case.job.model),
-        "cluster": case.job.cluster.title,
-        "batch": case.job.batch,
+        "cluster": case.cluster.title,
+        "batch": case.batch,
         "unit": case.unit,
         "published": case.published,
         "predicted": outcome.predicted,
         "error": outcome.error,
-        "published_seconds": case.work / case.published,
+        "published_seconds": case.published_seconds,
+        "seconds": outcome.seconds,
         "published_memory_bytes": case.memory,
-        **_plan(outcome.split, step),
-        "published_plan": case.split is not None,
-        "found": {
-            **_plan(outcome.found, outcome.found_step),
-            "predicted": None if outcome.found_step is None else case.work / outcome.found_step.seconds,
-            "candidates": outcome.candidates,
-            "difference": outcome.why,
-        },
+        "memory_bytes": priced.memory,
+        "plan": dict(priced.degrees),
+        "candidates": priced.candidates,
+        "why_not": priced.why_not,
     }
 
 
-def _plan(split: Split | None, step: Step | None) -> dict[str, Any]:
-    return {
-        "plan": None if split is None else dataclasses.asdict(split),
-        "seconds": None if step is None else step.seconds,
-        "parts": None if step is None else step.parts,
-        "memory_bytes": None if step is None else step.memory.total,
-        "fits": None if step is None else step.fits,
-    }
+def _summary(outcomes: Mapping[str, Sequence[Outcome]]) -> Table:
+    columns = ("table", "rows", "mean", "median", "p95", "signed", "tau", "regret", "memory", "no prediction")
+    return Table("All tables", columns, tuple(row for name, o in outcomes.items() for row in _lines(name, o)), _READING)
 
 
-def _tables(name: str, outcomes: list[Outcome]) -> list[Table]:
-    errors = ", ".join(f"{column} {error:.1%}" for column, error in _errors(outcomes).items())
-    missing = sum(outcome.step is None for outcome in outcomes)
-    predicted = Table(
-        f"{name}: predicted and published",
-        ("", "plan", "step, s", "predicted", "published", "error", "memory, GB", "where the seconds go"),
-        tuple(_predicted(outcome) for outcome in outcomes),
-        f"Figures in {outcomes[0].case.unit} a device. Mean absolute error: {errors or 'nothing fits'}"
-        f"{f', without {missing} for which no plan fits' * bool(missing)}. Seconds are of "
-        "the device that is busy the longest. '*': the best plan that the search found, where none was published.",
-    )
-    published = [outcome for outcome in outcomes if outcome.case.split is not None]
-    if not published:
-        return [predicted]
-    found = Table(
-        f"{name}: plans that were found",
-        ("", "found", "predicted", "of the published plan", "memory, GB", "what it does otherwise"),
-        tuple(_found(outcome) for outcome in published),
-        "The fastest that fits the devices' memory, by the model, of all tensor, pipeline and data sizes, "
-        "micro-batches, interleaving, recomputation and ZeRO. Their figures count the work that the published plan's "
-        "count, whatever they recompute; of the published plan: how many times as fast.",
-    )
-    return [predicted, found]
+def _lines(name: str, outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    """One for each column of figures."""
+    found = []
+    for number, (column, errors) in enumerate(by_column(outcomes).items()):
+        mine = [o for o in outcomes if o.case.column == column]
+        memory = [error for o in mine if (error := o.memory_error) is not None]
+        regretted = regret(outcomes) if number == 0 else None
+        found.append(
+            (
+                f"{name}, {column}",
+                str(len(mine)),
+                *map(_percent, (errors.mean, errors.median, errors.p95)),
+                _signed(errors.signed),
+                "-" if errors.tau is None else f"{errors.tau:.2f}",
+                _percent(regretted),
+                f"{_percent(fmean(map(abs, memory)))}, under by {_percent(max(0.0, -min(memory)))}" if memory else "-",
+                str(sum(o.seconds is None for o in mine)),
+            )
+        )
+    return found
 
 
-def _predicted(outcome: Outcome) -> tuple[str, ...]:
-    case, step = outcome.case, outcome.step
-    name = case.name if case.split else f"{case.name}, {case.column}*"
-    if step is None:
-        return (name, "nothing fits", "-", "-", f"{case.published:.4g}", "-", "-", "-")
-    parts = sorted(((part, seconds) for part, seconds in step.parts.items()), key=lambda pair: -pair[1])
-    shares = [f"{PARTS[part]} {seconds / step.seconds:.0%}" for part, seconds in parts if seconds > 0.01 * step.seconds]
-    memory = f"{step.memory.total / 1e9:.0f}" + (f" ({case.memory / 1e9:.0f} published)" if case.memory else "")
+def _table(name: str, outcomes: Sequence[Outcome]) -> Table:
+    units = ", ".join(dict.fromkeys(f"{o.case.column} in {o.case.unit}" for o in outcomes))
+    missing = dict.fromkeys(o.priced.why_not for o in outcomes if o.seconds is None)
+    several = any(len(o.case.plans) > 1 for o in outcomes)
+    note = f"{units}. Memory: of the device that needs most, in GB."
+    if several:
+        note += " '*': the fastest of several plans that fit, as the table does not tell the plan."
+    if missing:
+        note += " Without prediction: " + "; ".join(missing) + "."
+    columns = ("", "plan", "predicted", "published", "error", "memory")
+    return Table(name, columns, tuple(_cells(outcome) for outcome in outcomes), note)
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    case, priced = outcome.case, outcome.priced
+    name = f"{case.name}, {case.column}*" if len(case.plans) > 1 else case.name
+    if outcome.predicted is None or priced.memory is None:
+        return (name, "-", "no prediction", f"{case.published:.4g}", "-", "-")
+    memory = f"{priced.memory / 1e9:.1f}" + (f" of {case.memory / 1e9:.1f}" if case.memory else "")
+    plan = ", ".join(f"{key} {value}" for key, value in priced.degrees.items() if value not in (1, 0, False, "none"))
     return (
         name,
-        str(outcome.split),
-        f"{step.seconds:.2f}",
+        plan or "one device",
         f"{outcome.predicted:.4g}",
         f"{case.published:.4g}",
-        f"{outcome.error:+.1%}",
-        memory + ("" if step.fits else ", does not fit"),
-        ", ".join(shares),
+        _signed(outcome.error),
+        memory,
     )
 
 
-def _found(outcome: Outcome) -> tuple[str, ...]:
-    case, step = outcome.case, outcome.found_step
-    if step is None or outcome.step is None:
-        return (case.name, "nothing fits", "-", "-", "-", "-")
-    gain = outcome.step.seconds / step.seconds
-    memory = f"{step.memory.total / 1e9:.0f}"
-    return (case.name, str(outcome.found), f"{case.work / step.seconds:.4g}", f"{gain:.2f}", memory, outcome.why)
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"

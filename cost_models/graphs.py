@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,10 +66,10 @@ def run_nodes(
     raise ValueError("the graph has no output node")
 
 
-def private_copy(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+def private_copy(module: fx.GraphModule, device: torch.device, *, gradients: bool = True) -> fx.GraphModule:
     """The graph over leaf tensors of its own that share storage with `module`'s parameters where they already lie on
-    `device`, and with each other where those do; gradients start as zeros so that every pass accumulates, like all
-    micro-batches but the first."""
+    `device`, and with each other where those do. With `gradients`, they start as zeros so that every pass accumulates,
+    like all micro-batches but the first."""
     replaced: dict[int, Any] = {}
     moved: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -79,7 +81,7 @@ def private_copy(module: fx.GraphModule, device: torch.device) -> fx.GraphModule
             if place not in moved:
                 moved[place] = value.detach().to(device)
             new: Any = nn.Parameter(moved[place].detach(), requires_grad=value.requires_grad)
-            if new.requires_grad:
+            if new.requires_grad and gradients:
                 new.grad = torch.zeros_like(new)
         elif isinstance(value, torch.Tensor):
             new = value.detach().to(device, copy=True)
@@ -141,6 +143,26 @@ def storage_key(tensor: torch.Tensor) -> int:
     """What the tensors of one storage have in common, while any of them lives; for those without memory, too, whose
     address is 0. torch has no public identity of a storage."""
     return int(tensor.untyped_storage()._cdata)
+
+
+class StorageNumbers:
+    """A number for every storage. The key of a storage that was freed may become that of a later one; its number does
+    not."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, int] = {}  # key of a living storage -> its number
+        self._references: list[weakref.ref[Any]] = []
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The number of the tensor's storage."""
+        key = storage_key(tensor)
+        if key not in self._alive:
+            self._alive[key] = len(self._references)
+            self._references.append(weakref.ref(tensor.untyped_storage(), partial(self._freed, key)))
+        return self._alive[key]
+
+    def _freed(self, key: int, _: Any) -> None:
+        self._alive.pop(key, None)
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:

@@ -53,48 +53,76 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
-# Files whose tests keep the same promise for many models: every fifth case runs by default, the others in the slow
+# Files whose tests keep the same promise for many models: every tenth case runs by default, the others in the slow
 # set.
-EVERY_FIFTH_CASE = (
+EVERY_TENTH_CASE = (
     "analysis/test_batch_proof.py",
     "analysis/test_batching.py",
     "analysis/test_loss.py",
     "analysis/test_unruled.py",
+    "benchmarks/test_published.py",
     "capture/test_module_hooks.py",
     "capture/test_rnn.py",
     "cost_models/test_cache.py",
     "cost_models/test_graph_bytes.py",
     "cost_models/test_optimizer_step.py",
     "cost_models/test_roofline.py",
+    "cost_models/test_sends.py",
     "cost_models/test_step_memory.py",
+    "costs/test_crowded_workers.py",
+    "costs/test_measured_cache.py",
     "integrations/test_examples.py",
     "integrations/test_trainer.py",
     "lower/test_batch_norm.py",
+    "lower/test_fused_random_operators.py",
     "lower/test_priced_transfers.py",
     "lower/test_random_operators.py",
     "lower/test_sharded_corners.py",
     "lower/test_sharded_execution.py",
     "lower/test_sharded_models.py",
+    "lower/test_tied_weights.py",
     "plan/test_serialization.py",
+    "planner/test_elimination.py",
+    "planner/test_hand_plans.py",
     "planner/test_kept_bytes.py",
     "planner/test_meshes.py",
+    "planner/test_never_beaten_by_hand.py",
+    "planner/test_overlap.py",
+    "planner/test_pipeline_copies.py",
     "planner/test_planning_ahead.py",
     "planner/test_price_sharded.py",
     "planner/test_recompute.py",
+    "planner/test_recompute_layers.py",
+    "planner/test_rehearsed_memory.py",
+    "planner/test_schedules_with_meshes.py",
     "planner/test_search.py",
+    "planner/test_selective.py",
+    "planner/test_shard_examples.py",
     "planner/test_sharding_explain.py",
+    "planner/test_shards_at_hand.py",
+    "planner/test_stage_sends.py",
+    "planner/test_step_prices.py",
     "planner/test_strategy_search.py",
+    "report/test_sharding_report.py",
     "runtime/test_autograd.py",
     "runtime/test_batches.py",
+    "runtime/test_calibration.py",
     "runtime/test_compile.py",
     "runtime/test_ending.py",
+    "runtime/test_failures.py",
+    "runtime/test_fake_gpus.py",
     "runtime/test_faults_at_random.py",
+    "runtime/test_graphed_stages.py",
+    "runtime/test_host_waits.py",
+    "runtime/test_layers_run_again.py",
     "runtime/test_losses.py",
     "runtime/test_models.py",
     "runtime/test_recompute_memory.py",
+    "runtime/test_rerun_cores.py",
     "runtime/test_runtime.py",
     "runtime/test_schedules_run.py",
     "runtime/test_step_profile.py",
+    "runtime/test_stream_order.py",
     "runtime/test_thread_state.py",
     "runtime/test_threads.py",
     "runtime/test_train_step.py",
@@ -103,6 +131,8 @@ EVERY_FIFTH_CASE = (
     "runtime/test_tuning.py",
     "runtime/test_uncaptured_corners.py",
     "runtime/test_uncaptured_runs.py",
+    "runtime/test_user_warnings.py",
+    "runtime/test_watching.py",
     "sharding/test_local_work.py",
 )
 
@@ -111,9 +141,9 @@ EVERY_FIFTH_CASE = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, int] = {}
     for item in items:
-        if "/".join(item.path.parts[-2:]) in EVERY_FIFTH_CASE:
+        if "/".join(item.path.parts[-2:]) in EVERY_TENTH_CASE:
             test = item.nodeid.partition("[")[0]
-            if cases.setdefault(test, 0) % 5:
+            if cases.setdefault(test, 0) % 10:
                 item.add_marker(pytest.mark.slow)
             cases[test] += 1
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}

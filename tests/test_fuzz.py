@@ -265,6 +265,7 @@ def cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     return path
 
 
+@pytest.mark.slow
 @settings(few, max_examples=examples(6))
 @given(st.data())
 def test_a_plan_from_mutated_measurements_is_a_plan(cache: Path, data: st.DataObject) -> None:

@@ -14,7 +14,7 @@ import autopar
 from autopar import InputError
 from autopar.options import AHEAD_ONLY, HELP, CompareKeywords, PlanKeywords, PlanOptions
 
-FOR_CLUSTERS = ("max_shards", *AHEAD_ONLY)
+FOR_CLUSTERS = AHEAD_ONLY
 FIELDS = {field.name: field for field in dataclasses.fields(PlanOptions)}
 CALL: dict[str, Any] = {"example_args": (torch.ones(4, 8),)}
 
@@ -37,7 +37,8 @@ def test_every_option_of_parallelize_is_documented() -> None:
 def test_every_option_for_clusters_is_documented_and_refused_for_devices_at_hand() -> None:
     text = autopar.plan.__doc__ or ""
     assert [name for name in FOR_CLUSTERS if name not in text] == []
-    values: dict[str, Any] = {"max_shards": 1, "launch": "eager", "precision": "fp32", "optimizer_step": "foreach"}
+    values: dict[str, Any] = {"launch": "eager", "precision": "fp32", "optimizer_step": "foreach"}
+    values["overlap"] = "all"
     for name in FOR_CLUSTERS:
         with pytest.raises(InputError, match=name):
             autopar.plan(nn.Linear(8, 8), ["cpu"], **CALL, **{name: values[name]})

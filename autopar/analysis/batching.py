@@ -3,15 +3,19 @@
 1. Prove it from the graph alone (`batch_proof`). If an operator combines samples, the batch stays whole and the
    operator is named.
 2. Run the graph on a few samples together, and on the same samples in two parts. A dimension whose size follows the
-   number of samples is a batch dimension. If every output of the whole equals the combined outputs of the parts, the
-   batch may be split; otherwise the first operator with a different value is named.
+   number of samples is a batch dimension.
+3. Where the proof is open: if every output of the whole equals the combined outputs of the parts, the batch may be
+   split; otherwise the first operator with a different value is named. A proof is believed, unless the caller wants it
+   verified in the same way.
 
-Step 2 verifies a proof, and decides where the proof is open. Batch norm in training uses its running statistics there:
-how its statistics are computed is the caller's choice.
+Float32 products are exact to float32 in these runs (`full_float32`): rounded to TF32, results for a batch and for its
+parts may differ, as the algorithm depends on the size. Batch norm in training uses its running statistics there: how
+its statistics are computed is the caller's choice.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +24,17 @@ import torch
 from torch import fx, nn
 
 from autopar.analysis.batch_proof import OutputCombination, Proof, prove
-from autopar.analysis.node_values import DROPOUT, changed_dims, close, observe, probe, storages_of
+from autopar.analysis.node_values import (
+    DROPOUT,
+    Look,
+    changed_dims,
+    close,
+    in_lockstep,
+    look,
+    observe,
+    probe,
+    storages_of,
+)
 from autopar.analysis.operators import is_random, operator_name, written_arguments
 from autopar.analysis.sample_states import DIVIDES
 from autopar.analysis.uncaptured_samples import relates_samples
@@ -28,6 +42,7 @@ from autopar.capture.cleanup import aten
 from autopar.capture.program import Program, describe, module_path
 from autopar.capture.repeated_layers.measure_once import TensorShape
 from autopar.capture.uncaptured import uncaptured, uncaptured_in
+from cost_models.measuring.environment import full_float32
 
 Values = dict[fx.Node, Any]
 
@@ -60,8 +75,16 @@ def is_training_batch_norm(node: fx.Node, module: fx.GraphModule) -> bool:
     return False
 
 
-def study(program: Program, leaves: list[Any], *, verify: bool = True) -> Batching:
-    """Prove from the graph whether the batch may be split, then run it on a few samples and compare.
+def _least_rows(module: fx.GraphModule) -> int:
+    """Samples in the smallest micro-batch: torch refuses batch norms of one value per channel, whose output is zero."""
+    norms = [n.args[0] for n in module.graph.nodes if is_training_batch_norm(n, module)]
+    shapes = [n.meta["val"].shape for n in norms if isinstance(n, fx.Node) and "val" in n.meta]
+    return 2 if any(math.prod(shape[2:]) == 1 for shape in shapes) else 1
+
+
+@full_float32()
+def study(program: Program, leaves: list[Any], *, verify: bool = False) -> Batching:
+    """Prove from the graph whether the batch may be split, then run it on a few samples and compare what is not proven.
 
     `leaves`: the flat inputs of a call, from which the samples are taken. `verify`: compare outputs that are proven,
     too.
@@ -77,16 +100,21 @@ def study(program: Program, leaves: list[Any], *, verify: bool = True) -> Batchi
     proof = prove(program)
     if proof.verdict == "refuted":
         return _whole_only(program, leaves, flat, norms, obstacle or proof.why)
+    least = _least_rows(module)
+    if size < 2 * least:
+        return _whole_only(program, leaves, flat, norms, f"{norms[0]} has one value per channel in a sample")
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
-        return _without_values(program, leaves, flat, norms, proof, obstacle)
+        return replace(_without_values(program, leaves, flat, norms, proof, obstacle), least_rows=least)
     # (samples in the smaller part, samples in both). If a part of one sample fails, one of two samples may succeed.
-    attempts = [(1, min(size, 3))] + ([(2, min(size, 5))] if size >= 4 else [])
+    attempts = [(n, min(size, 2 * n + 1)) for n in (1, 2) if least <= n <= size // 2]
     proven = [_proven(program, index, output, proof, verify) for index, output in enumerate(flat)]
+    # Samples in reverse order are for comparisons: of two orders, a model that sorts them changes at least one.
+    orders = (False,) if all(proven) and not program.uncaptured else (False, True)
     for least_rows, rows in attempts:
         try:
             findings = [
                 _look(program, flat, probe(program, leaves, rows, reverse=reverse), rows, rows - least_rows, proven)
-                for reverse in (False, True)
+                for reverse in orders
             ]
             if program.uncaptured:  # nothing is known of its code: compare the example as it is, too
                 cuts = {c for c in (1, size // 4, size // 2, size - 1) if least_rows <= c <= size - least_rows}
@@ -131,7 +159,9 @@ def _without_values(
     devices studies the model again, with values.
     """
     rows = min(program.batch_size, 3)
-    whole, part = (observe(program.graph_module, _rows(program, leaves, 0, n)) for n in (rows, rows - 1))
+    whole, part = (
+        observe(program.graph_module, _rows(program, leaves, 0, n), program.device) for n in (rows, rows - 1)
+    )
     dims: dict[str, int | None] = {}
     for node, value in whole.items():
         changed = changed_dims(value, part[node])
@@ -161,9 +191,8 @@ def _rows(program: Program, leaves: list[Any], start: int, stop: int) -> list[An
 
 def _whole_only(program: Program, leaves: list[Any], flat: list[Any], norms: tuple[str, ...], why: str) -> Batching:
     """The Batching of a batch that must stay whole."""
-    seen = observe(program.graph_module, leaves)
+    storages = look(program.graph_module, leaves, device=program.device).storages
     combinations = tuple(OutputCombination("first" if isinstance(o, fx.Node) else "constant") for o in flat)
-    storages = {node.name: storages_of(value) for node, value in seen.items()}
     return Batching(combinations, why, norms, dict.fromkeys(storages), storages)
 
 
@@ -171,8 +200,9 @@ def _whole_only(program: Program, leaves: list[Any], flat: list[Any], norms: tup
 class _Finding:
     """What one run on a few samples showed."""
 
-    whole: Values
-    parts: list[Values]
+    calls: tuple[list[Any], ...]  # the flat inputs: all samples, and both parts
+    whole: Look
+    part: Look  # the first
     dims: dict[str, int | None]
     combinations: list[OutputCombination]
     obstacle: str
@@ -184,25 +214,29 @@ def _look(
 ) -> _Finding:
     """Run on all `rows` samples, on the first `first` of them and on the rest; compare outputs that are not proven."""
     module = program.graph_module
-    whole = observe(module, samples)
-    parts = [observe(module, _rows(program, samples, *ends)) for ends in ((0, first), (first, rows))]
+    calls = (samples, *(_rows(program, samples, *ends) for ends in ((0, first), (first, rows))))
+    outputs = [output for output in flat if isinstance(output, fx.Node)]
+    operands = [a for node in module.graph.nodes if uncaptured(node) is not None for a in node.all_input_nodes]
+    kept = (outputs + operands, outputs, outputs)
+    whole, *parts = (look(module, call, keep, program.device) for call, keep in zip(calls, kept, strict=True))
     dims: dict[str, int | None] = {}
     obstacle = ""
-    for node, value in whole.items():
-        changed = changed_dims(value, parts[0][node])
+    for node, value in whole.values.items():
+        changed = changed_dims(value, parts[0].values[node])
         dims[node.name] = changed[0] if len(changed) == 1 else None
         if len(changed) > 1 and not obstacle:
             obstacle = f"{describe(node)} relates samples to each other: its output has {len(changed)} batch dimensions"
     combinations = []
+    of_parts = [part.kept for part in parts]
     for index, output in enumerate(flat):
         weights = (float(first), float(rows - first))
         if index in program.weights:
             counted = flat[program.weights[index]]
-            weights = (float(parts[0][counted]), float(parts[1][counted]))
+            weights = (float(of_parts[0][counted]), float(of_parts[1][counted]))
         # The capture added counts of targets as outputs. They are sums, even if these samples suggest otherwise.
         known = OutputCombination("sum") if index >= program.n_outputs else proven[index]
-        combinations.append(known if known is not None else _classify(output, whole, parts, dims, weights))
-    return _Finding(whole, parts, dims, combinations, obstacle, (rows, first))
+        combinations.append(known if known is not None else _classify(output, whole.kept, of_parts, dims, weights))
+    return _Finding(calls, whole, parts[0], dims, combinations, obstacle, (rows, first))
 
 
 def _agreed(
@@ -211,7 +245,7 @@ def _agreed(
     """The Batching that all runs agree on."""
     one = findings[0]
     obstacle = next((f.obstacle for f in findings if f.obstacle), "") or _written_buffer(program)
-    obstacle = obstacle or _opaque_relation(program, findings[-1].whole)
+    obstacle = obstacle or _opaque_relation(program, findings[-1].whole.kept)
     combinations = []
     for index, output in enumerate(flat):
         combination = one.combinations[index]
@@ -224,22 +258,21 @@ def _agreed(
                 obstacle = obstacle or f"{describe(divided)} {DIVIDES}"
         if combination.combine == "mixed":
             finding = next((f for f in findings if f.combinations[index].combine == "mixed"), one)
-            culprit = _first_difference(finding.whole, finding.parts, finding.dims) or output
+            culprit = _first_difference(program, finding) or output
             obstacle = (
                 obstacle or f"{describe(culprit)} mixes samples: the output depends on which samples share a batch"
             )
         combinations.append(combination)
     shapes = {
-        node.name: TensorShape.fit(one.rows, (value, one.parts[0][node]))
-        for node, value in one.whole.items()
-        if isinstance(value, torch.Tensor) and value.dim() == one.parts[0][node].dim()
+        node.name: TensorShape.fit(one.rows, (value, one.part.values[node]))
+        for node, value in one.whole.values.items()
+        if isinstance(value, torch.Tensor) and value.dim() == one.part.values[node].dim()
     }
-    storages = {node.name: storages_of(value) for node, value in one.whole.items()}
-    return Batching(tuple(combinations), obstacle, norms, one.dims, storages, least_rows, shapes=shapes)
+    return Batching(tuple(combinations), obstacle, norms, one.dims, one.whole.storages, least_rows, shapes=shapes)
 
 
 def _proven(program: Program, index: int, output: Any, proof: Proof, verify: bool) -> OutputCombination | None:
-    """How a flat output is combined by the proof, if comparing it is not requested or not possible; else None.
+    """How a flat output is combined by the proof, unless it is to be verified and can be; else None.
 
     Outputs that depend on random numbers cannot be compared: the parts draw other numbers than the whole.
     """
@@ -258,7 +291,7 @@ def _draws(program: Program, output: fx.Node) -> bool:
 
 
 def _opaque_relation(program: Program, values: Values) -> str:
-    """The obstacle if an opaque operator relates samples to each other. `values`: of every node, for some samples."""
+    """The obstacle if an opaque operator relates samples to each other. `values`: of its operands, for some samples."""
     for node in program.graph.nodes:
         opaque = uncaptured(node)
         if opaque is not None and relates_samples(opaque, fx.map_arg(node.args, values.__getitem__)):
@@ -348,13 +381,13 @@ def _counts_values(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and any(re.search(r"\bu\d+", str(size)) for size in value.shape)
 
 
-def _first_difference(whole: Values, parts: list[Values], dims: dict[str, int | None]) -> fx.Node | None:
+def _first_difference(program: Program, finding: _Finding) -> fx.Node | None:
     """The first node whose value for the whole differs from the concatenated values for the parts."""
-    for node, value in whole.items():
-        dim = dims[node.name]
+    for node, (value, *parts) in in_lockstep(program.graph_module, finding.calls, program.device):
+        dim = finding.dims[node.name]
         if dim is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
-        joined = torch.cat([p[node] for p in parts], dim)
+        joined = torch.cat(parts, dim)
         if joined.shape != value.shape or not close(value, joined):
             return node
     return None

@@ -49,6 +49,24 @@ class Example:
         """The loss, if it runs in the last stage for every micro-batch."""
         return self.loss if self.loss_split is not None and self.loss_split.combine != "whole" else None
 
+    @property
+    def target_dims(self) -> tuple[int | None, ...]:
+        """Of every flat target leaf, the dimension that counts samples; none without a loss."""
+        return () if self.loss_split is None else self.loss_split.target_dims
+
+
+def resized(example: Example, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Example | None:
+    """The example for a call that differs in the number of samples alone; None where that needs a capture of its own.
+
+    It shares the captured graph, and what was studied of it.
+    """
+    bound = example.program.bind(args, kwargs)
+    if bound is None or not example.batching.splittable or bound[1] < example.batching.least_rows:
+        return None
+    leaves, batch = bound
+    program = replace(example.program, batch_size=batch)
+    return replace(example, program=program, args=args, kwargs=kwargs, leaves=leaves, target=target)
+
 
 def has_backward(model: nn.Module, program: Program, loss_fn: LossFunction | None) -> bool:
     """Whether a call made now would be followed by a backward."""
@@ -65,15 +83,19 @@ def examine(
     batch_dim: int | dict[str, int | None] | None,
     verify: bool,
     strict: bool = False,
+    device: torch.device | None = None,
 ) -> tuple[Program, Batching]:
     """Capture a call of `model` and study how its batch may be split. The model is unchanged afterwards.
 
-    The capture uses the caller's default dtype and device. Test runs of the graph depend neither on them nor on other
-    state of the calling thread. Raises CaptureError, InputError.
+    The capture uses the caller's default dtype and device, and takes all tensors to be on `device` (default: the
+    model's). Test runs of the graph depend neither on them nor on other state of the calling thread. Raises
+    CaptureError, InputError.
     """
     with untouched(model), neutral_state(device_types):
         ahead = any(p.is_meta for p in model.parameters())  # nothing will run, so equal layers need one trace
-        program = capture(model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead, strict=strict)
+        program = capture(
+            model, args, kwargs, batch_dim=batch_dim, trace_equal_layers_once=ahead, strict=strict, device=device
+        )
     return program, study_call(model, program, args, kwargs, device_types, verify=verify)
 
 
@@ -104,11 +126,13 @@ def capture_symbolic(
     *,
     batch_dim: int | dict[str, int | None] | None,
     open_sizes: frozenset[OpenSize],
+    device: torch.device | None = None,
 ) -> SymbolicProgram | None:
-    """Capture a call of `model` with symbols for `open_sizes`; None where no tracer can. The model is unchanged."""
+    """Capture a call of `model` with symbols for `open_sizes`; None where no tracer can. The model is unchanged.
+    `device`: as for `examine`."""
     with untouched(model), neutral_state(device_types):
         try:
-            program = capture(model, args, kwargs, batch_dim=batch_dim, open_sizes=open_sizes)
+            program = capture(model, args, kwargs, batch_dim=batch_dim, open_sizes=open_sizes, device=device)
         except CaptureError as error:
             log.info("capture with symbolic sizes failed, so every size is captured by itself: %s", error)
             return None
@@ -176,7 +200,7 @@ def capture_example(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     batch_dim: int | dict[str, int | None] | None = None,
-    verify: bool = True,
+    verify: bool = False,
     strict: bool = False,
 ) -> Example:
     """Capture a call of `model` for these devices. The model is unchanged. Raises CaptureError, InputError."""
@@ -200,7 +224,7 @@ def example_ahead(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     batch_dim: int | dict[str, int | None] | None = None,
-    verify: bool = True,
+    verify: bool = False,
     strict: bool = False,
 ) -> Example:
     """Capture a call of `model` for devices that are not here; parameters need no values.

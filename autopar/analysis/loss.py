@@ -22,7 +22,7 @@ import logging
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -32,6 +32,7 @@ from torch import fx, nn
 from autopar.analysis.batch_proof import OutputCombination, propagate
 from autopar.analysis.batching import Batching
 from autopar.analysis.loss_count import Count, count_of, counted_targets
+from autopar.analysis.loss_weights import Weights, shares_of
 from autopar.analysis.operators import is_random
 from autopar.analysis.rules.calls import size_of
 from autopar.analysis.rules.table import rule_name
@@ -63,20 +64,26 @@ class LossSplit:
 
     def weights(
         self, sizes: Sequence[int], inputs: Sequence[Sequence[Any]], targets: Sequence[Sequence[Any]]
-    ) -> list[float]:
+    ) -> Weights:
         """The weight of every micro-batch's loss. A weight of 0 means that the micro-batch has nothing to average.
+
+        Counts of targets on a GPU are tensors there: to read them, the host would have to wait for the GPU.
 
         Args:
             sizes: samples of each micro-batch. inputs, targets: flat leaves of each micro-batch.
         """
         if self.combine == "sum":
-            return [1.0] * len(sizes)
+            return (1.0,) * len(sizes)
         if self.count is None:
-            return [size / sum(sizes) for size in sizes]
+            return tuple(size / sum(sizes) for size in sizes)
         counts = [self.count.of(own, target) for own, target in zip(inputs, targets, strict=True)]
-        total = sum(counts)
-        # Nothing to average in the whole batch is 0 / 0 in the plain model, too: one micro-batch keeps that.
-        return [count / total for count in counts] if total else [1.0, *[0.0] * (len(sizes) - 1)]
+        # Nothing to average in the whole batch is 0 / 0 in the plain model, too. The micro-batches keep that.
+        return shares_of(counts)
+
+    @property
+    def guards_gradients(self) -> bool:
+        """Whether the gradient of a micro-batch that has nothing to average must be replaced by zeros."""
+        return self.count is not None and not self.count.keeps_zeros
 
 
 def study_loss(
@@ -102,6 +109,7 @@ def study_loss(
         outputs = _example_outputs(program, batching)
     except _Unknown as error:
         return LossSplit("whole", why=str(error))
+    outputs = _where_targets_are(outputs, leaves)
     reasons: list[str] = []
     free = [] if isinstance(target_dim, Sequence) else [i for i, dim in enumerate(dims) if dim is not None]
     for excluded in itertools.chain.from_iterable(
@@ -177,6 +185,18 @@ def _example_outputs(program: Program, batching: Batching) -> list[_Leaf]:
     return found
 
 
+def _where_targets_are(outputs: Sequence[_Leaf], targets: Sequence[Any]) -> list[_Leaf]:
+    """The outputs on the device of the targets: the last stage brings both together, wherever the model was captured.
+
+    Targets on several devices change nothing: what counts them could not be computed.
+    """
+    devices = {x.device for x in targets if isinstance(x, torch.Tensor)}
+    if len(devices) != 1:
+        return list(outputs)
+    (device,) = devices
+    return [leaf if leaf.shape is None else replace(leaf, device=device) for leaf in outputs]
+
+
 class _LossModule(nn.Module):
     """`loss_fn` over flat leaves: o000, o001, ... of the output and t000, t001, ... of the target."""
 
@@ -238,7 +258,7 @@ class _LossStudy:
         try:
             with warnings.catch_warnings(), neutral_state(self._device_types()):
                 warnings.simplefilter("ignore")
-                loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True)
+                loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True, device=self._place())
         except (CaptureError, InputError) as error:
             log.debug("loss_fn cannot be captured: %s", error)
             return self._whole("it cannot be captured as a graph")
@@ -283,6 +303,10 @@ class _LossStudy:
         finally:
             torch.set_rng_state(state)
 
+    def _place(self) -> torch.device | None:
+        """Where the loss runs: with the outputs, wherever the targets and the function's own tensors are."""
+        return next((leaf.device for leaf in self._outputs if leaf.device is not None), None)
+
     def _device_types(self) -> set[str]:
         return {leaf.device.type for leaf in self._outputs if leaf.device is not None} - {"meta"}
 
@@ -324,6 +348,7 @@ class _LossStudy:
         }
         leaves: dict[str, Any] = {}
         dims: dict[str, int | None] = {}
+        place = self._place()
         for i, leaf in enumerate(self._outputs):
             key = f"o{i:04}"
             leaves[key] = leaf.example(symbols)
@@ -331,11 +356,10 @@ class _LossStudy:
         for i, (value, dim) in enumerate(zip(self._targets, self._dims, strict=True)):
             key = f"t{i:04}"
             dims[key] = None if dim is None else dim % value.dim()
-            if dim is None:
-                leaves[key] = value
-            else:
+            if dim is not None:
                 at = torch.arange(rows, device=value.device) % value.shape[dim]
-                leaves[key] = value.detach().index_select(dim, at)
+                value = value.detach().index_select(dim, at)
+            leaves[key] = value.to(place) if isinstance(value, torch.Tensor) and place is not None else value
         return leaves, dims
 
     def _state(self, placeholder: fx.Node, key: str) -> State:

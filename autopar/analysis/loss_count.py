@@ -21,12 +21,15 @@ class Count:
 
     graph: fx.GraphModule  # (*leaves) -> a tensor with one element
     leaves: tuple[tuple[str, int], ...]  # ("target", flat index) or ("input", flat index of the model's inputs)
+    # Whether a mean over nothing turns a zero gradient into zeros, as cross-entropy does. A quotient makes it NaN.
+    keeps_zeros: bool = False
 
-    def of(self, inputs: Sequence[Any], targets: Sequence[Any]) -> float:
-        """The count of one micro-batch, from its flat model inputs and flat targets."""
+    def of(self, inputs: Sequence[Any], targets: Sequence[Any]) -> torch.Tensor:
+        """The count of one micro-batch, from its flat model inputs and flat targets, as float64 without dimensions."""
         flat = {"input": inputs, "target": targets}
         with torch.no_grad():
-            return float(self.graph(*(flat[where][index] for where, index in self.leaves)))
+            count: torch.Tensor = self.graph(*(flat[where][index] for where, index in self.leaves))
+            return count.double().reshape(())
 
 
 class _Slice:
@@ -66,7 +69,7 @@ class _Slice:
         plain = isinstance(node.target, torch._ops.OpOverload) or is_getitem(node)
         return node.op == "call_function" and plain and not is_random(node, self._module)
 
-    def finish(self, result: fx.Node) -> Count:
+    def finish(self, result: fx.Node, *, keeps_zeros: bool = False) -> Count:
         self.graph.output(result)
         # Placeholders were copied among other nodes, but come first in a graph.
         placeholders = self.graph.find_nodes(op="placeholder")
@@ -74,7 +77,7 @@ class _Slice:
         first = next(others)
         for node in placeholders:
             first.prepend(node)
-        return Count(fx.GraphModule(self._module, self.graph), tuple(self.leaves))
+        return Count(fx.GraphModule(self._module, self.graph), tuple(self.leaves), keeps_zeros)
 
 
 def count_of(module: fx.GraphModule, root: fx.Node, names: Mapping[str, tuple[str, int]]) -> Count | None:
@@ -101,4 +104,5 @@ def counted_targets(
         classes = part.graph.call_function(torch.ops.aten.mul.Tensor, (target, counted))
         weights = part.graph.call_function(torch.ops.aten.index.Tensor, (weight, [classes]))
         counted = part.graph.call_function(torch.ops.aten.mul.Tensor, (weights, counted))
-    return part.finish(part.graph.call_function(torch.ops.aten.sum.default, (counted,)))
+    total = part.graph.call_function(torch.ops.aten.sum.default, (counted,))
+    return part.finish(total, keeps_zeros=found.weight is None)

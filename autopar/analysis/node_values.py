@@ -1,12 +1,14 @@
 """The value of every node when a captured graph runs on a few samples. The model is unchanged.
 
-Buffers are copied, dropout is off, and batch norm uses its running statistics.
+Buffers are copied, dropout is off, and batch norm uses its running statistics. `observe` keeps all values. `look` keeps
+their sizes, and only the values that are asked for, so that it takes the memory of a forward pass without gradients.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import fx, nn
 from autopar.capture.cleanup import aten
 from autopar.capture.program import Program
 from autopar.capture.uncaptured import Uncaptured
-from cost_models.graphs import storage_key
+from cost_models.graphs import StorageNumbers, on_meta, storage_key
 
 _BATCH_NORM = {aten.batch_norm.default}
 DROPOUT = {
@@ -54,12 +56,12 @@ def probe(program: Program, leaves: list[Any], rows: int, *, reverse: bool) -> l
         if x.is_floating_point() and x.numel():
             flat = x.flatten()[torch.randperm(x.numel(), generator=generator).to(x.device)]
             if bool((flat == flat[0]).all()):
-                flat = flat + torch.rand(flat.shape, generator=generator).to(flat)
+                flat = flat + torch.rand(flat.shape, generator=generator, device="cpu").to(flat)
             x = flat.view(x.shape)
-            scale = torch.linspace(1, 3, rows, dtype=torch.float64).to(x)
+            scale = torch.linspace(1, 3, rows, dtype=torch.float64, device="cpu").to(x)
             x = x * scale.view([-1 if d == spec.batch_dim else 1 for d in range(x.dim())])
         elif spec.name in sizes and bool((x == x.narrow(spec.batch_dim, 0, 1)).all()):
-            x = torch.randint(sizes[spec.name], x.shape, generator=generator).to(x)
+            x = torch.randint(sizes[spec.name], x.shape, generator=generator, device="cpu").to(x)
         result.append(x.flip(spec.batch_dim) if reverse else x)
     return result
 
@@ -97,30 +99,89 @@ def changed_dims(a: Any, b: Any) -> list[int]:
     return [d for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
 
 
-def storages_of(value: Any) -> frozenset[int]:
+def storages_of(value: Any, key: Callable[[torch.Tensor], int] = storage_key) -> frozenset[int]:
     """Keys of the storages of all tensors in a value."""
     if isinstance(value, torch.Tensor):
-        return frozenset((storage_key(value),)) if value.numel() else frozenset()
+        return frozenset((key(value),)) if value.numel() else frozenset()
     if isinstance(value, (tuple, list)):
-        return frozenset().union(*map(storages_of, value))
+        return frozenset().union(*(storages_of(item, key) for item in value))
     return frozenset()
 
 
-def observe(module: fx.GraphModule, leaves: list[Any]) -> dict[fx.Node, Any]:
+def observe(module: fx.GraphModule, leaves: list[Any], device: torch.device | None = None) -> dict[fx.Node, Any]:
     """The value of every node. A value that a later node overwrites is shown after the write.
 
+    `device`: of all values; tensors from elsewhere are copied to it (default: they stay, and must be on one device).
     An exception has the failing node as its attribute `autopar_node`.
     """
-    observer = _Observer(module)
+    observer = _Observer(module, device)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         observer.run(*leaves)
     return observer.seen
 
 
+@dataclass(frozen=True)
+class Look:
+    """What one run on a few samples looked like."""
+
+    values: dict[fx.Node, Any]  # of every node; tensors on the meta device, with their sizes, strides and dtypes
+    storages: dict[str, frozenset[int]]  # node name -> numbers of the storages that its tensors live in
+    kept: dict[fx.Node, Any]  # the values themselves of the nodes that were asked for
+
+
+def look(
+    module: fx.GraphModule, leaves: list[Any], keep: Collection[fx.Node] = (), device: torch.device | None = None
+) -> Look:
+    """Run the graph and free every value after its last use, except those of `keep`. `device`: as for `observe`, and
+    raises like it."""
+    wanted, numbers = set(keep), StorageNumbers()
+    found = Look({}, {}, {})
+    for node, value in _steps(module, leaves, device):
+        found.values[node] = tuple(map(on_meta, value)) if isinstance(value, (tuple, list)) else on_meta(value)
+        found.storages[node.name] = storages_of(value, numbers.of)
+        if node in wanted:
+            found.kept[node] = value
+    return found
+
+
+def in_lockstep(
+    module: fx.GraphModule, calls: Sequence[list[Any]], device: torch.device | None = None
+) -> Iterator[tuple[fx.Node, list[Any]]]:
+    """Every node with its values in several runs, one per call, that go on node by node; values are freed as in
+    `look`."""
+    for steps in zip(*(_steps(module, leaves, device) for leaves in calls), strict=True):
+        yield steps[0][0], [value for _, value in steps]
+
+
+def _steps(module: fx.GraphModule, leaves: list[Any], device: torch.device | None) -> Iterator[tuple[fx.Node, Any]]:
+    """Every node but the output with its value, which is freed after its last use. Each run draws the same random
+    numbers, whatever happens between its steps."""
+    observer = _Observer(module, device, free=True)
+    observer.args_iter = iter(leaves)
+    random = torch.get_rng_state()
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(random)
+            value = observer.run_node(node)
+            random = torch.get_rng_state()
+        observer.seen.clear()
+        if node.users:
+            observer.env[node] = value
+        yield node, value
+        del value
+        for last in observer.user_to_last_uses.get(node, []):
+            del observer.env[last]
+
+
 class _Observer(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
+    def __init__(self, module: fx.GraphModule, device: torch.device | None, *, free: bool = False) -> None:
+        """`device`: of all values; None: where they are. `free`: know the last use of every value."""
+        super().__init__(module, garbage_collect_values=free)
         self.seen: dict[fx.Node, Any] = {}
+        self._device = device
+        self._moved: dict[int, torch.Tensor] = {}  # copies of parameters from other devices, by id: tied ones share one
 
     def run_node(self, n: fx.Node) -> Any:
         try:
@@ -135,12 +196,22 @@ class _Observer(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        trained = isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor)
-        return value if trained else value.clone()
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not isinstance(value, nn.Parameter):
+            return self._here(value, copy=True)
+        if id(value) not in self._moved:
+            self._moved[id(value)] = self._here(value)
+        return self._moved[id(value)]
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().placeholder(target, args, kwargs)
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+        return self._here(value.detach(), copy=True) if isinstance(value, torch.Tensor) else value
+
+    def _here(self, value: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """A model may be spread over devices, and its inputs elsewhere. What has no values stays."""
+        device = value.device if self._device is None or value.is_meta else self._device
+        return value.to(device, copy=copy)
 
     def call_function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # type: ignore[override]
         if isinstance(target, Uncaptured):
@@ -159,8 +230,11 @@ class _Observer(fx.Interpreter):
         child = self.fetch_attr(target)
         if child.training and any(m.training for m in child.modules()):
             child = copy.deepcopy(child).eval()
-            return child(*args, **kwargs)
-        return super().call_module(target, args, kwargs)
+        elif self._device in (None, *(t.device for t in [*child.parameters(), *child.buffers()])):
+            return super().call_module(target, args, kwargs)
+        else:
+            child = copy.deepcopy(child)
+        return child.to(self._device)(*args, **kwargs)
 
 
 def _with_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:

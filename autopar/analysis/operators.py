@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.cleanup import call_with_autocast
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program, is_getitem, module_path
 from autopar.capture.uncaptured import uncaptured
@@ -244,7 +245,8 @@ def _differentiable(node: fx.Node) -> bool:
 
 
 def move_constants(nodes: Iterable[fx.Node], captured: torch.device, device: torch.device) -> None:
-    """Let operators that name the device of the capture (arange, zeros, to) name `device` instead."""
+    """Let operators that name the device of the capture (arange, zeros, to) name `device` instead, and blocks under
+    autocast its type: elsewhere, autocast of the capture's type would change nothing."""
     if device == captured:
         return
 
@@ -257,6 +259,8 @@ def move_constants(nodes: Iterable[fx.Node], captured: torch.device, device: tor
 
     for node in nodes:
         node.args = tuple(moved(a) for a in node.args)
+        if node.target is call_with_autocast and node.args[0] == captured.type:
+            node.args = (device.type, *node.args[1:])
         node.kwargs = {k: moved(v) for k, v in node.kwargs.items()}
 
 
@@ -272,12 +276,6 @@ def on_device(module: fx.GraphModule, captured: torch.device, device: torch.devi
         if isinstance(child, fx.GraphModule):
             setattr(moved, name, on_device(child, captured, device))
     return moved
-
-
-def captured_device(program: Program) -> torch.device:
-    """The device of the model's tensors at capture."""
-    module = program.graph_module
-    return next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
 
 
 def unrepeatable_nodes(graph: fx.Graph) -> list[fx.Node]:

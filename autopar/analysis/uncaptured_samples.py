@@ -32,7 +32,7 @@ def relates_samples(operator: Uncaptured, operands: Sequence[Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     for _ in range(_VARIATIONS):
         changed = _varied(operands, dims, rows, generator)
-        cut = int(torch.randint(1, rows, (), generator=generator))
+        cut = int(torch.randint(1, rows, (), generator=generator, device="cpu"))
         try:
             whole, first, second = (
                 operator.observed(*_narrowed(changed, dims, start, stop))
@@ -61,8 +61,8 @@ def _batch_dim(sizes: Sequence[Size]) -> int | None:
 def _varied(operands: Sequence[Any], dims: Sequence[int | None], rows: int, generator: torch.Generator) -> list[Any]:
     """The operands, with their samples in another order, and floating-point samples scaled by different numbers."""
     order = torch.randperm(rows, generator=generator)
-    signs = torch.randint(0, 2, (rows,), generator=generator) * 2 - 1
-    scales = signs * torch.exp(2 * torch.randn(rows, generator=generator))
+    signs = torch.randint(0, 2, (rows,), generator=generator, device="cpu") * 2 - 1
+    scales = signs * torch.exp(2 * torch.randn(rows, generator=generator, device="cpu"))
     varied = list(operands)
     for place, dim in enumerate(dims):
         if dim is None:

@@ -25,6 +25,7 @@ from autopar.capture import module_hooks, shard_regions, torch_private
 from autopar.capture.call_inputs import find_batch, refuse_packed_sequences
 from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace, warn_of_assignments, warn_of_out_arguments
+from autopar.capture.layers import repeated_layers
 from autopar.capture.module_state import Attributes, Generators
 from autopar.capture.rehearsal import WRITES_INPUT
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
@@ -81,8 +82,10 @@ class Program:
     guards: Callable[..., Any]  # raises AssertionError for flat inputs that the model treats by other code
     n_outputs: int  # number of flat outputs of the model; the graph returns the counts of `weights` after them
     weights: dict[int, int]  # flat output that is a mean -> flat output with the number of elements averaged
+    device: torch.device  # of the graph's constants: where all tensors were for the model's code at capture
     shard_calls: tuple[shard_regions.ShardCall, ...] = ()  # calls with a shard hint
     uncaptured: tuple[str, ...] = ()  # what runs as opaque operators, and why, for messages
+    layers: tuple[str, ...] = ()  # paths of the modules that the model repeats (`layers.repeated_layers`)
 
     @property
     def graph(self) -> fx.Graph:
@@ -184,6 +187,7 @@ def capture(
     trace_equal_layers_once: bool = False,
     open_sizes: Collection[OpenSize] = (),
     strict: bool = False,
+    device: torch.device | None = None,
 ) -> Program:
     """Capture `model` in its current mode (training or evaluation) for inputs like `args`, `kwargs`.
 
@@ -197,6 +201,7 @@ def capture(
         open_sizes: sizes and Python ints, beside the batch, that become symbols where the model allows it. Such a
             program is specialised before use (`open_sizes.SymbolicProgram`).
         strict: raise CaptureError for a part that no tracer can capture, instead of running it as an opaque operator.
+        device: where all tensors are for the model's code, wherever they are (default: `common_device`).
 
     Raises:
         CaptureError: no tracer can capture the model, and the rest cannot run uncaptured (or must not: `strict`).
@@ -208,10 +213,13 @@ def capture(
     leaves, in_spec = torch_private.tree_flatten((args, kwargs))
     dims, batch = find_batch(model, args, kwargs, leaves, batch_dim)
     call = _Call(model, args, kwargs, in_spec, dims, batch, frozenset(open_sizes))
-    if open_sizes:
-        found = _traced(call, Opaque(), trace_equal_layers_once)
-    else:
-        found = _traced_with_opaque_parts(call, trace_equal_layers_once, strict)
+    home = common_device(model, leaves) if device is None else device
+    places = {tensor.device for tensor in [*_tensors_of(model), *leaves] if isinstance(tensor, torch.Tensor)}
+    with contextlib.nullcontext() if places <= {home} and device is None else torch_private.fakes_on(home):
+        if open_sizes:
+            found = _traced(call, Opaque(), trace_equal_layers_once)
+        else:
+            found = _traced_with_opaque_parts(call, trace_equal_layers_once, strict)
     traced, module = found.traced, found.module
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     paths = torch_private.tree_paths((args, kwargs))
@@ -230,7 +238,24 @@ def capture(
         weights={o: n_outputs + i for i, o in enumerate(module.graph.output_node().meta.get("weighted", ()))},
         shard_calls=found.shard_calls,
         uncaptured=_uncaptured_parts(module, found.opaque),
+        layers=repeated_layers(model),
+        device=home,
     )
+
+
+def common_device(model: nn.Module, leaves: Sequence[Any] = ()) -> torch.device:
+    """The device of the model's parameters and buffers; of its flat inputs `leaves` where it has none.
+
+    The CPU if they are on several devices, as those of a pipelined model are: code that names no device means the CPU.
+    """
+    places = {tensor.device for tensor in _tensors_of(model)} or {
+        leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)
+    }
+    return places.pop() if len(places) == 1 else torch.device("cpu")
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 @dataclass(frozen=True)

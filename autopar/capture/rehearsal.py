@@ -169,7 +169,7 @@ def _varied(leaf: Any, dim: int | None) -> Any:
     x = leaf.detach().flip(dim)
     if not x.is_floating_point():
         return x
-    signs = torch.tensor([1 - 2 * (i % 2) for i in range(x.shape[dim])]).to(x)
+    signs = torch.tensor([1 - 2 * (i % 2) for i in range(x.shape[dim])], device="cpu").to(x)
     return x * signs.view([-1 if d == dim else 1 for d in range(x.dim())])
 
 

@@ -39,11 +39,18 @@ class CallerState:
         )
 
     @contextlib.contextmanager
-    def applied(self, device: torch.device) -> Iterator[None]:
-        """Apply the settings in a worker's thread that uses `device`."""
+    def on_streams(self) -> Iterator[None]:
+        """Inside, this thread queues kernels on the caller's streams."""
         with contextlib.ExitStack() as stack:
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    @contextlib.contextmanager
+    def applied(self, device: torch.device) -> Iterator[None]:
+        """Apply the settings in a worker's thread that uses `device`."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.on_streams())
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
             if self.default_device is not None:

@@ -12,6 +12,7 @@ import importlib
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 from torch import nn
 from torch._export.passes import _node_metadata_hook
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.meta_utils import MetaConverter
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree
 
 # torch.export describes nested inputs and outputs by these trees; torch has no public module for them.
@@ -42,6 +45,29 @@ def tree_paths(tree: Any) -> list[str]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether `tensor` was created under a FakeTensorMode (public only for code that creates the mode itself)."""
     return isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager
+def fakes_on(place: torch.device) -> Iterator[None]:
+    """Inside, in this thread, the fake copies that a tracer makes of real tensors are on `place`, whatever the device
+    of the original. The originals stay where they are.
+
+    torch.export takes the devices of a model as they are, and refuses a model or a call that is on several.
+    """
+    original = MetaConverter.__call__
+    thread = threading.get_ident()
+
+    def convert(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        callback = kwargs.get("callback")
+        if callback is not None and threading.get_ident() == thread:
+            kwargs["callback"] = lambda make_meta, device=None: callback(make_meta, device=place)
+        return original(self, tensor, *args, **kwargs)
+
+    MetaConverter.__call__ = convert  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        MetaConverter.__call__ = original  # type: ignore[method-assign]
 
 
 def symbol_of(size: Any) -> sympy.Symbol | None:
@@ -94,6 +120,11 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread (no public query exists)."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
 FunctionCall = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -126,14 +157,30 @@ def refresh_flat_weights(modules: Sequence[nn.Module]) -> None:
             module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
 
 
-def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], keep_graph: bool) -> None:
-    """torch.autograd.backward without its checks of `gradients`, which cost as much as a small operator's backward.
+def run_backward(
+    roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], keep_graph: bool
+) -> None:
+    """torch.autograd.backward without its checks of `gradients`, which cost as much as a small operator's backward, and
+    without carrying context variables over to autograd's own threads, which workers do not use.
 
     `gradients`: of the same shapes as `roots`.
     """
-    torch.autograd.graph._engine_run_backward(
+    torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots), tuple(gradients), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def run_gradients(
+    roots: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    keep_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """torch.autograd.grad(allow_unused=True), without what `run_backward` leaves out, too."""
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def profiler_is_on() -> bool:
@@ -198,6 +245,44 @@ def compile_for_threads(function: Callable[..., Any], backend: str) -> Callable[
     torch._dynamo.config.error_on_nested_fx_trace = False
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)
     return compiled
+
+
+class _CompileClock:
+    """Seconds in which torch.compile has compiled anything in this process, backwards included."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._started: float | None = None
+
+    def listen(self) -> None:
+        """torch.compiler.reset() forgets all listeners."""
+        handler = torch._dynamo.callback.callback_handler
+        if self._start not in handler.start_callbacks:
+            handler.register_start_callback(self._start)
+            handler.register_end_callback(self._end)
+
+    @property
+    def seconds(self) -> float:
+        started = self._started
+        return self._before + (0.0 if started is None else time.perf_counter() - started)
+
+    def _start(self, *_: Any) -> None:
+        self._started = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self._before, self._started = self.seconds, None
+
+
+_compile_clock = _CompileClock()
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent compiling since the first call of this function (torch has no public query).
+
+    A backward is compiled when it first runs, so that calls of compiled functions do not show it.
+    """
+    _compile_clock.listen()
+    return _compile_clock.seconds
 
 
 def inside_function_transform() -> bool:

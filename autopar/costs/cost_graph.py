@@ -6,15 +6,18 @@ number of busy devices and on the micro-batch size; they lie in cost tables.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import networkx as nx
 import torch
 from torch import fx
 
+from autopar.analysis.attention import attention_cores
 from autopar.analysis.batching import Batching
+from autopar.analysis.blocks import Blocks
 from autopar.analysis.operators import (
     compute_nodes,
     fused_groups,
@@ -31,7 +34,10 @@ from autopar.costs.cost_table import CostSource, CostTable, Progress
 from autopar.costs.device_group import DeviceGroup, StageConfiguration
 from autopar.costs.operator_cost import OperatorCost, Weight, operator_costs
 from autopar.costs.recipe import USUAL, Recipe
+from autopar.costs.shard_costs import ShardCosts
+from autopar.costs.step_rehearsal import StepRehearsal
 from cost_models import Cluster, Device, Link
+from cost_models.collectives.overlap import OVERLAP_AT_HAND, Overlap
 from cost_models.graphs import get_attribute, storage_key
 from cost_models.memory.graph_bytes import GraphBytes
 
@@ -48,11 +54,24 @@ class CostGraph:
     links: Mapping[tuple[str, str], Link]  # (from, to), names of devices
     accumulate: float  # s per byte: adding one gradient to another in place
     cluster: Cluster | None = None  # over whose networks replicas reduce their gradients; None: within one process
-    meshes: tuple[tuple[str, ...], ...] = ()  # names of the devices of each mesh; none if devices work alone
-    configurations: tuple[StageConfiguration, ...] = ()  # of the meshes; the search picks one for each stage
+    configurations: tuple[StageConfiguration, ...] = ()  # of meshes of any width; the search picks one for each stage
+    alone: bool = True  # stages may run on single devices, too
     cores: int | None = None  # CPU cores that the devices share; None: every device has hardware of its own
     recipe: Recipe | None = None  # how a step is run on devices that are not at hand; None: measured
     notes: tuple[str, ...] = ()  # what a plan has to say about the seconds
+    shards: ShardCosts | None = None  # of meshes of devices at hand; None: no mesh is priced there
+    # Tells what a plan's devices hold; None: only the formula of the search does.
+    rehearsal: StepRehearsal | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def mesh_cluster(self) -> Cluster | None:
+        """The devices whose links and collectives price meshes; None: no mesh is priced."""
+        return self.cluster if self.shards is None else self.shards.cluster
+
+    @property
+    def overlap(self) -> Overlap:
+        """What runs behind computing."""
+        return OVERLAP_AT_HAND if self.recipe is None else self.recipe.overlap
 
     @cached_property
     def operators(self) -> Mapping[str, OperatorCost]:
@@ -61,12 +80,13 @@ class CostGraph:
 
     @cached_property
     def groups(self) -> tuple[DeviceGroup, ...]:
-        """What may run a micro-batch of a stage: the meshes, or every device alone."""
-        together = self.meshes or tuple((device.name,) for device in self.devices)
-        return tuple(
-            DeviceGroup(names, self._device_of[names[0]].kind, min(self._device_of[name].memory for name in names))
-            for names in together
-        )
+        """Every device alone."""
+        return tuple(self.group((device.name,)) for device in self.devices)
+
+    def group(self, names: tuple[str, ...]) -> DeviceGroup:
+        """The devices of these names as one: a mesh, or a device alone."""
+        devices = [self._device_of[name] for name in names]
+        return DeviceGroup(names, devices[0].kind, min(device.memory for device in devices))
 
     @cached_property
     def one_link(self) -> Link | None:
@@ -100,7 +120,8 @@ class CostGraph:
         """The table of a stage configuration, or of a device kind for `workers` busy siblings: measured at that number,
         or else at the nearest one. Workers beyond the number of cores share them in turns."""
         if name in self.configuration:
-            return self.configuration[name].table
+            share, table = self.crowding(workers), self.configuration[name].table
+            return table.slower(share, workers) if share > 1 else table
         mine = [t for t in self.tables if t.kind == name]
         nearest = min(mine, key=lambda t: (abs(t.workers - workers), -t.workers))
         share = self.crowding(workers) / self.crowding(nearest.workers)
@@ -161,6 +182,9 @@ def _annotate(
     keys = operator_keys(program)
     free, grad, shares = replicable_nodes(program), requires_grad_nodes(program.graph_module), weight_shares(program)
     unrepeatable = set(unrepeatable_nodes(program.graph))
+    cores = attention_cores(program.graph)
+    core_of = {node: number for number, core in enumerate(cores) for node in core}
+    block_of = Blocks(program, batching.storages).of if program.training else {}
     scale = batch / counted.rows
     for position, node in enumerate(compute_nodes(program.graph)):
         # The batch may be hidden in a tuple, in a dimension that does not lead: assume then that the bytes grow.
@@ -181,6 +205,10 @@ def _annotate(
             allocated_bytes=counted.fresh[node.name] * factor,
             saved={storage: nbytes * scale for storage, nbytes in counted.saved[node.name]},
             parameters=_parameters(module, node, recipe),
+            core=core_of.get(node),
+            rebuilt=_rebuilt(node, counted, cores[core_of[node]]) if node in core_of else frozenset(),
+            block=block_of.get(node),
+            results={storage: nbytes * factor for storage, nbytes in counted.results.get(node.name, {}).items()},
             saved_places=dict(zip(dict(counted.saved[node.name]), counted.places[node.name], strict=True)),
         )
         graph.add_node(node.name, cost=cost)
@@ -191,6 +219,22 @@ def _annotate(
     graph.graph["order"] = [(a.name, b.name) for a, b in write_order(program, batching.storages)]
     output_node = program.graph.output_node()
     graph.graph["outputs"] = [n.name for n in output_node.all_input_nodes if n.name in graph]
+
+
+def _rebuilt(node: fx.Node, counted: GraphBytes, core: frozenset[fx.Node]) -> frozenset[int]:
+    """Storages that `node` keeps for its backward and that `core` has made.
+
+    A product may keep a copy of an operand in another order of its dimensions. Where the core runs again, the operand
+    itself is kept in its place.
+    """
+    operands, found = node.all_input_nodes, set()
+    copied = Counter(counted.output.get(operand.name, 0) for operand in operands if operand not in core)
+    for (storage, nbytes), place in zip(counted.saved[node.name], counted.places[node.name], strict=True):
+        if place is None and copied[nbytes]:
+            copied[nbytes] -= 1
+        elif place is None or place < 0 or operands[place] in core:
+            found.add(storage)
+    return frozenset(found)
 
 
 def _parameters(module: fx.GraphModule, node: fx.Node, recipe: Recipe) -> dict[str, Weight]:

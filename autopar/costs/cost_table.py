@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,14 @@ def SILENT(what: str, done: float) -> None:
     """A progress callback that shows nothing."""
 
 
+class Seconds(NamedTuple):
+    """Of all operators for one micro-batch."""
+
+    forward: np.ndarray  # [nodes]
+    backward: np.ndarray  # [nodes]
+    loss: np.ndarray  # [2] forward and backward
+
+
 @dataclass(frozen=True)
 class HostTimes:
     """Seconds in which the host launches the kernels of operators, whatever the size of the micro-batch.
@@ -34,6 +43,22 @@ class HostTimes:
     backward: np.ndarray  # [nodes] s
     loss: tuple[float, float]  # s, forward and backward
     start: float = 0.0  # s at the start of each pass of a stage
+
+
+@dataclass(frozen=True)
+class OverlappedTimes:
+    """Seconds of collectives that a mesh does behind kernels, and of those that share the network with them.
+
+    What gradients and parameters take once a step is not in `CostTable.once`. The slowdown of kernels by what is hidden
+    for every micro-batch is in their seconds.
+    """
+
+    network: tuple[np.ndarray, np.ndarray]  # [nodes] s of all collectives of a forward, and of a backward
+    hidden: tuple[np.ndarray, np.ndarray]  # [nodes] s of those that run behind kernels
+    gradients: np.ndarray  # [nodes] s once a step, behind the last backward
+    parameters: np.ndarray  # [nodes] s once a step, behind the first forward
+    bucket: float  # s of a bucket of either
+    weight: np.ndarray  # [nodes] s of the backward's `network` for gradients of parameters
 
 
 @dataclass(frozen=True)
@@ -53,9 +78,14 @@ class CostTable:
     loss: np.ndarray  # [rows, 2] s, forward and backward
     once: np.ndarray | None = None  # [nodes] s once a step, however many micro-batches; None: nothing
     host: HostTimes | None = None  # of the launches; None: the times above contain them
+    overlapped: OverlappedTimes | None = None  # None: no collective runs behind kernels
     # [2, nodes] fractions of their kernels' seconds, forward and backward, that operators take as part of fused
     # kernels; `forward` and `backward` are already those. None: nothing is fused.
     fused: np.ndarray | None = None
+    # [nodes] s of `backward` that compute gradients of parameters, at the only size; None: the operators' shares of it.
+    weight: np.ndarray | None = None
+    # By a number of samples that is not among `rows`: forward [nodes], backward [nodes], loss [2]. None: interpolate.
+    estimate: Callable[[int], Seconds] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):
@@ -64,17 +94,49 @@ class CostTable:
     def slower(self, factor: float, workers: int) -> CostTable:
         """The table of devices that are slower by `factor`, because `workers` of them share their hardware."""
         forward, backward, loss = (factor * array for array in (self.forward, self.backward, self.loss))
+        assert self.estimate is None, "estimated devices share no hardware"
         return CostTable(
-            self.kind, workers, self.nodes, self.rows, forward, backward, loss, self.once, self.host, self.fused
+            self.kind,
+            workers,
+            self.nodes,
+            self.rows,
+            forward,
+            backward,
+            loss,
+            self.once,
+            self.host,
+            self.overlapped,
+            self.fused,
+            None if self.weight is None else factor * self.weight,
         )
 
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
         """(forward [nodes], backward [nodes], loss) at a micro-batch of `rows` samples.
 
-        Linear between the measured sizes, and beyond them along the nearest two; never below zero.
+        Linear between the sizes that are known or can be estimated, and beyond them along the nearest two; never below
+        zero.
         """
+        if self.estimate is not None and not (len(self.rows) == 1 and rows == self.rows[0]):
+            return self._estimated(rows)
         forward, backward, loss = (_interpolate(self.rows, a, rows) for a in (self.forward, self.backward, self.loss))
         return forward, backward, (float(loss[0]), float(loss[1]))
+
+    def _estimated(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
+        """Exact for a whole number of samples; a mean size lies between the next smaller and larger ones."""
+        below = max(1, math.floor(rows))
+        weight = rows - below
+        found = self._exactly(below)
+        if weight:
+            pairs = zip(found, self._exactly(below + 1), strict=True)
+            found = Seconds(*(np.maximum(low * (1 - weight) + high * weight, 0.0) for low, high in pairs))
+        return found.forward, found.backward, (float(found.loss[0]), float(found.loss[1]))
+
+    def _exactly(self, rows: int) -> Seconds:
+        if rows in self.rows:
+            at = self.rows.index(rows)
+            return Seconds(self.forward[at], self.backward[at], self.loss[at])
+        assert self.estimate is not None, "only called for tables that can estimate"
+        return self.estimate(rows)
 
 
 class CostSource(Protocol):

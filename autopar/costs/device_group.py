@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
-
 from autopar.costs.cost_table import CostTable
+from autopar.costs.operator_cost import OperatorCost
 from autopar.sharding.stage_sharding import StageSharding
 
 
@@ -40,7 +39,12 @@ class StageConfiguration(ABC):
     kind: str  # device kind
     n_microbatches: int  # its costs are for the batch divided into this many
     table: CostTable  # s per operator, collectives included, at the one micro-batch size; and once a step
-    graph: nx.DiGraph  # like `CostGraph.graph`, with the bytes of each device
+    operators: Mapping[str, OperatorCost]  # like `CostGraph.operators`, with the bytes of each device
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Devices of the mesh."""
 
     @abstractmethod
     def sharding(self, nodes: Sequence[str]) -> StageSharding:

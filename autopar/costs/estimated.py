@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,20 +15,21 @@ from torch import fx
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
 from autopar.analysis.node_values import observe
-from autopar.analysis.operators import captured_device, compute_nodes, on_device, requires_grad_nodes
+from autopar.analysis.operators import compute_nodes, on_device, requires_grad_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program, describe
 from autopar.capture.repeated_layers.fold import fold
 from autopar.capture.uncaptured import uncaptured
 from autopar.costs import cost_graph
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import SILENT, Calls, CostTable, HostTimes, Progress
+from autopar.costs.cost_table import SILENT, Calls, CostTable, HostTimes, Progress, Seconds
 from autopar.costs.fusion import Fusion
 from autopar.costs.recipe import USUAL, Recipe
+from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.errors import InputError
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Cluster, Link
-from cost_models.graphs import on_meta, private_copy, tensors_in
+from cost_models.graphs import get_attribute, on_meta, private_copy, tensors_in
 from cost_models.hardware.device_specs import DeviceSpec, efficiency_of, rates_of
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
 from cost_models.kernels.roofline import price
@@ -37,11 +39,27 @@ from cost_models.memory.training_memory import usable_memory
 META = torch.device("meta")
 
 
+class _Estimate(NamedTuple):
+    """Of one size of the micro-batch on one kind of device."""
+
+    seconds: Seconds
+    host: HostTimes | None  # see `CostTable`
+    fused: np.ndarray | None  # see `CostTable`
+
+
+class KnownEstimates(NamedTuple):
+    """What was estimated of one captured program under one recipe: other batches and clusters need no more."""
+
+    seconds: dict[tuple[int, tuple[DeviceSpec, ...]], Mapping[str, _Estimate]]  # by samples and kinds of devices
+    nbytes: dict[tuple[int, str], GraphBytes]  # by samples and type of the devices
+
+
 class Estimated:
     """Costs of a program on any cluster (a `CostSource`).
 
-    `leaves`: flat inputs of an example call, on any device. `n_microbatches`: estimate this division of the batch only.
-    `recipe`: how a step is run; the times of kernels are without their launches where these are times of the host.
+    `leaves`: flat inputs of an example call, on any device. `n_microbatches`: the division of the batch to estimate
+    first; others are estimated when they are needed, in the context `apart`. `recipe`: how a step is run; the times of
+    kernels are without their launches where these are times of the host.
     """
 
     def __init__(
@@ -57,8 +75,12 @@ class Estimated:
         target_dims: tuple[int | None, ...] = (),
         n_microbatches: int | None = None,
         recipe: Recipe = USUAL,
+        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
+        known: KnownEstimates | None = None,
     ) -> None:
         self.cluster, self.recipe = cluster, recipe
+        self._known = known or KnownEstimates({}, {})
+        self._apart = apart
         self.cores = None
         types = {spec.name: spec.device_type for spec in cluster.node}
         self.devices = tuple(replace(d, memory=usable_memory(d.memory, types[d.kind])) for d in cluster.devices)
@@ -66,45 +88,81 @@ class Estimated:
         self._calls = Calls(
             program, [on_meta(x) for x in leaves], loss_fn, torch_private.tree_map(on_meta, target), target_dims
         )
-        self._module = on_device(program.graph_module, captured_device(program), META)
+        self._module = on_device(program.graph_module, program.device, META)
         self._n_microbatches = n_microbatches
         self._check_opaque_operators()
         self._folded = fold(self._module)  # equal layers cost the same
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
+        """Of some sizes; any other is estimated when it is needed, so that a plan has one price whatever was asked."""
         sizes = self._sizes()
-        nodes = compute_nodes(self._module.graph)
-        kinds = self.cluster.specs
-        forward, backward = (np.zeros((len(kinds), len(sizes), len(nodes))) for _ in range(2))
-        loss = np.zeros((len(kinds), len(sizes), 2))
-        fusion = Fusion(self._module, self._folded, self._graded) if self.recipe.fuses else None
-        fused: list[np.ndarray | None] = [None] * len(kinds)
+        found: list[Mapping[str, _Estimate]] = []
         for row, rows in enumerate(sizes):
             progress(f"estimating {rows} samples", row / len(sizes))
-            inputs = self._calls.inputs(rows)
-            work = count(self._folded.module, rows, training=self._training, inputs=inputs)
-            of_loss = self._loss(rows)
-            if fusion is not None:
-                fusion.look_at(work, inputs)
-            for place, spec in enumerate(kinds.values()):
-                rates, efficiency = rates_of(spec, self.recipe.host(spec)), efficiency_of(spec)
-                priced = {name: price(each, rates, efficiency) for name, each in work.items()}
-                costs = [priced[self._folded.kept(node.name)] for node in nodes]
-                forward[place, row] = [cost.forward_seconds for cost in costs]
-                backward[place, row] = [cost.backward_seconds for cost in costs]
-                if fusion is not None:
-                    shares = fusion.shares(rates, efficiency, forward[place, row], backward[place, row])
-                    forward[place, row] *= shares[0]
-                    backward[place, row] *= shares[1]
-                    fused[place] = shares
-                whole = price(of_loss, rates, efficiency)
-                loss[place, row] = whole.forward_seconds, whole.backward_seconds
-        names = tuple(node.name for node in nodes)
-        host = [self._host(spec, work, of_loss, fusion) for spec in kinds.values()]
-        return tuple(
-            CostTable(kind, 1, names, tuple(sizes), f, b, of, host=launches, fused=shares)
-            for kind, f, b, of, launches, shares in zip(kinds, forward, backward, loss, host, fused, strict=True)
-        )
+            found.append(self._estimates(rows))
+        estimate = cache(self._later)
+
+        def table(kind: str) -> CostTable:
+            mine = [one[kind] for one in found]
+            forward, backward, loss = (np.array(column) for column in zip(*(one.seconds for one in mine), strict=True))
+            later = (lambda rows: estimate(rows)[kind].seconds) if self._batching.splittable else None
+            return CostTable(
+                kind,
+                1,
+                self._nodes,
+                tuple(sizes),
+                forward,
+                backward,
+                loss,
+                host=mine[-1].host,
+                fused=mine[-1].fused,
+                estimate=later,
+            )
+
+        return tuple(table(kind) for kind in self.cluster.specs)
+
+    def _later(self, rows: int) -> Mapping[str, _Estimate]:
+        """`_estimates` outside of `estimate_costs`."""
+        with self._apart():
+            return self._estimates(rows)
+
+    def _estimates(self, rows: int) -> Mapping[str, _Estimate]:
+        """A micro-batch of `rows` samples, by device kind."""
+        key = (rows, tuple(self.cluster.specs.values()))
+        if key not in self._known.seconds:
+            self._known.seconds[key] = self._estimated(rows)
+        return self._known.seconds[key]
+
+    def _estimated(self, rows: int) -> Mapping[str, _Estimate]:
+        inputs = self._calls.inputs(rows)
+        work = count(self._folded.module, rows, training=self._training, inputs=inputs)
+        of_loss = self._loss(rows)
+        if self._fusion is not None:
+            self._fusion.look_at(work, inputs)
+        found = {}
+        for kind, spec in self.cluster.specs.items():
+            rates, efficiency = rates_of(spec, self.recipe.host(spec)), efficiency_of(spec)
+            priced = {name: price(each, rates, efficiency) for name, each in work.items()}
+            costs = [priced[self._folded.kept(name)] for name in self._nodes]
+            forward = np.array([cost.forward_seconds for cost in costs])
+            backward = np.array([cost.backward_seconds for cost in costs])
+            shares = None
+            if self._fusion is not None:
+                shares = self._fusion.shares(rates, efficiency, forward, backward)
+                forward, backward = forward * shares[0], backward * shares[1]
+            whole = price(of_loss, rates, efficiency)
+            loss = np.array([whole.forward_seconds, whole.backward_seconds])
+            host = self._host(spec, work, of_loss, self._fusion)
+            found[kind] = _Estimate(Seconds(forward, backward, loss), host, shares)
+        return found
+
+    @cached_property
+    def _nodes(self) -> tuple[str, ...]:
+        return tuple(node.name for node in compute_nodes(self._module.graph))
+
+    @cached_property
+    def _fusion(self) -> Fusion | None:
+        return Fusion(self._module, self._folded, self._graded) if self.recipe.fuses else None
 
     def notes(self) -> tuple[str, ...]:
         return ()
@@ -133,14 +191,22 @@ class Estimated:
             ahead, behind = len(mine.forward), len(mine.backward)
             nodes = _dispatched(node, behind) if node.name in self._graded else 0
             forward.append(_dispatched(node, ahead) * costs.operator + ahead * costs.kernel)
-            backward.append(nodes * costs.node + behind * costs.kernel)
+            summed = self._summed(node) if node.name in self._graded else 0
+            backward.append(nodes * costs.node + behind * costs.kernel + summed * costs.accumulation)
         return HostTimes(np.array(forward), np.array(backward), (calls[0], calls[1]), costs.start)
+
+    def _summed(self, node: fx.Node) -> int:
+        """Parameters that an operator reads, whose gradients are added to those of earlier micro-batches."""
+        read = [get_attribute(self._module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        return sum(isinstance(value, torch.Tensor) and value.requires_grad for value in read)
 
     def counted(self) -> GraphBytes:
         batch = max(self._program.batch_size, 1)
         rows = min(batch, 4) if self._batching.splittable else batch
-        (device_type, *_) = (spec.device_type for spec in self.cluster.node)
-        return measure_bytes(self._module, self._inputs(rows), rows, self._training, device_type)
+        key = (rows, self.cluster.node[0].device_type)
+        if key not in self._known.nbytes:
+            self._known.nbytes[key] = measure_bytes(self._module, self._inputs(rows), rows, self._training, key[1])
+        return self._known.nbytes[key]
 
     def links(self) -> Mapping[tuple[str, str], Link]:
         return self.cluster.links
@@ -171,7 +237,7 @@ class Estimated:
             return [batch]
         if self._n_microbatches is not None:
             return sorted({largest_size(batch, self._n_microbatches), batch})
-        return sorted({batch, *(batch >> shift for shift in range(batch.bit_length()))})
+        return sorted({max(self._batching.least_rows, batch >> shift) for shift in range(batch.bit_length())})
 
     def _inputs(self, rows: int) -> list[Any]:
         """Inputs of `rows` samples, copied: a view of the example would count the storage of the whole batch."""
@@ -205,9 +271,19 @@ def estimate_costs(
     *,
     n_microbatches: int | None = None,
     progress: Progress = SILENT,
+    known: KnownEstimates | None = None,
 ) -> CostGraph:
-    """The cost graph of a call on devices that need not be present, from their data sheets."""
-    with untouched(example.model), torch.device("cpu"):
+    """The cost graph of a call on devices that need not be present, from their data sheets.
+
+    `known`: of earlier calls of the same program under the same recipe; it is added to.
+    """
+
+    @contextmanager
+    def apart() -> Iterator[None]:
+        with untouched(example.model), torch.device("cpu"):
+            yield
+
+    with apart():
         source = Estimated(
             example.program,
             example.batching,
@@ -216,8 +292,14 @@ def estimate_costs(
             training=example.training,
             loss_fn=example.stage_loss,
             target=example.target,
-            target_dims=example.loss_split.target_dims if example.loss_split is not None else (),
+            target_dims=example.target_dims,
             n_microbatches=n_microbatches,
             recipe=recipe,
+            apart=apart,
+            known=known,
         )
-        return cost_graph.build(example.program, example.batching, source, training=example.training, progress=progress)
+        costs = cost_graph.build(
+            example.program, example.batching, source, training=example.training, progress=progress
+        )
+        types = {spec.name: spec.device_type for spec in cluster.node}
+        return replace(costs, rehearsal=StepRehearsal.of(example, types))

@@ -69,6 +69,11 @@ class ReductionCurve:
         """`seconds`: of a single collective, by its bytes."""
         return cls(tuple(float(seconds(float(size))) for size in _SIZES))
 
+    @property
+    def bucket(self) -> float:
+        """Seconds of a full bucket."""
+        return self.seconds[-1]
+
     def at(self, position: Position) -> np.ndarray:
         known = np.array(self.seconds)
         between = known[position.below] * (1 - position.weight) + known[position.below + 1] * position.weight
@@ -80,6 +85,11 @@ def reduction_seconds(costs: CostGraph, nbytes: float, replicas: Sequence[Device
     if not costs.training or len(replicas) == 1:
         return 0.0
     return bucketed(_collective(costs, replicas), nbytes)
+
+
+def bucket_seconds(costs: CostGraph, replicas: Sequence[DeviceGroup]) -> float:
+    """Seconds to add up a full bucket of gradients over the replicas of a stage."""
+    return bucketed(_collective(costs, replicas), BUCKET)
 
 
 def reduction_curve(costs: CostGraph, replicas: Sequence[DeviceGroup]) -> ReductionCurve:
@@ -115,12 +125,12 @@ def reduction_seconds_per_byte(costs: CostGraph, replicas: Sequence[DeviceGroup]
     """Seconds per gradient byte and replica beyond the first, where one device adds up for all replicas of a process.
 
     It adds each gradient to its own; where devices do not share their memory, the gradient travels to it and the
-    parameter back.
+    parameter back. Bytes are those on each device, and of meshes it adds up all devices' gradients.
     """
-    devices = costs.first_devices(replicas)
+    devices, width = costs.first_devices(replicas), len(replicas[0].devices)
     if all(device.shares_process_memory for device in devices):
-        return costs.accumulate
+        return width * costs.accumulate
     if costs.one_link is not None:
-        return float(costs.accumulate + 2 / costs.one_link.bandwidth)
+        return float(width * (costs.accumulate + 2 / costs.one_link.bandwidth))
     slowest = min((link.bandwidth for link in costs.links_among(replicas)), default=np.inf)
-    return float(costs.accumulate + 2 / slowest)
+    return float(width * (costs.accumulate + 2 / slowest))

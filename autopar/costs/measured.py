@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import permutations
 from typing import Any
 
-import numpy as np
 import torch
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
-from autopar.analysis.operators import captured_device, on_device, requires_grad_nodes, written_arguments
-from autopar.capture import torch_private
+from autopar.analysis.operators import on_device, requires_grad_nodes, written_arguments
 from autopar.capture.program import Program
 from autopar.capture.repeated_layers.measure_once import ReducedGraph, reduce_graph
 from autopar.costs import cost_graph
+from autopar.costs.call_signature import graph_signature, loss_signature
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
+from autopar.costs.measured_tables import tables_of
+from autopar.costs.shard_costs import measure_shards
+from autopar.costs.step_rehearsal import StepRehearsal
+from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
+from autopar.errors import InfeasibleError
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
-from cost_models.graphs import get_attribute
 from cost_models.hardware.devices import operator_threads, usable_cores
+from cost_models.measuring.autocast import Autocast, autocasts
 from cost_models.measuring.core_waiting import waiting_is_known
 from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
 from cost_models.measuring.repeats import until_two_agree
@@ -51,6 +53,8 @@ _SUSPICIOUS = 1.25
 
 class Measured:
     """Costs of a program measured on devices at hand, or measured before (a `CostSource`).
+
+    They are those under the caller's torch.autocast: of the thread that makes this object.
 
     `leaves`: the flat inputs of an example call. `n_microbatches`: measure this division of the batch only.
     """
@@ -77,7 +81,9 @@ class Measured:
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(program, leaves, loss_fn, target, target_dims)
         self._n_microbatches, self._cache = n_microbatches, cache
+        self._autocasts = autocasts(d.torch_device.type for d in self.devices)
         self._spread = 0.0  # the largest of all measurements
+        self._too_large: list[tuple[str, int]] = []  # kind of device, samples
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         program, batching = self._program, self._batching
@@ -85,27 +91,50 @@ class Measured:
         for kind in dict.fromkeys(d.kind for d in self.devices):
             mine = [d for d in self.devices if d.kind == kind]
             jobs += [(mine[0], workers, n) for workers, n in _sizes(mine, program, batching, self._n_microbatches)]
-        measuring = _Measuring(program, batching, self._calls, self._training, self._cache)
+        measuring = _Measuring(
+            program,
+            with_dtypes(batching, self._under_autocast),
+            self._calls,
+            self._training,
+            self._cache,
+            self._autocasts,
+        )
         found = measuring.run(jobs, progress)
         self._spread = max(times.spread for _, times in found)
-        return _tables(found)
+        self._too_large = measuring.too_large
+        return tables_of(found)
 
     def notes(self) -> tuple[str, ...]:
-        """Without the system's count of waiting, how uncertain the measurements are."""
+        """What was not measured; and how uncertain measurements are without the system's count of waiting."""
+        notes = [
+            f"{rows} samples at once do not fit the memory of {kind}: their seconds are predicted from those of fewer"
+            for kind, rows in self._too_large
+        ]
         on_cpu = any(device.torch_device.type == "cpu" for device in self.devices)
         if not on_cpu or waiting_is_known():
-            return ()
+            return tuple(notes)
         return (
+            *notes,
             "this system does not report how long threads wait for a core, so other programs' work may count in the "
             f"measured seconds; repeated passes differ by {self._spread:.0%}, and predictions may be off by as much",
         )
 
     def counted(self) -> GraphBytes:
+        rows, inputs = self._few_rows()
+        counted = measure_bytes(self._program.graph_module, inputs, rows, self._training)
+        return with_sizes(counted, self._under_autocast)
+
+    def _few_rows(self) -> tuple[int, list[Any]]:
+        """A number of samples, and the flat inputs for them."""
         batch = max(self._program.batch_size, 1)
         rows = min(batch, 4) if self._batching.splittable else batch
         # Copies: a view of the example would count the storage of its whole batch.
-        inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
-        return measure_bytes(self._program.graph_module, inputs, rows, self._training)
+        return rows, [x.clone() if isinstance(x, torch.Tensor) else x for x in self._calls.inputs(rows)]
+
+    @cached_property
+    def _under_autocast(self) -> dict[str, Any]:
+        """By node, what its value for a few samples looks like; nothing where autocast is off."""
+        return values_under(self._autocasts, self._program.graph_module, self._few_rows()[1])
 
     def links(self) -> dict[tuple[str, str], Link]:
         key = signature_key("links", [(d.name, d.kind, d.threads) for d in self.devices])
@@ -168,31 +197,52 @@ def _sizes(
     if n_microbatches is not None:
         parts = [largest_size(batch, n_microbatches)]
     else:
-        parts = sorted({max(1, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
+        parts = sorted({max(batching.least_rows, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
     few = [(1, parts[len(parts) // 2])] if together > 1 else []
     return list(
         dict.fromkeys(whole + few + [(together, size) for size in parts])
     )  # each once: one micro-batch is whole
 
 
+_Job = tuple[Device, int, int]  # device, busy workers, samples
+
+
 class _Measuring:
-    """Times of a program's operators."""
+    """Times of a program's operators, under `autocasts` by device type."""
 
     def __init__(
-        self, program: Program, batching: Batching, calls: Calls, training: bool, cache: MeasurementCache | None
+        self,
+        program: Program,
+        batching: Batching,
+        calls: Calls,
+        training: bool,
+        cache: MeasurementCache | None,
+        autocasts: Mapping[str, Autocast],
     ) -> None:
-        self._calls, self._training, self._cache = calls, training, cache
-        self._reduced, self._captured = _reduced(program, batching), captured_device(program)
-        self._signature = [graph_signature(program), training, _loss_identity(calls.loss_fn, calls.target)]
+        self._calls, self._training, self._cache, self._autocasts = calls, training, cache, autocasts
+        self._reduced, self._captured = _reduced(program, batching), program.device
+        self._signature = [graph_signature(program), training, loss_signature(calls.loss_fn, calls.target)]
+        self.too_large: list[tuple[str, int]] = []  # kind of device, samples that its memory does not hold
 
-    def run(self, jobs: Sequence[tuple[Device, int, int]], progress: Progress) -> list[tuple[Device, GraphTimes]]:
-        """Times for every (device, busy workers, samples), from the cache or measured and then cached."""
-        keys = [signature_key("times", self._signature, d.kind, d.threads, workers, rows) for d, workers, rows in jobs]
+    def run(self, jobs: Sequence[_Job], progress: Progress) -> list[tuple[Device, GraphTimes]]:
+        """Times for every (device, busy workers, samples), from the cache or measured and then cached.
+
+        Sizes that the memory of a GPU does not hold are left out. Raises InfeasibleError where it holds none.
+        """
+        keys = [
+            signature_key("times", self._signature, d.kind, d.threads, workers, rows, self._autocast_of(d).signature)
+            for d, workers, rows in jobs
+        ]
         known = self._known(keys, jobs)
-        found: list[GraphTimes] = []
-        for index, (key, (device, workers, rows)) in enumerate(zip(keys, jobs, strict=True)):
+        measured: dict[str, tuple[_Job, GraphTimes]] = {}
+        for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
+            device, workers, rows = job
             progress(f"profiling {device.kind}: {rows} samples, {workers} busy", index / len(jobs))
-            found.append(known[key] if key in known else self._measure(device, workers, rows))
+            times = known[key] if key in known else self._measured_if_it_fits(device, workers, rows)
+            if times is not None:
+                measured[key] = job, times
+        self._check_every_kind(jobs, [job for job, _ in measured.values()])
+        keys, jobs, found = list(measured), [job for job, _ in measured.values()], [t for _, t in measured.values()]
         for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
             if key not in known and found[index].total < _SHORT:
                 progress(f"profiling {job[0].kind}: {job[2]} samples again", 1.0)
@@ -207,7 +257,28 @@ class _Measuring:
             self._cache.put_many({k: t.to_json() for k, t in zip(keys, found, strict=True) if k not in known})
         return [(device, times) for (device, _, _), times in zip(jobs, found, strict=True)]
 
-    def _agreed(self, first: GraphTimes, job: tuple[Device, int, int]) -> GraphTimes:
+    def _measured_if_it_fits(self, device: Device, workers: int, rows: int) -> GraphTimes | None:
+        try:
+            return self._measure(device, workers, rows)
+        except torch.OutOfMemoryError as error:
+            log.info("%d samples do not fit the memory of %s: %s", rows, device.kind, error)
+            self.too_large.append((device.kind, rows))
+        # Here the error is gone, and with it the tensors of the pass: the next size finds their memory.
+        if device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _check_every_kind(self, wanted: Sequence[_Job], measured: Sequence[_Job]) -> None:
+        kinds = {device.kind for device, _, _ in measured}
+        for kind, _ in self.too_large:
+            if kind not in kinds:
+                least = min(rows for device, _, rows in wanted if device.kind == kind)
+                raise InfeasibleError(
+                    f"the memory of {kind} does not hold a pass of {least} samples, so nothing can be measured there; "
+                    "free some of it, or plan ahead with a Cluster.preset(...) and pass that plan"
+                )
+
+    def _agreed(self, first: GraphTimes, job: _Job) -> GraphTimes:
         """Times that a second measurement confirms; without such, the lowest."""
         device, workers, rows = job
         again = partial(self._measure, device, workers, rows)
@@ -222,7 +293,7 @@ class _Measuring:
             )
         return times
 
-    def _known(self, keys: Sequence[str], jobs: Sequence[tuple[Device, int, int]]) -> dict[str, GraphTimes]:
+    def _known(self, keys: Sequence[str], jobs: Sequence[_Job]) -> dict[str, GraphTimes]:
         """The cached times of those of `keys` that have some, for the numbers of workers and samples of their jobs."""
         if self._cache is None:
             return {}
@@ -250,6 +321,7 @@ class _Measuring:
             workers=workers,
             training=self._training,
             n_outputs=reduced.n_outputs,
+            autocast=self._autocast_of(device),
         )
         forward, backward = (
             {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
@@ -257,44 +329,8 @@ class _Measuring:
         )
         return replace(times, forward=forward, backward=backward)
 
-
-def _tables(measured: Sequence[tuple[Device, GraphTimes]]) -> tuple[CostTable, ...]:
-    groups: dict[tuple[str, int], list[GraphTimes]] = {}
-    for device, one in measured:
-        groups.setdefault((device.kind, one.workers), []).append(one)
-    tables = []
-    for (kind, workers), group in groups.items():
-        times = sorted(group, key=lambda t: t.rows)
-        trust = _evened(np.array([t.rows for t in times]), np.array([t.total for t in times]))
-        nodes = tuple(times[0].forward)
-        tables.append(
-            CostTable(
-                kind,
-                workers,
-                nodes,
-                tuple(t.rows for t in times),
-                trust * np.array([[t.forward[n] for n in nodes] for t in times]),
-                trust * np.array([[t.backward[n] for n in nodes] for t in times]),
-                trust * np.array([[t.loss_forward, t.loss_backward] for t in times]),
-            )
-        )
-    return tuple(tables)
-
-
-def _evened(rows: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """[rows, 1] factors that bring the measured totals half-way (geometrically) to the line `a + b rows` through them.
-
-    A search over micro-batch sizes finds the size whose measurement was luckiest; half of a deviation from the line
-    is taken for noise, half for the truth. The line is fitted to relative errors.
-    """
-    if len(rows) < 3:
-        return np.ones((len(rows), 1))
-    weighted = np.stack([1 / totals, rows / totals], axis=1)
-    (a, b), *_ = np.linalg.lstsq(weighted, np.ones(len(rows)), rcond=None)
-    line = a + b * rows
-    if a < 0 or b <= 0:  # no fixed cost: proportional to the samples
-        line = rows * (rows / totals).sum() / ((rows / totals) ** 2).sum()
-    return np.asarray(np.sqrt(line / totals))[:, None]
+    def _autocast_of(self, device: Device) -> Autocast:
+        return self._autocasts[device.torch_device.type]
 
 
 def _disturbed(times: GraphTimes, same: Sequence[GraphTimes]) -> bool:
@@ -313,39 +349,6 @@ def _reduced(program: Program, batching: Batching) -> ReducedGraph:
     keep = touched | {n.name for n in program.graph.nodes if written_arguments(n)}
     gradients = {n.name for n in requires_grad_nodes(program.graph_module)}
     return reduce_graph(program.graph_module, batching.shapes, keep, gradients, _SAME_MEASURED)
-
-
-def graph_signature(program: Program) -> list[Any]:
-    """What the measured times of a program depend on: operators, their connections, shapes and dtypes."""
-    lines = []
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        shape = [str(s) for s in value.shape] + [str(value.dtype)] if isinstance(value, torch.Tensor) else []
-        if node.op == "get_attr":
-            tensor = get_attribute(program.graph_module, str(node.target))
-            shape = [*map(str, tensor.shape), str(tensor.requires_grad)] if isinstance(tensor, torch.Tensor) else []
-        target = node.name if node.op in ("placeholder", "get_attr") else str(node.target)
-        lines.append(f"{node.name} {node.op} {target} {node.args} {node.kwargs} {shape}")
-    shapes = [f"{i.path} {i.shape and tuple(i.shape)} {i.dtype} {i.batch_dim}" for i in program.inputs]
-    text = "\n".join(lines)
-    return [hashlib.sha256(text.encode()).hexdigest(), shapes, program.training]
-
-
-def call_signature(example: Example) -> list[Any]:
-    """What the measured steps of a call depend on beside the devices."""
-    return [graph_signature(example.program), example.training, _loss_identity(example.loss, example.target)]
-
-
-def _loss_identity(loss_fn: Any, target: Any) -> list[str]:
-    """What the cost of a loss depends on, as far as visible: its code and the shapes of the target."""
-    if loss_fn is None:
-        return []
-    try:
-        code = inspect.getsource(loss_fn)
-    except (OSError, TypeError):
-        code = f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
-    shapes = [str(tuple(t.shape)) for t in torch_private.tree_leaves(target) if isinstance(t, torch.Tensor)]
-    return [code, repr(loss_fn) if isinstance(loss_fn, torch.nn.Module) else "", *shapes]
 
 
 def measure_costs(
@@ -371,11 +374,24 @@ def measure_costs(
             training=example.training,
             loss_fn=example.stage_loss,
             target=example.target,
-            target_dims=example.loss_split.target_dims if example.loss_split is not None else (),
+            target_dims=example.target_dims,
             n_microbatches=n_microbatches,
             cache=store,
         )
-        return cost_graph.build(example.program, example.batching, source, training=example.training, progress=progress)
+        costs = cost_graph.build(
+            example.program, example.batching, source, training=example.training, progress=progress
+        )
+        types = {device.kind: device.torch_device.type for device in devices}
+        return replace(costs, rehearsal=StepRehearsal.of(example, types))
+
+
+def with_shards(costs: CostGraph, widest: int, *, cache: bool = True, progress: Progress = SILENT) -> CostGraph:
+    """`costs` of devices at hand, with what meshes of up to `widest` of them cost: measured unless the cache knows."""
+    if widest < 2 or (costs.shards is not None and costs.shards.widest >= widest):
+        return costs
+    progress(f"collectives of up to {widest} devices", 0.0)
+    with measurement_cache(cache) as store:
+        return replace(costs, shards=measure_shards(costs.devices, costs.links, widest, store))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from autopar.analysis.example import Example
-from autopar.analysis.operators import captured_device, on_device
+from autopar.analysis.operators import on_device
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.cost_table import Calls
 from cost_models import Cluster
@@ -26,7 +26,7 @@ def model_flops(example: Example) -> Mapping[torch.dtype, float]:
     program, meta = example.program, torch.device("meta")
     calls = Calls(program, [on_meta(x) for x in example.leaves])
     with torch.device("cpu"):
-        module = private_copy(on_device(program.graph_module, captured_device(program), meta), meta)
+        module = private_copy(on_device(program.graph_module, program.device, meta), meta)
     folded = fold(module)
     rows = max(1, program.batch_size)
     work = count(folded.module, rows, training=example.training, inputs=calls.inputs(rows))

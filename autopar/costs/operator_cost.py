@@ -24,6 +24,7 @@ class Weight(NamedTuple):
     parts: int = 1  # shards of the tensor; each device holds one
     state_parts: int = 1  # shards of the optimizer's state
     once: float = 0.0  # s once a step on a mesh, for all operators of a stage that read it together
+    gradient_parts: int | None = None  # shards of its gradient; None: as many as of the tensor
     precision: Precision | None = None  # of its tensors in training; None: all have its own dtype
 
     @property
@@ -39,7 +40,8 @@ class Weight(NamedTuple):
     @property
     def gradient(self) -> float:
         """Bytes of its gradient on each device, if it is trained."""
-        return self.held if self.precision is None else self.elements * self.precision.gradient / self.parts
+        whole = self.nbytes if self.precision is None else self.elements * self.precision.gradient
+        return whole / (self.gradient_parts or self.parts)
 
     def state(self, optimizer: str) -> float:
         """Bytes of the optimizer's state, and of a master copy, on each device."""
@@ -78,7 +80,20 @@ class OperatorCost:
     allocated_bytes: float  # newly allocated while it runs
     saved: Mapping[Hashable, float]  # storage -> bytes kept for the backward
     parameters: Mapping[str, Weight]  # by storage: a tied parameter has one entry
+    core: int | None = None  # number of the attention whose core it belongs to, which may run again by itself
+    rebuilt: frozenset[Hashable] = frozenset()  # storages of `saved` that the core makes, and so can make again
     saved_places: Mapping[Hashable, Place] = field(default_factory=dict)  # storage -> which of its tensors is kept
+    block: int | None = None  # number of the layer that it belongs to, if that may run again by itself
+    results: Mapping[Hashable, float] = field(default_factory=dict)  # storage of what it returns -> bytes
+    copies: int = 1  # devices of a mesh, in one node, that hold the same of its result
+    gather: float = 0.0  # s for all micro-batches to gather the result from a part on each of them
+
+    def with_bytes(self, **changes: object) -> OperatorCost:
+        """The same operator with other fields: `dataclasses.replace`, but without running the constructor of a frozen
+        class field by field. A search makes some 100,000 of these."""
+        other = object.__new__(OperatorCost)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
 
 def operator_costs(graph: nx.DiGraph) -> dict[str, OperatorCost]:

@@ -26,7 +26,12 @@ class Distribution:
     @classmethod
     def of(cls, records: Iterable[Record]) -> Distribution:
         """Raises ValueError for no records. O(n log n)."""
-        signed = [record.error for record in records]
+        return cls.of_errors(record.error for record in records)
+
+    @classmethod
+    def of_errors(cls, relative: Iterable[float]) -> Distribution:
+        """Of values of predicted / measured - 1. Raises ValueError for none."""
+        signed = list(relative)
         if not signed:
             raise ValueError("no records, no distribution")
         errors = sorted(map(abs, signed))

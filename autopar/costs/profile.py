@@ -14,7 +14,7 @@ import torch
 from autopar.analysis.example import (
     Example,
 )
-from autopar.analysis.operators import captured_device, on_device
+from autopar.analysis.operators import on_device
 from autopar.capture import torch_private
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls, CostTable
@@ -133,7 +133,7 @@ def training_step(example: Example, optimizer: str, device_type: str) -> StepMem
     )
     batch = max(program.batch_size, 1)
     with torch.device("cpu"):
-        module = on_device(program.graph_module, captured_device(program), torch.device("meta"))
+        module = on_device(program.graph_module, program.device, torch.device("meta"))
         loss = calls.loss(batch)
         return step_memory(module, calls.inputs(batch), loss=loss, optimizer=optimizer, device_type=device_type)
 

@@ -1,5 +1,5 @@
 """How a training step is run where nothing is measured: how kernels are launched, in which precision parameters are
-kept, and which kernels the optimizer's step has."""
+kept, which kernels the optimizer's step has, and which communication runs behind computing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from autopar.errors import InputError
 from cost_models import Cluster, HostCosts, Precision, precision_named
+from cost_models.collectives.overlap import OVERLAP_AT_HAND, Overlap
 from cost_models.hardware.device_specs import DeviceSpec, host_of
 from cost_models.kernels.launches import FREE_HOST
 from cost_models.memory.optimizer_step import Implementation, OptimizerRates, fewest_kernels
@@ -19,11 +20,12 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the user fixes of it; the options `launch`, `precision` and `optimizer_step`."""
+    """What the user fixes of it; the options `launch`, `precision`, `optimizer_step` and `overlap`."""
 
     launch: str = "eager"  # a mode of `cost_models.kernels.launches`
     precision: str | None = None  # a name of `cost_models.PRECISIONS`; None: every tensor in the parameter's own dtype
     optimizer_step: Implementation | None = None  # None: torch's default for the type of device
+    overlap: Overlap = OVERLAP_AT_HAND  # as autopar's own runtime does
 
     def host(self, spec: DeviceSpec) -> HostCosts | None:
         """What the host takes to launch kernels on a device kind; None where that is no time of its own."""
@@ -73,10 +75,12 @@ class Recipe:
 
 
 USUAL = Recipe()
-"""What torch does by itself: eager, all in the dtypes of the model."""
+"""What torch and the runtime do by themselves: eager, all in the dtypes of the model, sends behind computing."""
 
 
 def default_launch(compile: bool | str) -> str:
-    """How kernels are launched if the option `compile` alone says so: through inductor, or another backend of torch."""
+    """How kernels are launched if the option `compile` alone says so: through inductor, as CUDA graphs, or by another
+    backend of torch."""
     named = "inductor" if compile is True else compile
-    return {"inductor": "compiled", "cudagraphs": "cuda-graphs"}.get(str(named), "eager")
+    graphs = {"cudagraphs": "cuda-graphs", "graphs": "cuda-graphs"}
+    return {"inductor": "compiled", **graphs}.get(str(named), "eager")

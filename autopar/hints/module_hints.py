@@ -39,7 +39,8 @@ def pipeline_stage(module: _Module, stage: int) -> _Module:
 
 
 def recompute(module: _Module) -> _Module:
-    """Let the stages that run `module` keep no activations: they run their forward again before their backward.
+    """Let the stages that run `module` keep none of its activations: they run it again before its backward, layer by
+    layer or with their whole forward, whichever is better.
 
     Returns the module. Raises InputError.
     """

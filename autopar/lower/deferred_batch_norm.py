@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,14 @@ class Statistics:
                 continue
             _, mean, var = merged(mine)
             tracked = tensor(norm.tracked).add_(1) if norm.tracked is not None else None
-            momentum = norm.momentum
-            if momentum is None:
-                assert tracked is not None, "torch.nn's batch norms count batches where they keep statistics"
-                momentum = 1 / int(tracked)
             for name, new in ((norm.mean, mean), (norm.var, var)):
                 running = tensor(name)
-                running.mul_(1 - momentum).add_(new.to(running), alpha=momentum)
+                if norm.momentum is not None:
+                    running.mul_(1 - norm.momentum).add_(new.to(running), alpha=norm.momentum)
+                    continue
+                assert tracked is not None, "torch.nn's batch norms count batches where they keep statistics"
+                share = tracked.to(running.device).double().reciprocal()  # a tensor: the host does not wait for a GPU
+                running.mul_(1 - share).add_(new.to(running).mul(share))
         self._moments.clear()
 
 
@@ -97,11 +98,20 @@ _thread = _Thread()
 @contextmanager
 def collecting(statistics: Statistics, microbatch: int) -> Iterator[None]:
     """Inside, deferred batch norms of this thread put aside what they see of a micro-batch."""
+    before = _thread.statistics, _thread.microbatch
     _thread.statistics, _thread.microbatch = statistics, microbatch
     try:
         yield
     finally:
-        _thread.statistics = None
+        _thread.statistics, _thread.microbatch = before
+
+
+def collecting_again() -> Callable[[], AbstractContextManager[None]]:
+    """The context in which what runs here now may run again: deferred batch norms run the same kernels, and what they
+    put aside is dropped."""
+    if _thread.statistics is None:
+        return nullcontext
+    return lambda: collecting(Statistics(), _thread.microbatch)
 
 
 def deferred_batch_norm(

@@ -29,6 +29,12 @@ from autopar.sharding.layouts import Placements, fits
 from autopar.sharding.redistribution import RedistributionTable, bytes_sent
 from autopar.sharding.stage_sharding import Passage, TensorRedistribution
 
+TRANSFER = "tensor"
+"""In `meta` of a node that moves a tensor between devices, or takes a device's part of that: which one."""
+
+GROUP = "rerun"
+"""In `meta` of an operator that runs again for its backward: the number of its group (`lower.rerun_groups`)."""
+
 
 @dataclass
 class DeviceValue:
@@ -73,10 +79,11 @@ class DeviceValues:
             node.meta["draw"] = draw
         return node
 
-    def items(self, parts: fx.Node, like: fx.Node) -> tuple[fx.Node, ...]:
-        """Every device's of a list."""
+    def items(self, parts: fx.Node, like: fx.Node, *, transfer: bool = True) -> tuple[fx.Node, ...]:
+        """Every device's of a list. `transfer`: that a transfer of `like` has made, not its operator."""
+        meta = _moved_meta(like) if transfer else like.meta
         return tuple(
-            self.node("call_function", operator.getitem, (parts, i), meta=like.meta, device=i) for i in range(self.size)
+            self.node("call_function", operator.getitem, (parts, i), meta=meta, device=i) for i in range(self.size)
         )
 
     def whole_size(self, made: DeviceValue, dim: Any) -> fx.Node:
@@ -102,7 +109,12 @@ class DeviceValues:
                 parts = [self.node("call_function", operator.getitem, (part, place)) for part in parts]
             kwargs = {"layout": made.layouts[place], "gradient": made.wanted[place], "mesh": self.mesh}
             made.moved["joined", place] = self.node(
-                "call_function", collectives.joined, (parts,), kwargs, name=f"{node.name}__joined", meta=node.meta
+                "call_function",
+                collectives.joined,
+                (parts,),
+                kwargs,
+                name=f"{node.name}__joined",
+                meta=_moved_meta(node),
             )
         found: fx.Node = made.moved["joined", place]
         return found
@@ -234,6 +246,11 @@ def _without_local_start(passage: Passage) -> Passage:
     return Passage(passage.forward[sum(1 for _ in local) :], passage.backward)
 
 
+def _moved_meta(node: fx.Node) -> dict[str, Any]:
+    """Of the same value, made by a transfer."""
+    return {key: value for key, value in node.meta.items() if key != GROUP} | {TRANSFER: node.name}
+
+
 def may_have_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -241,4 +258,4 @@ def may_have_gradient(tensor: torch.Tensor) -> bool:
 def place_of(node: fx.Node) -> dict[str, Any]:
     """The tensor that a transfer moves, and what export recorded of where it is in the model's code."""
     recorded: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-    return {"tensor": node.name} | recorded
+    return {TRANSFER: node.name} | recorded

@@ -1,7 +1,15 @@
-"""Random operators that draw from the generator of the running micro-batch instead of torch's global one.
+"""Random operators whose numbers depend on the running micro-batch alone, not on what other threads draw.
 
 Worker threads that share the global generator make a run irreproducible. While a stage computes a micro-batch, its
-thread carries a generator seeded by (step, micro-batch, stage); the functions here take their numbers from it.
+thread carries a seed made from (step, micro-batch, stage). The functions here take their numbers from it:
+
+    on a CPU    from a generator of the thread, which starts at that seed
+    on a GPU    torch's fused kernels draw from the default generator of the GPU. A draw locks that generator, lends
+                it the state of the thread's, calls the operator, and puts its own state back. A kernel takes its seed
+                and offset when the host launches it: nothing waits for the GPU, and the lock is free after the launch.
+
+A second run of the same micro-batch by the same stage draws the same numbers. The caller's generators of GPUs stay as
+they are: a call takes one number from torch's CPU generator, and everything that it draws follows from that.
 """
 
 from __future__ import annotations
@@ -9,8 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +27,11 @@ from torch import fx
 from autopar.analysis.operators import is_random
 from autopar.capture.cleanup import aten
 from autopar.capture.uncaptured import uncaptured
+from cost_models.kernels.device_kernels import device_type_of
 
-_global_generator = threading.Lock()
+_global_generator = threading.Lock()  # of the CPU
+_locks: dict[torch.device, threading.Lock] = {}  # of the default generators of other devices
+_FUSED = frozenset({"cuda"})  # device types whose fused kernels are worth their default generator
 _MASK64 = (1 << 64) - 1
 
 
@@ -49,13 +60,36 @@ def mix_seed(*parts: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random operators of stages that this thread runs inside draw from generators seeded by `seed`."""
-    before = _current.seed
-    _current.seed, _current.fresh = seed, set()
+    """Random operators of stages that this thread runs inside draw from generators seeded by `seed`.
+
+    Those of a `seeded` around it go on afterwards where they were.
+    """
+    before = _current.seed, _current.fresh, _current.generators
+    generators = _current.generators if _current.seed is None else {}
+    _current.seed, _current.fresh, _current.generators = seed, set(), generators
     try:
         yield
     finally:
-        _current.seed = before
+        _current.seed, _current.fresh, _current.generators = before
+
+
+def running_seed() -> int | None:
+    """The seed of the micro-batch that this thread runs; None for a stage module called by hand."""
+    return _current.seed
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Inside, random operators on the generator's device draw from it, from the beginning of the running micro-batch's
+    numbers. Nothing changes where no micro-batch runs."""
+    before = _current.fresh, _current.generators
+    if _current.seed is not None:
+        generator.manual_seed(_current.seed)
+        _current.fresh, _current.generators = {generator.device}, {generator.device: generator}
+    try:
+        yield
+    finally:
+        _current.fresh, _current.generators = before
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
@@ -70,12 +104,49 @@ def _generator(device: torch.device) -> torch.Generator | None:
     return generator
 
 
+def _default_generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+def generator_lock(device: torch.device) -> threading.Lock:
+    """While a thread holds it, the default generator of `device` has its own state. It must not be held in a draw."""
+    return _locks.setdefault(device, threading.Lock())
+
+
+@contextmanager
+def _own_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Operators inside draw from the micro-batch's generators where they would from the default ones of `devices`.
+
+    A default generator takes on the state of the micro-batch's, and advances it; afterwards it has its own again. No
+    other thread of a stage draws from it meanwhile. torch runs random operators of compiled graphs the same way
+    (`graphsafe_run_with_rng_state`), so that a CUDA graph may be captured in here.
+    """
+    with ExitStack() as stack:
+        for device in sorted(devices, key=str):  # one order for all threads, so that none waits for another in a circle
+            stack.enter_context(generator_lock(device))
+            own, default = _generator(device), _default_generator(device)
+            assert own is not None, "a micro-batch runs"
+            stack.callback(default.graphsafe_set_state, default.graphsafe_get_state())
+            default.graphsafe_set_state(own)
+        yield
+
+
+def _fused(operator: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`operator(x, ...)` by the kernel of torch for the device of `x`, with the micro-batch's numbers."""
+    if _current.seed is None or x.is_meta:  # a stage module called by hand, or without values
+        return operator(x, *args, **kwargs)
+    with _own_numbers([x.device]):
+        return operator(x, *args, **kwargs)
+
+
 def dropout(x: torch.Tensor, p: float, train: bool = True) -> torch.Tensor:
-    """aten.dropout with the micro-batch's generator."""
+    """aten.dropout with the micro-batch's numbers."""
     if not train or p == 0:
         return x
     if p == 1:
         return x * torch.zeros_like(x)
+    if device_type_of(x) in _FUSED:
+        return _fused(aten.dropout.default, x, p, True)
     mask = torch.empty_like(x).bernoulli_(1 - p, generator=_generator(x.device)).div_(1 - p)
     return x * mask
 
@@ -91,8 +162,11 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention by its definition, with the micro-batch's dropout. The fused kernels draw from the global generator;
-    on the CPU torch itself takes this path when there is dropout."""
+    """Attention with the micro-batch's dropout. On a GPU torch's kernels compute it and keep no matrix of scores; on a
+    CPU it is computed by its definition, as torch does there with dropout."""
+    if device_type_of(query) in _FUSED:
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        return _fused(_attention, query, key, value, attn_mask, dropout_p, is_causal, **options)
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -106,20 +180,32 @@ def scaled_dot_product_attention(
 
 
 def from_global_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Any other random operator: one thread at a time has the global generator, seeded for it and put back after."""
+    """Any other random operator: one thread at a time has the global generators, seeded for it and put back after."""
     if _current.seed is None:
         return function(*args, **kwargs)
-    devices = {t.device for t in [*args, *kwargs.values()] if isinstance(t, torch.Tensor)} or {torch.device("cpu")}
-    cuda = [d.index for d in devices if d.type == "cuda"]
-    seeds = torch.randint(1 << 62, (1,), generator=_generator(torch.device("cpu"))).item()
-    with _global_generator, torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(int(seeds))
+    others = {device for device in _devices(args, kwargs) if device.type in _FUSED - {"cpu"}}
+    # All say "cpu": the caller's default device may be another one.
+    seed = int(torch.randint(1 << 62, (), generator=_generator(torch.device("cpu")), device="cpu").item())
+    with _global_generator, torch.random.fork_rng(devices=[]), _own_numbers(others):
+        # Not `torch.manual_seed`: it seeds every GPU of the machine, and only those named above are put back.
+        torch.default_generator.manual_seed(seed)
         return function(*args, **kwargs)
 
+
+def _devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.device]:
+    """Where a call may draw: at its tensors, and where it is told to make one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value.device
+        elif isinstance(value, torch.device):
+            yield torch.device(value.type, torch.cuda.current_device()) if value == torch.device("cuda") else value
+
+
+_attention = aten.scaled_dot_product_attention.default
 
 _OWN: dict[Any, Callable[..., torch.Tensor]] = {
     aten.dropout.default: dropout,
-    aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
+    _attention: scaled_dot_product_attention,
 }
 
 
@@ -154,6 +240,13 @@ def lower_random(graph: fx.Graph, module: fx.GraphModule) -> bool:
             node.args = (node.target, *node.args)
             node.target = from_global_generator
     return found
+
+
+def draws_numbers(graph: fx.Graph) -> bool:
+    """Whether a graph that `lower_random` has changed draws random numbers."""
+    functions = (*_OWN.values(), from_global_generator, drawn_apart)
+    opaque = (uncaptured(node) for node in graph.nodes)
+    return any(n.target in functions for n in graph.nodes) or any(o is not None and o.through for o in opaque)
 
 
 def keep_from_compiler(module: fx.GraphModule) -> None:

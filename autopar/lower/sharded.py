@@ -14,6 +14,7 @@ import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,11 +59,16 @@ class Piece:
 
     def taken(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view, without history, of the device's part."""
-        return tensor.detach() if (entries := self.entries(tensor)) is None else tensor.detach()[entries]
+        return tensor.detach() if self.whole else tensor.detach()[self.entries(tensor)]
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether the device has all of it."""
+        return all(code < 0 for code in self.layout)
 
     def entries(self, tensor: torch.Tensor) -> tuple[slice, ...] | None:
         """The entries of the device's part; None for all of them."""
-        if all(code < 0 for code in self.layout):
+        if self.whole:
             return None
         return slices(self.layout, tensor.shape, self.mesh, self.place)
 
@@ -262,9 +268,9 @@ class _Builder:
                 (strategy.special, calls),
                 {"strategy": dataclasses.astuple(strategy), "mesh": self.mesh},
                 name=f"{node.name}__together",
-                meta=place_of(node),
+                meta={k: v for k, v in node.meta.items() if k != "val"},
             )
-            nodes = self.parts.items(together, node)
+            nodes = self.parts.items(together, node, transfer=False)
         else:
             draws = self._draws(node, choice)
             nodes = tuple(

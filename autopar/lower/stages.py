@@ -12,7 +12,7 @@ Parameters keep their names and are the model's own tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.analysis.attention import attention_cores
+from autopar.analysis.blocks import Blocks, written_through_views
 from autopar.analysis.operators import (
-    compute_nodes,
     move_constants,
     on_device,
     operator_keys,
@@ -33,9 +34,11 @@ from autopar.capture.program import Program, describe
 from autopar.capture.uncaptured import Uncaptured, uncaptured, uncaptured_in
 from autopar.lower.collectives import spread
 from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms, deferred_counters
+from autopar.lower.device_values import GROUP
 from autopar.lower.random_operators import lower_random
 from autopar.lower.sharded import Piece, Sharded, shard
 from autopar.lower.stage_values import StageValues, stage_values
+from autopar.plan.recompute import Recompute
 from autopar.sharding.stage_sharding import StageSharding
 from cost_models.graphs import get_attribute
 
@@ -59,6 +62,8 @@ class StageProgram:
     pieces: tuple[Piece, ...] = ()  # what its devices hold of its parameters
     shards: int = 1  # devices that compute a micro-batch together
     multiple: int = 1  # the number of samples in a micro-batch must be a multiple of this to be cut evenly
+    layerwise: bool = False  # its layers run again for their backward, each as one
+    reruns: bool = False  # groups of its operators run again for their backward
     undivided: tuple[str, ...] = ()  # operators that all of these devices do whole: their sizes cannot be cut evenly
 
     @cached_property
@@ -102,18 +107,20 @@ def lower(
     *,
     defer_norms: bool = False,
     shardings: Sequence[StageSharding | None] = (),
+    recompute: Sequence[Recompute] = (),
 ) -> Lowered:
     """Split `program` by `stage_of` (for every node that computes; replicable ones may be left out).
 
     `storages` (of `batching.study`): the memory of every value. A stage that overwrites the memory of a value that it
     received starts from a clone, so that the copy of the sender stays whole. `defer_norms`: running statistics of batch
-    norms are updated after the batch. `shardings`: one per stage (default: none is sharded).
+    norms are updated after the batch. `shardings`: one per stage (default: none is sharded). `recompute`: what each
+    stage does, of which groups of operators run again for their backward (`rerun_groups`).
     Raises PlanError where a value would have to flow backwards.
     """
     flat = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
     results = list(dict.fromkeys(result for result in flat if isinstance(result, fx.Node)))
     values = stage_values(program, stage_of, results)
-    source = _Source(program, values, storages, operator_keys(program), defer_norms)
+    source = _Source(program, values, storages, operator_keys(program), defer_norms, tuple(recompute))
     by_stage = dict(enumerate(shardings))
     stages = tuple(_StageBuilder(source, s).build(by_stage.get(s)) for s in range(len(values.needed)))
     positions = {node: position for position, node in enumerate(values.sent[-1])}
@@ -129,6 +136,7 @@ class _Source:
     storages: Mapping[str, frozenset[int]]  # memory of every value, by name
     keys: Mapping[fx.Node, str]  # of operators
     defer_norms: bool
+    recompute: tuple[Recompute, ...]  # of each stage; (): nothing
 
     @cached_property
     def deferred_counters(self) -> frozenset[str]:
@@ -139,7 +147,30 @@ class _Source:
     def unrepeatable(self) -> list[fx.Node]:
         """Operators that cannot run a second time for the backward."""
         graph = self.program.graph
-        return [*unrepeatable_nodes(graph), *_written_through_views(graph, self.storages)]
+        return [*unrepeatable_nodes(graph), *written_through_views(graph, self.storages)]
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return Blocks(self.program, self.storages)
+
+    @cached_property
+    def cores(self) -> tuple[frozenset[fx.Node], ...]:
+        return attention_cores(self.program.graph)
+
+    def mode(self, stage: int) -> Recompute:
+        return self.recompute[stage] if self.recompute else Recompute.NONE
+
+    def groups(self, stage: int, copied: Collection[fx.Node]) -> Iterator[frozenset[fx.Node]]:
+        """What runs again of a stage's operators, group by group. `copied`: values that the stage has copied."""
+        mode = self.mode(stage)
+        needed, home = self.values.needed[stage], self.values.home
+        if mode == Recompute.SELECTIVE:
+            yield from (frozenset(n for n in core if home.get(n) == stage) for core in self.cores)
+        for layer in self.blocks.layers if mode == Recompute.FULL else ():
+            part = frozenset(node for node in layer if node in needed and home.get(node, stage) == stage)
+            alone = {node for node in copied if part.issuperset(n for n in node.users if n in needed)}
+            if any(node in home for node in part) and self.blocks.runs_again(part, alone):
+                yield part | alone
 
 
 class _StageBuilder:
@@ -155,10 +186,12 @@ class _StageBuilder:
         self.written = {memory for argument in self.targets for memory in source.storages.get(argument.name, ())}
         self.parameters: dict[str, None] = {}  # names, in order
         self.overwritten: dict[str, None] = {}
+        self.cloned: set[fx.Node] = set()  # received values that it overwrites
 
     def build(self, sharding: StageSharding | None) -> StageProgram:
         model_inputs, received = self._receive()
         self._copy_operators()
+        self._mark_groups()
         sent = self.values.sent[self.stage]
         self.graph.output(tuple(self.copies[node] for node in sent))
         counters = self.source.deferred_counters
@@ -186,6 +219,8 @@ class _StageBuilder:
             shards=sharding.size if sharding is not None else 1,
             multiple=sharded.multiple,
             undivided=sharded.undivided,
+            layerwise=self.source.mode(self.stage) == Recompute.FULL,
+            reruns=any(node.meta.get(GROUP) is not None for node in sharded.graph.nodes),
         )
 
     def _receive(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -201,6 +236,7 @@ class _StageBuilder:
                 clone = self.graph.call_function(torch.ops.aten.clone.default, (copy,))
                 clone.meta = dict(node.meta)
                 self.copies[node] = clone
+                self.cloned.add(node)
         return tuple(i for i, _ in inputs), tuple((s, i) for s, i, _ in received)
 
     def _copy_operators(self) -> None:
@@ -220,25 +256,16 @@ class _StageBuilder:
                 self.parameters.update(dict.fromkeys(tensors))
                 self.overwritten.update(dict.fromkeys(buffers if child.training else ()))
 
+    def _mark_groups(self) -> None:
+        for number, group in enumerate(self.source.groups(self.stage, self.cloned)):
+            for node in group:
+                self.copies[node].meta[GROUP] = number
+
     def _sharded(self, sharding: StageSharding | None) -> Sharded:
         if sharding is None or sharding.size == 1:
             return Sharded(self.graph, tuple(Piece(name, name, 0) for name in self.parameters))
         keys = {self.copies[node].name: key for node, key in self.source.keys.items() if node in self.copies}
         return shard(self.graph, self.module, sharding, keys, self.source.storages)
-
-
-def _written_through_views(graph: fx.Graph, storages: Mapping[str, frozenset[int]]) -> Iterator[fx.Node]:
-    """Operators that write into a view of a buffer that others read: as unrepeatable as those that write it whole."""
-
-    def memory(nodes: Iterable[fx.Node]) -> frozenset[int]:
-        return frozenset(pointer for node in nodes for pointer in storages.get(node.name, ()))
-
-    buffers = memory(node for node in graph.nodes if node.op == "get_attr")
-    for node in compute_nodes(graph):
-        written = buffers & memory(a for a in written_arguments(node) if a.op != "get_attr")
-        family = {n for n in graph.nodes if written & storages.get(n.name, frozenset())} if written else set()
-        if any(user not in family for n in family for user in n.users):
-            yield node
 
 
 def _opaque_parts(graph: fx.Graph, module: fx.GraphModule) -> list[Uncaptured]:

@@ -84,6 +84,19 @@ def by_modules(split: Mapping[str, int], program: Program, storages: Storages) -
     return stage_of
 
 
+def check_listed(stages: Sequence[Sequence[str]], stage_of: Mapping[fx.Node, int], program: Program) -> None:
+    """Raise PlanError for an operator that a plan lists in another stage than its split of the modules, `stage_of`."""
+    keys, free = operator_keys(program), replicable_nodes(program)
+    listed = {key: index for index, operators in enumerate(stages) for key in operators}
+    for node, stage in stage_of.items():
+        if node not in free and not is_getitem(node) and listed.get(keys[node], stage) != stage:
+            raise PlanError(
+                f"stage {listed[keys[node]]} lists '{keys[node]}', which the plan's split of modules puts on stage "
+                f"{stage}; "
+                "take the operators or the split out of the plan"
+            )
+
+
 class _Move(NamedTuple):
     """Why an operator was moved to a later stage."""
 

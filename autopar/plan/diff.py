@@ -12,9 +12,10 @@ from typing import Any
 
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan.display import compared, shown
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, Stage
 
 Fact = str | int | bool | None
+_ASSUMED = "priced for a step with"
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,13 @@ class PlanDiff:
     @property
     def same_decisions(self) -> bool:
         """Whether both run alike: stages, devices, micro-batches, schedule, strategies and recomputation."""
-        return not (self.settings or self.moves or self.recomputed or self.only_before or self.only_after)
+        decided = [setting for setting in self.settings if setting.name != _ASSUMED]
+        return not (decided or self.moves or self.recomputed or self.only_before or self.only_after)
 
     @property
     def same(self) -> bool:
         """The same decisions with the same predictions."""
-        return self.same_decisions and all(q.before == q.after for q in self.quantities)
+        return self.same_decisions and not self.settings and all(q.before == q.after for q in self.quantities)
 
     def to_json(self) -> str:
         """Everything as JSON, in seconds and bytes."""
@@ -98,7 +100,7 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     stages = _stage_of(before, after)
     both = {key: pair for key, pair in stages.items() if None not in pair}
     again = {
-        key: (before.stages[old].recompute, after.stages[new].recompute)
+        key: (_reruns(before.stages[old]), _reruns(after.stages[new]))
         for key, (old, new) in both.items()
         if old is not None and new is not None
     }
@@ -110,6 +112,10 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
         tuple(key.rstrip("/") for key, (old, _) in stages.items() if old is None),
         tuple(q for q in _quantities(before, after) if q.before is not None or q.after is not None),
     )
+
+
+def _reruns(stage: Stage) -> bool:
+    return stage.recompute or stage.layerwise
 
 
 def _stage_of(before: Plan, after: Plan) -> dict[str, tuple[Any, Any]]:
@@ -164,9 +170,14 @@ def _settings(before: Plan, after: Plan) -> list[Setting]:
         setting("meshes", _meshes),
         *_sharded(before, after),
         setting("recomputed stages", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.recompute)),
+        setting(
+            "recomputed layer by layer", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.layerwise)
+        ),
+        setting("recomputed attention", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.selective)),
         setting("batch size", lambda plan: plan.batch_size),
         setting("training", lambda plan: plan.training),
         setting("model", lambda plan: plan.model),
+        setting(_ASSUMED, lambda plan: None if plan.assumed is None else str(plan.assumed)),
     ]
 
 

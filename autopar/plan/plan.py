@@ -5,7 +5,7 @@ A plan prints, saves and loads. It knows neither the search that chose it nor th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +17,14 @@ from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan import serialization
-from autopar.plan.assignment import Storages, by_modules, by_operators, operators_of_stages
+from autopar.plan.assignment import Storages, by_modules, by_operators, check_listed, operators_of_stages
+from autopar.plan.assumptions import Assumptions
 from autopar.plan.display import by_hand, compared, explained, inside_explained, printable, shown
 from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
-from autopar.plan.placeholders import devices_in_order, devices_of_type, goes_round, is_ordinal, ordinal
+from autopar.plan.placeholders import ordinal
+from autopar.plan.placement import placed_on
+from autopar.plan.recompute import RECOMPUTE, Recompute
 from autopar.plan.validation import INTERLEAVED, places, rounds, violations
 from autopar.sharding.stage_sharding import StageSharding
 
@@ -46,8 +49,21 @@ class Stage:
     peak_memory: int | None = None  # bytes on each device
     sync_time: float | None = None  # s once a step: gradients of replicas, of the mesh and of tied parameters reduced
     optimizer_time: float | None = None  # s once a step, on devices that are not at hand: the optimizer's step
-    recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it
+    hidden_time: float | None = None  # s of a micro-batch: collectives that computing hides
+    recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it ("stage")
+    selective: bool = False  # keeps all but what the cores of its attentions make, and runs these again
+    recompute_time: float | None = None  # s: what recomputation adds to the backward, unless it is of the whole stage
     sharding: StageSharding | None = None  # its devices form meshes that share the operators
+    layerwise: bool = False  # keeps what flows between layers, and runs each again before its backward ("full")
+
+    @property
+    def mode(self) -> Recompute:
+        """What it runs again for its backward."""
+        if self.recompute:
+            return Recompute.STAGE
+        if self.layerwise:
+            return Recompute.FULL
+        return Recompute.SELECTIVE if self.selective else Recompute.NONE
 
     @property
     def shards(self) -> int:
@@ -69,6 +85,8 @@ class StageTransfer:
     forward_bytes: int
     backward_bytes: int
     seconds: float  # both ways
+    backward_seconds: float | None = None  # of `seconds`; None: half of it
+    blocking: bool = False  # the sender computes nothing meanwhile
 
 
 @dataclass(frozen=True)
@@ -100,8 +118,10 @@ class Plan:
     optimality: str = ""  # how far the plan is proven to be the best
     runners_up: tuple[RunnerUp, ...] = ()
     measured_step_time: float | None = None  # s, of a tuned plan
+    time_scale: float | None = None  # by which measured steps of the whole model multiplied all predicted seconds
     model: str | None = None  # fingerprint of its model
     device_kinds: tuple[str, ...] = ()  # of `devices`
+    assumed: Assumptions | None = None  # of its prices; None: measured, or made by hand without prices
 
     def __post_init__(self) -> None:
         problems = violations(self)
@@ -147,7 +167,8 @@ class Plan:
         n_microbatches: int,
         schedule: str = "1f1b",
         devices: Sequence[Sequence[str] | str] | None = None,
-        recompute: Collection[int] = (),
+        recompute: Collection[int] | Mapping[int, str] = (),
+        selective: Collection[int] = (),
     ) -> Plan:
         """A plan made by hand: `split` puts modules (by path, as in `named_modules()`) on stages.
 
@@ -157,7 +178,9 @@ class Plan:
             devices: for each stage its device, or the devices of its replicas. Default: stage s on the s-th device
                 offered (CPU workers are called `"cpu:0"`, `"cpu:1"` ...); under interleaved-1f1b the stages go round
                 the devices offered.
-            recompute: the stages that recompute.
+            recompute: the stages that keep only their inputs and run their whole forwards again; or by stage what it
+                does, as `by_hand` calls it: {0: "full", 1: "stage", 2: "selective"}.
+            selective: the stages that recompute the cores of their attentions alone.
         """
         if not split:
             raise PlanError("split is empty; give at least one module path and its stage")
@@ -169,11 +192,24 @@ class Plan:
             devices = [ordinal(s) for s in range(n_stages)]
         if len(devices) != n_stages:
             raise PlanError(f"the split has {n_stages} stages, but devices names {len(devices)}")
-        unknown = [stage for stage in recompute if stage not in range(n_stages)]
-        if unknown:
-            raise PlanError(f"recompute names {', '.join(map(repr, unknown))}, but there are stages 0..{n_stages - 1}")
+        for name, stages_named in (("recompute", recompute), ("selective", selective)):
+            unknown = ", ".join(repr(stage) for stage in stages_named if stage not in range(n_stages))
+            if unknown:
+                raise PlanError(f"{name} names {unknown}, but there are stages 0..{n_stages - 1}")
+        modes = dict.fromkeys(recompute, "stage") if not isinstance(recompute, Mapping) else dict(recompute)
+        wrong_modes = {s: name for s, name in modes.items() if name not in RECOMPUTE}
+        if wrong_modes:
+            raise PlanError(f"recompute of a stage must be one of {', '.join(RECOMPUTE)}, got {wrong_modes}")
         names = [(d,) if isinstance(d, str) else tuple(d) for d in devices]
-        stages = tuple(Stage(d, recompute=s in recompute) for s, d in enumerate(names))
+        stages = tuple(
+            Stage(
+                d,
+                recompute=modes.get(s) == "stage",
+                selective=s in selective or modes.get(s) == "selective",
+                layerwise=modes.get(s) == "full",
+            )
+            for s, d in enumerate(names)
+        )
         return cls(stages, n_microbatches, schedule, split=tuple(split.items()))
 
     @classmethod
@@ -199,6 +235,7 @@ class Plan:
         launch: str | None = None,
         precision: str | None = None,
         optimizer_step: str | None = None,
+        overlap: str | None = None,
     ) -> Plan:
         """The plan with these degrees, as they are written for Megatron-LM, torchtitan or DeepSpeed, and its price.
 
@@ -217,11 +254,20 @@ class Plan:
             micro_batch: samples of each replica in a micro-batch. Default: 1 in a pipeline, otherwise all.
             schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1". Default: 1f1b, interleaved with several chunks.
             chunks: stages of each device.
-            zero: what is cut over replicas: 0 nothing, 1 the optimizer's state, 3 parameters and gradients as well.
-            recompute: "none", or "full": stages keep only their inputs and run their forwards again.
+            zero: what is cut over replicas: 0 nothing, 1 the optimizer's state, 2 gradients as well, which are reduced
+                for every micro-batch, 3 parameters as well. The gradient of tied parameters is cut only with 3. Prices
+                are those of devices that each step their part. One process at hand has one optimizer and adds up the
+                gradients of its devices after the last backward, whatever `zero` says of states and gradients.
+            recompute: "none"; "full": every layer keeps only its inputs, and runs again right before its backward
+                (Megatron-LM: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1;
+                torchtitan: full activation checkpointing); what lies outside of layers is kept. Of a model that
+                repeats no layers, it is "stage". "stage": stages keep only their inputs and run their forwards again.
+                "selective": stages keep all but what attention makes between its products, scores, softmax and
+                dropout, and run that with both products again. It is found by dataflow. Of an attention in one
+                operator, such as scaled_dot_product_attention, nothing is kept but its operands and its result.
             sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well.
             optimizer: whose state must fit the memory, and whose step ends the predicted one.
-            launch, precision, optimizer_step: as for `autopar.plan` on a cluster.
+            launch, precision, optimizer_step, overlap: as for `autopar.plan` on a cluster.
 
         Raises:
             PlanError: degrees that contradict each other, the devices or the model; all are listed.
@@ -241,6 +287,7 @@ class Plan:
             launch=launch,
             precision=precision,
             optimizer_step=optimizer_step,
+            overlap=overlap,
         )
         return plan
 
@@ -250,38 +297,7 @@ class Plan:
         `kinds`: the types of the devices offered (`Device.kind`). Raises PlanError that lists all problems: too few
         devices, names that are not among them, or other types than those that the plan was made for.
         """
-        made_for = dict(zip(self.devices, self.device_kinds, strict=False))
-        names, lacking = devices_of_type(self.used_devices, made_for, offered, kinds)
-        if lacking:
-            raise PlanError(lacking)
-        if names:
-            made_for = {}  # those devices are not here
-        here = made_for if kinds is None else dict(zip(offered, kinds, strict=True))
-        problems = [*self._too_few(offered), *self._unknown(offered, names), *_other_types(self, made_for, here)]
-        if problems:
-            raise PlanError("; ".join(problems))
-        names |= self._ordinals(offered)
-        stages = tuple(_renamed(stage, names) for stage in self.stages)
-        device_kinds = tuple(here[n] for n in offered) if all(n in here for n in offered) else ()
-        return replace(self, stages=stages, devices=tuple(offered), device_kinds=device_kinds)
-
-    def _ordinals(self, offered: Sequence[str]) -> dict[str, str]:
-        return devices_in_order([stage.devices for stage in self.stages], offered, self.schedule == INTERLEAVED)
-
-    def _too_few(self, offered: Sequence[str]) -> Iterator[str]:
-        n_stages, n_used = len(self.stages), len(self.used_devices)
-        if goes_round([stage.devices for stage in self.stages], offered, self.schedule == INTERLEAVED):
-            if not offered or n_stages % len(offered):
-                yield f"{n_stages} stages cannot go round {len(offered)} devices evenly: {', '.join(offered)}"
-        elif n_used > len(offered):
-            yield f"the plan uses {n_used} devices, but {len(offered)} are given: {', '.join(offered)}"
-
-    def _unknown(self, offered: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:
-        known = {*offered, *names, *self._ordinals(offered)}
-        short = len(self.used_devices) > len(offered)  # already reported, so leave out placeholders without a device
-        unknown = [name for name in self.used_devices if name not in known and not (short and is_ordinal(name))]
-        if unknown:
-            yield f"the plan uses {', '.join(unknown)}, but the devices are {', '.join(offered)}"
+        return placed_on(self, offered, kinds)
 
     def check_model(self, model: nn.Module) -> None:
         """Raise PlanError if the plan was made for a model with other parameters or modules.
@@ -320,16 +336,16 @@ class Plan:
     def listing(self, program: Program, storages: Storages = _UNKNOWN) -> Plan:
         """The plan with the operators that its stages have in `program`, where it lists others or not all of them.
 
-        Raises PlanError for an operator that the plan lists before one of its inputs.
+        Raises PlanError for an operator that the plan lists before one of its inputs, or not where its split puts it.
         """
         listed = [stage.operators for stage in self.stages]
         if not any(listed) or program.training != self.training:
             return self
-        stage_of = (
-            by_modules(dict(self.split), program, storages)
-            if self.split
-            else by_operators(listed, program, storages, strict=True)
-        )
+        if self.split:
+            stage_of = by_modules(dict(self.split), program, storages)
+            check_listed(listed, stage_of, program)
+        else:
+            stage_of = by_operators(listed, program, storages, strict=True)
         operators = operators_of_stages(stage_of, program, len(self.stages))
         if not all(operators):
             return self  # a stage without operators is refused where the plan is lowered
@@ -348,13 +364,24 @@ class Plan:
         return replace(self, **changes).without_predictions(why)
 
     def without_predictions(self, why: str) -> Plan:
-        """The decision alone: no times, bytes, bounds or reasons. `why`: says in a note where they went.
+        """The decision alone, with what prices assume: no times, bytes, bounds or reasons. `why`: says in a note where
+        they went.
 
         The plan itself, if it has no predictions.
         """
         if self.predicted_step_time is None and all(stage.forward_time is None for stage in self.stages):
             return self
-        stages = tuple(Stage(s.devices, s.operators, recompute=s.recompute, sharding=s.sharding) for s in self.stages)
+        stages = tuple(
+            Stage(
+                s.devices,
+                s.operators,
+                recompute=s.recompute,
+                selective=s.selective,
+                sharding=s.sharding,
+                layerwise=s.layerwise,
+            )
+            for s in self.stages
+        )
         return Plan(
             stages,
             self.n_microbatches,
@@ -366,6 +393,7 @@ class Plan:
             notes=(f"{why}, so its predictions were dropped",),
             model=self.model,
             device_kinds=self.device_kinds,
+            assumed=self.assumed,
         )
 
     # -- text and files ---------------------------------------------------------------------------------------------
@@ -414,19 +442,6 @@ class Plan:
 
     def __str__(self) -> str:
         return shown(self)
-
-
-def _renamed(stage: Stage, names: Mapping[str, str]) -> Stage:
-    """The stage on devices of other names; the same object where none changes."""
-    devices = tuple(names.get(name, name) for name in stage.devices)
-    return stage if devices == stage.devices else replace(stage, devices=devices)
-
-
-def _other_types(plan: Plan, made_for: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
-    other = [n for n in plan.used_devices if n in made_for and n in here and made_for[n] != here[n]]
-    if other:
-        types = ", ".join(f"{n} = '{made_for[n]}', which here is '{here[n]}'" for n in other)
-        yield f"the plan was made for {types}; plan again, or take device_kinds out of the plan"
 
 
 def with_notes(plan: Plan, notes: Sequence[str]) -> Plan:

@@ -7,9 +7,9 @@
       {"devices": ["cuda:0"], "operators": ["embed: embedding#0", "layers.0.fc: linear#0"], "recompute": false, ...},
       ...
 
-Keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding` and `RunnerUp`. Fields that are
-None or empty are left out. One line lists the operators `module.path/operator#k` of one module that follow each other:
-moving the line to another stage moves these operators.
+Keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding`, `Assumptions` and `RunnerUp`.
+Fields that are None or empty are left out. One line lists the operators `module.path/operator#k` of one module that
+follow each other: moving the line to another stage moves these operators.
 The checksum tells a plan that was edited, whose predictions no longer belong to it; editors need not update it.
 """
 
@@ -59,7 +59,11 @@ def checksum(plan: Any) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        kept = ((f.name, item) for f, item in fields if item != f.default or item not in (None, "", ()))
+        kept = (
+            (f.name, item)
+            for f, item in fields
+            if item != f.default or (item not in (None, "", ()) and f.name not in _LATER)
+        )
         return {name: _SPECIAL[name][0](item) if name in _SPECIAL else _plain(item) for name, item in kept}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
@@ -201,6 +205,9 @@ def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
     problems += [f"{where}: '{path}' must have a stage number, got {stage!r}" for path, stage in wrong.items()]
     return tuple(data.items()) if not wrong else None
 
+
+_LATER = ("layerwise",)
+"""Fields that formats of before did not have: left out at their default, so that the checksums of such files hold."""
 
 _SPECIAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, str, list[str]], Any]]] = {
     # field: (to JSON, from JSON)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autopar.hints.module_paths import nearest
+from autopar.plan.assumptions import wrong_assumptions
 from autopar.plan.placeholders import is_ordinal
 from autopar.schedule.builders import SCHEDULES
 from autopar.sharding.stage_sharding import problems
@@ -24,7 +26,8 @@ def violations(plan: Any) -> list[str]:
 
     A field that is None was unreadable in a file, which the reader reports; here it passes.
     """
-    return [*_counts(plan), *_numbers(plan, ""), *_devices(plan), *_operators(plan), *_split(plan), *_transfers(plan)]
+    checked = _counts(plan), _numbers(plan, ""), _devices(plan), _operators(plan), _split(plan), _transfers(plan)
+    return [*itertools.chain(*checked), *wrong_assumptions(plan.assumed)]
 
 
 def rounds(groups: list[tuple[str, ...]]) -> int | None:
@@ -84,6 +87,7 @@ def _devices(plan: Any) -> Iterator[str]:
     if kinds and plan.devices is not None and len(kinds) != len(offered):
         yield f"device_kinds must name a kind for each of the {len(offered)} devices, got {len(kinds)}"
     known = [(s, stage.devices) for s, stage in enumerate(plan.stages or ()) if stage.devices is not None]
+    names_offered = set(offered)
     for s, names in known:
         if not names:
             yield f"stage {s} has no device; every stage needs at least one device"
@@ -98,9 +102,15 @@ def _devices(plan: Any) -> Iterator[str]:
             sharding.redistributions,
         ):
             yield from (f"stage {s}: {problem}" for problem in problems(sharding, len(names)))
-        absent = [name for name in names if offered and name not in offered and not is_ordinal(name)]
+        absent = [name for name in names if offered and name not in names_offered and not is_ordinal(name)]
         if absent:
             yield f"stage {s} is on {', '.join(absent)}, but the devices are {', '.join(offered)}"
+    for s, stage in enumerate(plan.stages or ()):
+        if stage.recompute and stage.selective:
+            yield f"stage {s} recomputes all of its forward and selectively; choose one"
+        elif stage.layerwise and (stage.recompute or stage.selective):
+            other = "all of its forward at once" if stage.recompute else "selectively"
+            yield f"stage {s} recomputes layer by layer and {other}; choose one"
     groups = [names for _, names in known]
     if plan.schedule == INTERLEAVED:
         turns = rounds(groups)
@@ -167,6 +177,8 @@ def _transfers(plan: Any) -> Iterator[str]:
             continue
         if not 0 <= source < target < len(plan.stages):
             yield f"transfers[{index}] goes from stage {source} to {target}, not to a later one of {len(plan.stages)}"
+        if link.seconds is not None and (link.backward_seconds or 0.0) > link.seconds:
+            yield f"transfers[{index}].backward_seconds is {link.backward_seconds}, of {link.seconds} s both ways"
 
 
 def _twice(names: Iterable[str]) -> list[str]:

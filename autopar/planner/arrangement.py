@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.costs.device_group import DeviceGroup
+from autopar.plan.recompute import DESCRIBED
+from autopar.plan.validation import places
 from autopar.planner.inter_op.atoms import Atoms
 
 
@@ -16,8 +18,8 @@ class Arrangement:
     groups: tuple[tuple[DeviceGroup, ...], ...]  # replicas of each stage; of stages s and s + ranks the same
     n_microbatches: int
     schedule: str
-    recompute: tuple[bool, ...]  # of each stage
-    configurations: tuple[str, ...] = ()  # of each stage, by name, where groups are meshes
+    recompute: tuple[int, ...]  # of each stage, a `Recompute`
+    configurations: tuple[str, ...] = ()  # of each stage, by name, or its device kind; (): no stage has a mesh
 
     @property
     def ranks(self) -> tuple[tuple[DeviceGroup, ...], ...]:
@@ -60,6 +62,19 @@ class Arrangement:
     def plain(self) -> bool:
         """Whether the runtime calls the model itself."""
         return self.n_groups == 1 and self.n_microbatches == 1 and not any(self.recompute)
+
+    def __str__(self) -> str:
+        """A plan in a line."""
+        ranks = [[device for group in rank for device in group.devices] for rank in self.ranks]
+        n_stages, m = len(self.stages), self.n_microbatches
+        text = f"{n_stages} stage{'s' if n_stages > 1 else ''} on {places(ranks, self.chunks)}, "
+        if any(len(rank[0].devices) > 1 for rank in self.ranks):
+            text += "meshes of " + " | ".join(str(len(rank[0].devices)) for rank in self.ranks) + " devices, "
+        text += f"{m} micro-batch{'es' if m > 1 else ''}, {self.schedule}"
+        for mode, (_, how) in DESCRIBED.items():
+            again = [str(s) for s, own in enumerate(self.recompute) if own == mode]
+            text += f", {how}{', '.join(again)}" if again else ""
+        return text
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,9 @@ def _communication(stage: Stage, n_microbatches: int) -> float:
     """Seconds of a stage's collectives in a step, on one of its devices."""
     rounds = -(-n_microbatches // stage.replicas)
     each = (stage.sharding.collective_time or 0.0) if stage.sharding is not None else 0.0
-    if stage.recompute and stage.sharding is not None:
+    if (stage.recompute or stage.layerwise) and stage.sharding is not None:
         each += sum(one.seconds for one in stage.sharding.exchanges if not (one.backward or one.once))
+    each = max(0.0, each - (stage.hidden_time or 0.0))
     return rounds * each + (stage.sync_time or 0.0)
 
 

@@ -90,14 +90,16 @@ def explanation(
     """A function that explains the plan of `chosen`. It runs further searches, so call it only for a user who asks."""
 
     def explain(plan: Plan) -> Explanation:
-        known = own_explanation(plan)
+        known, now = own_explanation(plan), plan.time_scale or 1.0
         limits = tuple(_limits(searching, plan, make_plan))
-        helps = [*known.helps, *_more_memory(searching, make_plan)]
+        step = plan.predicted_step_time or 0.0  # which the plan keeps with more memory
+        more = [replace(c, step_time=min(step, c.step_time * now)) for c in _more_memory(searching, make_plan)]
+        helps = [*known.helps, *more]
         bottleneck = known.bottleneck
         memory = [change for change in (*limits, *helps) if "memory" in change.what]
         if bottleneck is not None and any(change.gain(plan) > 0.01 for change in memory):
             bottleneck = replace(bottleneck, bound="memory")
-        idle = tuple((name, _why_idle(searching, chosen, candidates)) for name in _idle(plan))
+        idle = tuple((name, _why_idle(searching, chosen, candidates, now)) for name in _idle(plan))
         return replace(known, bottleneck=bottleneck, limits=limits, helps=tuple(helps), idle=idle, partial=False)
 
     return explain
@@ -120,7 +122,7 @@ def _bottleneck(plan: Plan, timeline: Timeline, free: Timeline) -> Bottleneck:
 def _stage_seconds(plan: Plan, stage: int) -> float:
     one = plan.stages[stage]
     forward = one.forward_time or 0.0
-    return forward * (2 if one.recompute else 1) + (one.backward_time or 0.0)
+    return forward * (2 if one.recompute else 1) + (one.backward_time or 0.0) + (one.recompute_time or 0.0)
 
 
 def _helps(plan: Plan, bottleneck: Bottleneck, faster: Timeline, larger: Timeline) -> tuple[Change, ...]:
@@ -163,8 +165,8 @@ def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, SearchOp
     ):
         if empty != constraints:
             lifted.append((what, replace(options, constraints=empty)))
-    step = plan.predicted_step_time or 0.0
-    return [Change(f"without {what}", min(step, _step(make_plan(costs, free)))) for what, free in lifted]
+    step, now = plan.predicted_step_time or 0.0, plan.time_scale or 1.0
+    return [Change(f"without {what}", min(step, now * _step(make_plan(costs, free)))) for what, free in lifted]
 
 
 def _more_memory(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
@@ -186,14 +188,14 @@ def _idle(plan: Plan) -> list[str]:
 
 def why_no_more(searching: Searching, chosen: Candidate) -> str:
     """Why no candidate uses more devices than `chosen`: the search looks no further at plans that are slower."""
-    if searching.some_plan_uses_more(chosen.arrangement.n_groups):
+    if searching.some_plan_uses_more(chosen.arrangement.n_devices):
         return "no plan on more devices is predicted to be as fast"
     return "no feasible plan uses more"
 
 
-def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
-    """How much slower the best plan on more devices is, and why."""
-    more = [c for c in candidates if c.arrangement.n_groups > chosen.arrangement.n_groups]
+def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Candidate], now: float) -> str:
+    """How much slower the best plan on more devices is, and why. `now`: the scale of predicted seconds."""
+    more = [c for c in candidates if c.arrangement.n_devices > chosen.arrangement.n_devices]
     if not more:
         return why_no_more(searching, chosen)
     rival = min(more, key=lambda c: c.timeline.step_time)
@@ -209,6 +211,6 @@ def _why_idle(searching: Searching, chosen: Candidate, candidates: Sequence[Cand
     ]
     reasons = ", ".join(f"{share:.0%} {what}" for share, what in causes if share > 0.01) or "no gain"
     return (
-        f"the best plan on {rival.arrangement.n_devices} devices takes {rival.timeline.step_time * 1e3:.4g} ms a step "
-        f"against {chosen.timeline.step_time * 1e3:.4g} ms: {reasons}"
+        f"the best plan on {rival.arrangement.n_devices} devices takes {now * rival.timeline.step_time * 1e3:.4g} ms a "
+        f"step against {now * chosen.timeline.step_time * 1e3:.4g} ms: {reasons}"
     )

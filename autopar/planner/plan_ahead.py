@@ -12,40 +12,51 @@ from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.planner.explainers import explainer_of, with_explainer
-from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, plan_as_sharded
+from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_width, plan_as_sharded
 from autopar.planner.inter_op.meshes import subject_of
-from autopar.planner.mesh_size_search import plan_with_meshes
+from autopar.planner.joint_search import plan_jointly
 from autopar.planner.predict import predict_plan
 from autopar.planner.price_sharded import predict_sharded
-from autopar.planner.search import make_plan
-from autopar.planner.search_options import SearchOptions, recipe_of, search_options
+from autopar.planner.search_options import (
+    OTHER,
+    SearchOptions,
+    as_assumed,
+    assumptions_of,
+    other_assumptions,
+    recipe_of,
+    search_options,
+)
 from cost_models import Cluster
 
 
 def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progress: Progress = SILENT) -> Plan:
     """The fastest plan for a call of a model on `cluster`. Raises PlanError and InfeasibleError."""
     recipe = recipe_of(example, options)
+    assumed = assumptions_of(recipe, options.optimizer_name)
     example, search = search_options(example, options, len(cluster.devices))
     if asks_for_sharding(example):
         hinted = plan_as_sharded(example, cluster.devices, replace(search, recipe=recipe), cluster)
-        return _with_prices(hinted, example, cluster, recipe, search, progress)
+        checked_width(hinted, options.max_shards)
+        return replace(_with_prices(hinted, example, cluster, recipe, search, progress), assumed=assumed)
     costs = estimate_costs(example, cluster, recipe, n_microbatches=search.n_microbatches, progress=progress)
-    if options.max_shards == 1:
-        best = make_plan(costs, search)
-    else:
-        subject = subject_of(example, options.optimizer_name)
-        best = plan_with_meshes(costs, search, subject, max_shards=options.max_shards, progress=progress)
+    subject = subject_of(example, options.optimizer_name)
+    best = plan_jointly(costs, search, subject, max_shards=options.max_shards, progress=progress)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
     notes = (note, *example.program.uncaptured, *best.notes)
-    return replace(best, notes=notes, model=fingerprint(example.model))
+    return replace(best, notes=notes, model=fingerprint(example.model), assumed=assumed)
 
 
 def priced_ahead(
     plan: Plan, example: Example, cluster: Cluster, options: PlanOptions, progress: Progress = SILENT
 ) -> Plan:
-    """The user's `plan` with its predictions, from the data sheets of `cluster`. Raises PlanError."""
+    """The user's `plan` with its predictions, from the data sheets of `cluster`. Raises PlanError.
+
+    Where options leave open how a step is run, it is run as the plan records (`Plan.assumed`).
+    """
     plan.check_model(example.model)
+    options = as_assumed(plan, options)
     recipe = recipe_of(example, options)
+    assumed = assumptions_of(recipe, options.optimizer_name)
     example, search = search_options(example, options, len(cluster.devices))
     if any(stage.sharding is not None for stage in plan.stages):
         costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches, progress=progress)
@@ -54,7 +65,8 @@ def priced_ahead(
     else:
         costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
-    return replace(priced, model=fingerprint(example.model))
+    notes = (*(note for note in priced.notes if not note.startswith(OTHER)), *other_assumptions(plan, assumed))
+    return replace(priced, notes=notes, model=fingerprint(example.model), assumed=assumed)
 
 
 def _with_prices(

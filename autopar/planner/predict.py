@@ -10,22 +10,29 @@ anywhere; then each of its stages is one atom.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.gradient_reduction import reduction_seconds
+from autopar.costs.device_group import DeviceGroup
+from autopar.costs.gradient_reduction import bucket_seconds, reduction_seconds
+from autopar.costs.sends import Sent, estimated_sends, pass_seconds
+from autopar.costs.shared_hardware import SHARED_GPU, hardware_of, shared_gpu_notes
 from autopar.plan.plan import Plan, Stage, StageTransfer
+from autopar.plan.recompute import Recompute
+from autopar.plan.scaling import notes_without_scale
 from autopar.planner.arrangement import Arrangement, Conditions
-from autopar.planner.inter_op.atom_times import atom_times
+from autopar.planner.inter_op.atom_times import AtomTimes, atom_times, seconds_once
 from autopar.planner.inter_op.atoms import Atoms, gather_all
 from autopar.planner.inter_op.optimizer_seconds import optimizer_rates, optimizer_seconds, stepped, sum_of
 from autopar.planner.predicted_step import PredictedStage, PredictedStep, step_of_plan
-from autopar.planner.stage_contents import stage_contents, stage_traffic, tied_gradients
+from autopar.planner.rehearsed_memory import BY_FORMULA, Peaks, rehearsed
+from autopar.planner.stage_contents import Traffic, stage_contents, stage_traffic, tied_gradients
 from autopar.schedule.clock import Transfer
 from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.timeline import Timeline
+from cost_models import Cluster
 
 
 def predict(
@@ -41,26 +48,12 @@ def predict(
     `configurations`: what each stage's costs are found by (`Arrangement.cost_names`). Without, sharded stages and what
     they send keep the plan's own costs: `costs` are those of whole operators.
     """
-    line: list[list[str]] = [[] for _ in plan.stages]
-    for name, operator in costs.operators.items():
-        if not operator.replicable:
-            line[stage_of[name]].append(name)
-    atoms = gather_all(costs, tuple(map(tuple, line)))
-    group_of = {group.first: group for group in costs.groups}
-    arrangement = Arrangement(
-        tuple((s,) for s in range(len(line))),
-        tuple(
-            tuple(group_of[name] for name in stage.devices[:: stage.shards if configurations else 1])
-            for stage in plan.stages
-        ),
-        min(plan.n_microbatches, max(costs.batch_size, 1)),
-        plan.schedule,
-        tuple(stage.recompute for stage in plan.stages),
-        configurations,
-    )
+    atoms, arrangement = arranged(costs, plan, stage_of, configurations)
     step = predicted_step(costs, atoms, arrangement, conditions)
-    priced = as_plan(costs, atoms, arrangement, step, step.timeline(), conditions.optimizer)
-    priced = replace(priced, split=plan.split, notes=plan.notes, model=plan.model)
+    peaks = rehearsed(costs, atoms, arrangement, conditions)
+    priced = as_plan(costs, atoms, arrangement, step, step.timeline(), conditions.optimizer, peaks)
+    shared = shared_gpu_notes([device.name for device in costs.devices], used=plan.used_devices)
+    priced = replace(priced, split=plan.split, notes=(*_notes_of(plan), *peaks.notes, *shared), model=plan.model)
     if configurations or not any(stage.sharding for stage in plan.stages):
         return priced
     kept = _with_sharded(priced, plan)
@@ -69,6 +62,39 @@ def predict(
         return kept
     timeline = sharded_step.timeline()
     return replace(kept, predicted_step_time=timeline.step_time, bubble=timeline.bubble)
+
+
+def _notes_of(plan: Plan) -> Iterator[str]:
+    """The notes that stay when a plan is predicted anew."""
+    return (note for note in notes_without_scale(plan) if not note.startswith((BY_FORMULA, SHARED_GPU)))
+
+
+def arranged(
+    costs: CostGraph, plan: Plan, stage_of: Mapping[str, int], configurations: tuple[str, ...] = ()
+) -> tuple[Atoms, Arrangement]:
+    """A user's plan in the planner's form: every stage is one atom. For the arguments see `predict`."""
+    line: list[list[str]] = [[] for _ in plan.stages]
+    for name, operator in costs.operators.items():
+        if not operator.replicable:
+            line[stage_of[name]].append(name)
+    atoms = gather_all(costs, tuple(map(tuple, line)))
+    arrangement = Arrangement(
+        tuple((s,) for s in range(len(line))),
+        tuple(
+            tuple(map(costs.group, _replicas(stage, stage.shards if configurations else 1))) for stage in plan.stages
+        ),
+        min(plan.n_microbatches, max(costs.batch_size, 1)),
+        plan.schedule,
+        tuple(stage.mode for stage in plan.stages),
+        configurations,
+    )
+    return atoms, arrangement
+
+
+def _replicas(stage: Stage, width: int) -> Iterator[tuple[str, ...]]:
+    """The devices of each replica of a stage."""
+    for first in range(0, len(stage.devices), width):
+        yield stage.devices[first : first + width]
 
 
 def predict_plan(plan: Plan, example: Example, costs: CostGraph, conditions: Conditions) -> Plan:
@@ -94,8 +120,9 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     m = arrangement.n_microbatches
     sizes, names = split_sizes(costs.batch_size, m), arrangement.cost_names
     shares = [size / costs.batch_size for size in sizes]
+    split = arrangement.schedule == "zb-h1"
     times = {
-        (name, size): atom_times(costs, atoms, name, arrangement.busy, size)
+        (name, size): atom_times(costs, atoms, name, arrangement.busy, size).under(arrangement.schedule)
         for name in dict.fromkeys(names)
         for size in set(sizes)
     }
@@ -103,24 +130,26 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     contents = stage_contents(atoms, arrangement, conditions.optimizer, costs.training)
     tied = tied_seconds(costs, atoms, arrangement)
     stepping = optimizer_seconds(costs, atoms, arrangement, conditions.optimizer)
-    split = arrangement.schedule == "zb-h1"
     for number, content in enumerate(contents):
-        inside, recompute = list(arrangement.stages[number]), arrangement.recompute[number]
+        inside, recompute = list(arrangement.stages[number]), Recompute(arrangement.recompute[number])
         mine = [times[names[number], size] for size in sizes]
         forward, backward, weight = zip(*(t.stage(inside, split=split) for t in mine), strict=True)
+        again: tuple[float, ...] = ()
+        if recompute in (Recompute.SELECTIVE, Recompute.FULL):
+            longer = [t.stage(inside, split=split, recompute=recompute) for t in mine]
+            weight = tuple(one.weight for one in longer)
+            again = tuple(one.backward - b for one, b in zip(longer, backward, strict=True))
         stages.append(
             PredictedStage(
                 forward,
                 backward,
                 weight,
                 recompute,
-                reduction_seconds(costs, content.gradients, arrangement.groups[number])
-                + tied[number]
-                + content.once
-                + float(mine[0].once[inside].sum()),
+                tied[number] + content.once + collectives_once(costs, content.gradients, arrangement, number, mine),
                 optimizer=stepping[number],
                 sends_gradient=content.received_gradient > 0,
                 memory=content.memory(atoms.of(names[number]), inside, recompute, shares),
+                again=again,
             )
         )
     return PredictedStep(
@@ -133,6 +162,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         costs.training,
         plain=arrangement.plain,
         barrier=costs.training and not conditions.loss_inside,
+        hardware=hardware_of(group.first for rank in arrangement.ranks for group in rank),
     )
 
 
@@ -143,10 +173,17 @@ def as_plan(
     step: PredictedStep,
     timeline: Timeline,
     optimizer: str = "none",
+    peaks: Peaks | None = None,
 ) -> Plan:
-    """The arrangement as a plan, with what its step predicts. `optimizer`: as in the conditions of the step."""
+    """The arrangement as a plan, with what its step predicts. `optimizer`: as in the conditions of the step.
+    `peaks`: as rehearsed."""
+    stages = _plan_stages(costs, atoms, arrangement, step, timeline)
+    stages = [
+        stage if one is None else replace(stage, peak_memory=one.peak, activation_bytes=one.activation)
+        for stage, one in zip(stages, peaks.stages if peaks else [None] * len(stages), strict=True)
+    ]
     return Plan(
-        stages=tuple(_plan_stages(costs, atoms, arrangement, step, timeline)),
+        stages=tuple(stages),
         n_microbatches=arrangement.n_microbatches,
         schedule=arrangement.schedule,
         batch_size=costs.batch_size,
@@ -156,21 +193,25 @@ def as_plan(
         predicted_step_time=timeline.step_time,
         single_device_time=_single_device_time(costs, atoms, optimizer),
         bubble=timeline.bubble,
-        transfers=tuple(_plan_transfers(costs, atoms, arrangement)),
+        transfers=tuple(_plan_transfers(costs, atoms, arrangement, step)),
     )
 
 
 def _plan_stages(
     costs: CostGraph, atoms: Atoms, arrangement: Arrangement, step: PredictedStep, timeline: Timeline
 ) -> list[Stage]:
-    """Times of a stage are those of a micro-batch of the mean size, without Python's overhead."""
+    """Times of a stage are those of a micro-batch of the mean size, without Python's overhead for an action."""
     peaks = timeline.peak_memory or ()
     stages = []
     for number, (name, predicted) in enumerate(zip(arrangement.cost_names, step.stages, strict=True)):
         inside, memory = list(arrangement.stages[number]), predicted.memory
         assert memory is not None, "a step that was predicted from costs knows its memory"
-        each = atom_times(costs, atoms, name, arrangement.busy, costs.batch_size / arrangement.n_microbatches)
-        mean = each.stage(inside, split=arrangement.schedule == "zb-h1")
+        rows = costs.batch_size / arrangement.n_microbatches
+        each = atom_times(costs, atoms, name, arrangement.busy, rows).under(arrangement.schedule)
+        mean, longer = (
+            each.stage(inside, split=arrangement.schedule == "zb-h1", recompute=mode)
+            for mode in (Recompute.NONE, predicted.recompute)
+        )
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         configuration = costs.configuration.get(name)
         stages.append(
@@ -178,44 +219,118 @@ def _plan_stages(
                 devices=tuple(device for group in arrangement.groups[number] for device in group.devices),
                 sharding=None if configuration is None else configuration.sharding(nodes),
                 operators=tuple(costs.operators[n].key for n in nodes),
-                recompute=predicted.recompute,
+                recompute=predicted.recompute == Recompute.STAGE,
+                layerwise=predicted.recompute == Recompute.FULL,
+                selective=predicted.recompute == Recompute.SELECTIVE,
+                recompute_time=(sum(predicted.again) / len(predicted.again)) if predicted.again else None,
                 forward_time=mean.forward,
                 backward_time=mean.backward,
-                weight_time=mean.weight,
+                weight_time=longer.weight,
                 parameter_bytes=memory.parameters,
                 activation_bytes=memory.activation[0],
                 peak_memory=max((peaks[slot] for slot in timeline.schedule.slots_of(number)), default=0),
                 sync_time=predicted.once,
                 optimizer_time=predicted.optimizer or None,
+                hidden_time=each.hidden(inside) or None,
             )
         )
     return stages
 
 
-def _plan_transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list[StageTransfer]:
-    """Seconds are those over the link between the first replicas, both directions together."""
-    m = arrangement.n_microbatches
+def _plan_transfers(
+    costs: CostGraph, atoms: Atoms, arrangement: Arrangement, step: PredictedStep
+) -> list[StageTransfer]:
+    """The transfers of the step, of one micro-batch."""
+    m, traffic = arrangement.n_microbatches, _traffic(costs, atoms, arrangement)
     found = []
-    for (source, target), (forward, backward) in stage_traffic(atoms, arrangement).items():
-        ends = (arrangement.groups[source][0].first, arrangement.groups[target][0].first)
-        seconds = 0.0  # within a device
-        if ends[0] != ends[1]:
-            link = costs.links[ends]
-            seconds = sum(link.seconds(nbytes / m) for nbytes in (forward, backward) if nbytes)
-        found.append(StageTransfer(source, target, int(forward / m), int(backward / m), seconds))
+    for transfer in step.transfers:
+        forward, backward = traffic[transfer.source, transfer.target].nbytes
+        there, back = transfer.forward[0], transfer.backward[0]
+        usual = back == (there if backward else 0.0)
+        nbytes, seconds = (int(forward / m), int(backward / m)), (there + back, None if usual else back)
+        ends = transfer.source, transfer.target
+        found.append(StageTransfer(*ends, *nbytes, *seconds, blocking=not transfer.overlap))
     return found
 
 
 def _transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list[Transfer]:
-    """Seconds are those over the slowest link between any two replicas."""
-    m = arrangement.n_microbatches
+    """On a cluster what goes at once shares cards; measured seconds are those of the slowest link between any two
+    replicas. Meshes at hand send whole values: the first device joins them before, and cuts them after."""
+    m, traffic = arrangement.n_microbatches, _traffic(costs, atoms, arrangement)
+    if estimated_sends(costs.cluster):
+        there, back = _over_networks(costs.cluster, arrangement, traffic)
+        overlap = costs.overlap.sends
+        return [Transfer(*pair, (there[pair],) * m, (back[pair],) * m, overlap=overlap) for pair in traffic]
     devices = [[group.first for group in groups] for groups in arrangement.groups]
     found = []
-    for (source, target), (forward, backward) in stage_traffic(atoms, arrangement).items():
+    for (source, target), sent in traffic.items():
         links = {costs.links[a, b] for a in devices[source] for b in devices[target] if a != b}
-        slowest = [max((link.seconds(n / m) for link in links if n), default=0.0) for n in (forward, backward)]
-        found.append(Transfer(source, target, (slowest[0],) * m, (slowest[1],) * m))
+        ends = [arrangement.groups[stage][0] for stage in (source, target)]
+        slowest = [
+            max((link.seconds(n / m) for link in links if n), default=0.0) + _joined(costs, ends, n / m)
+            for n in sent.nbytes
+        ]
+        both = (slowest[0],) * m, (slowest[1],) * m
+        found.append(Transfer(source, target, *both, overlap=costs.overlap.sends))
     return found
+
+
+def _traffic(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int], Traffic]:
+    """What each pair of stages exchanges: in one process whole values, also between meshes."""
+    return stage_traffic(atoms, arrangement if costs.shards is None else replace(arrangement, configurations=()))
+
+
+def _joined(costs: CostGraph, ends: Sequence[DeviceGroup], nbytes: float) -> float:
+    """Seconds in which meshes at hand join a value of `nbytes` that they send, and cut one that they receive."""
+    if costs.shards is None or not nbytes:
+        return 0.0
+    meshes = [group.devices for group in ends if len(group.devices) > 1]
+    return sum(costs.shards.cluster.seconds("all_gather", nbytes, devices) for devices in meshes)
+
+
+Pair = tuple[int, int]  # of stages
+
+
+def _over_networks(
+    cluster: Cluster, arrangement: Arrangement, traffic: Mapping[Pair, Traffic]
+) -> tuple[dict[Pair, float], dict[Pair, float]]:
+    """Seconds of a micro-batch, forward and backward, by the two stages."""
+    m, groups = arrangement.n_microbatches, arrangement.groups
+
+    def seconds(sent: Mapping[Pair, Sequence[Sent]]) -> dict[Pair, float]:
+        """Of each message; by stages that send and receive."""
+        found = {}
+        for sender in dict.fromkeys(sender for sender, _ in sent):
+            values = {to: [v.per_micro_batch(m) for v in own] for (by, to), own in sent.items() if by == sender}
+            known = pass_seconds(cluster, groups[sender], {to: groups[to] for to in values}, values, m)
+            found.update({(sender, to): taken for to, taken in known.items()})
+        return found
+
+    there = seconds({pair: sent.forward for pair, sent in traffic.items()})
+    back = seconds({(target, source): sent.backward for (source, target), sent in traffic.items()})
+    return there, {(source, target): taken for (target, source), taken in back.items()}
+
+
+def collectives_once(
+    costs: CostGraph, gradients: float, arrangement: Arrangement, stage: int, times: Sequence[AtomTimes]
+) -> float:
+    """What a stage adds to a step once: collectives inside of its mesh, and `gradients` (bytes) added up over replicas.
+
+    `times`: for each micro-batch. Collectives behind kernels run behind its shortest passes.
+    """
+    inside, replicas = list(arrangement.stages[stage]), arrangement.groups[stage]
+    split = arrangement.schedule == "zb-h1"
+    exposed, reduction = float(times[0].once[inside].sum()), reduction_seconds(costs, gradients, replicas)
+    behind = times[0].behind(inside)
+    if costs.overlap.gradients and reduction:
+        bucket = behind.bucket + bucket_seconds(costs, replicas)
+        behind = behind._replace(gradients=behind.gradients + reduction, bucket=bucket)
+        reduction = 0.0
+    if not (behind.gradients or behind.parameters):
+        return exposed + reduction
+    shortest = {id(t): t for t in times}.values()
+    added = max(seconds_once(behind, t.stage(inside, split=split), t.network(inside), split=split) for t in shortest)
+    return float(exposed + reduction + added)
 
 
 def tied_seconds(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list[float]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.costs.python_overhead import ACTION_OVERHEAD
+from autopar.costs.shared_hardware import hardware_of
 from autopar.plan.plan import Plan
+from autopar.plan.recompute import Recompute
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Transfer
 from autopar.schedule.micro_batches import split_sizes
@@ -28,11 +30,12 @@ class PredictedStage:
     forward: tuple[float, ...]  # s of each micro-batch
     backward: tuple[float, ...]  # s of each micro-batch, without a repeated forward
     weight: tuple[float, ...]  # s of each micro-batch: the part of `backward` for gradients of parameters
-    recompute: bool
+    recompute: Recompute
     once: float  # s once a step, after the last backward: reducing gradients, gathering parameters
     sends_gradient: bool  # stages before it wait for the gradients of its inputs
     optimizer: float = 0.0  # s once a step, after that: the optimizer's step
     memory: StageMemory | None = None
+    again: tuple[float, ...] = ()  # s of each micro-batch: what recomputing attention or layers adds to the backward
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class PredictedStep:
     training: bool
     plain: bool  # the runtime calls the model itself, and nothing adds to its operators
     barrier: bool = False  # all forwards come before the first backward: the caller computes the loss
+    overhead: float = ACTION_OVERHEAD  # s of Python for every action, unless `plain`
+    hardware: tuple[int, ...] = ()  # of each slot, a number that slots on one GPU share; (): each has its own
 
     def timeline(self, *, link_speed: float = 1.0) -> Timeline:
         """Who does what when. `link_speed`: every transfer takes its seconds divided by this."""
@@ -69,17 +74,20 @@ class PredictedStep:
             transfers,
             memory=memory or None,
             barrier=0.0 if self.barrier else None,
+            hardware=self.hardware,
         )
 
     def _times(self, stage: PredictedStage) -> StageTimes:
         """The seconds of the stage's actions, with the overhead of each.
 
-        recompute         backward = forward again + backward
+        recompute         backward = forward again + backward, or cores of attention or layers again + backward
         split backward    two actions; where no stage waits for its gradients, all of it runs as the WEIGHT part
         """
-        overhead = 0.0 if self.plain else ACTION_OVERHEAD
+        overhead = 0.0 if self.plain else self.overhead
         split = self.schedule == "zb-h1"
-        again = stage.forward if stage.recompute else (0.0,) * len(stage.forward)
+        again = stage.again or (0.0,) * len(stage.forward)
+        if stage.recompute == Recompute.STAGE:
+            again = stage.forward
         backward = [b + f for b, f in zip(stage.backward, again, strict=True)]
         weight = stage.weight if stage.sends_gradient else backward
         return StageTimes(
@@ -109,17 +117,21 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
                 tuple(forward * s for s in share),
                 tuple(backward * s for s in share),
                 tuple(weight * s for s in share),
-                stage.recompute,
+                stage.mode,
                 stage.sync_time or 0.0,
                 any(link.target == number and link.backward_bytes for link in plan.transfers),
                 stage.optimizer_time or 0.0,
+                again=tuple((stage.recompute_time or 0.0) * s for s in share),
             )
         )
     transfers = []
     for link in plan.transfers:
-        back = link.seconds / 2 if link.backward_bytes else 0.0  # a gradient is as large as its value
+        back = link.backward_seconds
+        if back is None:
+            back = link.seconds / 2 if link.backward_bytes else 0.0  # a gradient is as large as its value
         n = len(share)
-        transfers.append(Transfer(link.source, link.target, (link.seconds - back,) * n, (back,) * n))
+        each = (link.seconds - back,) * n, (back,) * n
+        transfers.append(Transfer(link.source, link.target, *each, overlap=not link.blocking))
     return PredictedStep(
         tuple(stages),
         tuple(transfers),
@@ -128,6 +140,8 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
         tuple(stage.replicas for stage in plan.stages[: plan.ranks]),
         plan.chunks,
         plan.training,
-        plain=len(plan.used_devices) == 1 and m == 1 and not any(stage.recompute for stage in plan.stages),
+        plain=len(plan.used_devices) == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
         barrier=barrier,
+        overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0),
+        hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
     )

@@ -9,7 +9,7 @@ So a plan has one price, whether the search found it, a file holds it, or somebo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autopar.analysis.example import Example
@@ -19,10 +19,10 @@ from autopar.errors import PlanError
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.inter_op.meshes import Subject
+from autopar.planner.inter_op.meshes import Subject, as_measured, subject_of
 from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import ShardingProblem
-from autopar.planner.predict import completed, predict
+from autopar.planner.predict import completed, predict, predict_plan
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import StageSharding, Stored, strategy_text
@@ -43,26 +43,41 @@ def predict_sharded(plan: Plan, example: Example, costs: CostGraph, subject: Sub
             "sharded stages need"
         )
     pricing = _Pricing(plan, costs, subject)
-    meshes, configurations, names = [], [], []
+    configurations, names = [], []
     for number, stage in enumerate(plan.stages):
-        size = stage.shards
-        meshes += [tuple(stage.devices[i : i + size]) for i in range(0, len(stage.devices), size)]
         configuration = pricing.configuration(number, stage) if stage.sharding is not None else None
         names.append(pricing.kind(stage) if configuration is None else configuration.name)
         configurations += [configuration] if configuration is not None else []
-    on_meshes = replace(costs, configurations=tuple(configurations), meshes=tuple(dict.fromkeys(meshes)))
+    on_meshes = replace(costs, configurations=tuple(configurations))
     stage_of = {node.name: stage for node, stage in plan.assign(example.program, example.batching.storages).items()}
     return predict(on_meshes, plan, stage_of, conditions, tuple(names))
+
+
+def predict_any(plan: Plan, example: Example, costs: CostGraph, conditions: Conditions) -> Plan:
+    """`plan` with its costs filled in, sharded or not. Where `costs` price no meshes, or micro-batches are uneven,
+    sharded stages keep the plan's own numbers. Raises PlanError like `predict_sharded`."""
+    sharded = any(stage.sharding is not None for stage in plan.stages)
+    n = 1 if example.batching.obstacle else plan.n_microbatches
+    if not sharded or costs.mesh_cluster is None or costs.batch_size % n:
+        return predict_plan(plan, example, costs, conditions)
+    return predict_sharded(plan, example, costs, subject_of(example, conditions.optimizer), conditions)
+
+
+def widest_mesh(plans: Iterable[Plan | None]) -> int:
+    """Devices of the widest mesh of any stage; 1 if there is none."""
+    return max((stage.shards for plan in plans if plan is not None for stage in plan.stages), default=1)
 
 
 class _Pricing:
     """The stage configurations of one plan."""
 
     def __init__(self, plan: Plan, costs: CostGraph, subject: Subject) -> None:
-        alone = Folded(subject.module)  # a plan may do equal layers differently
+        self._alone = alone = Folded(subject.module)  # a plan may do equal layers differently
         self._plan, self._costs = plan, costs
         self._program = subject.program(costs, alone)
-        self._task = subject.task(costs, alone, plan.n_microbatches)
+        parameters = (stored for stage in plan.stages if stage.sharding for _, stored in stage.sharding.parameters)
+        scatters = any(stored.scattered for stored in parameters)
+        self._task = replace(subject.task(costs, alone, plan.n_microbatches), scatters=scatters)
         self._facts = GraphFacts(self._task)
         self._node_of = {operator.key: name for name, operator in costs.operators.items()}
 
@@ -75,7 +90,8 @@ class _Pricing:
         sharding = stage.sharding
         assert sharding is not None
         mesh = make_mesh(sharding.mesh, stage.devices[: sharding.size], sharding.axes)
-        problem = ShardingProblem(self._task, mesh, self._facts)
+        task = as_measured(self._task, self._costs, self._alone, self.kind(stage), sharding.size)
+        problem = ShardingProblem(task, mesh, self._facts)
         like = [(i, s) for i, s in enumerate(self._plan.stages) if _is_like(s.sharding, sharding)]
         like.sort(key=lambda pair: pair[0] != number)  # a parameter that several stages read: as in this one
         strategies: dict[str, Strategy] = {}
@@ -89,7 +105,7 @@ class _Pricing:
             raise PlanError("\n  ".join(problems))
         found = problem.with_choices(strategies, stored)
         return mesh_configuration(
-            f"stage {number}", self.kind(stage), self._program, self._task, self._facts, found, fastest=True
+            f"stage {number}", self.kind(stage), self._program, task, self._facts, found, fastest=True
         )
 
     def _strategies(

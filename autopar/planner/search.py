@@ -7,83 +7,103 @@ single devices. The fastest simulated step is the plan.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.costs.cost_graph import CostGraph
+from autopar.costs.shared_hardware import one_worker_per_gpu, shared_gpu_notes
 from autopar.errors import InfeasibleError, InputError
 from autopar.plan.plan import Plan, RunnerUp
 from autopar.planner.explain import explanation, why_no_more
 from autopar.planner.explainers import Explainer, with_explainer
+from autopar.planner.fitting_candidates import find_fitting
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.inter_op.memory_formula import ResidentBytes, resident_bytes, split_text
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
+from autopar.planner.inter_op.optimality import proof
 from autopar.planner.inter_op.partition import explain_infeasible
+from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.intra_op.explain import InsideExplained, Solved, operator_explainer
 from autopar.planner.predict import as_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 from cost_models import bytes_text
 
-# A plan on several devices must be faster than one device by this share of the step.
-_WORTH = 0.01
-# Plans whose steps differ by less than this share count as equally fast.
-_SAME = 0.002
-# On one device, micro-batches only pay where they fit the caches better, and the plain model has no overhead.
-_WORTH_SPLITTING = 0.05
+
+@dataclass(frozen=True)
+class _Preference:
+    """Shares of the step that a plan must gain to be preferred to a simpler one."""
+
+    several: float  # devices to one
+    splitting: float  # micro-batches on one device to the plain model, which has no overhead and fits the caches worse
+    same: float  # plans whose steps differ by less count as equally fast
+
+
+_MEASURED = _Preference(several=0.01, splitting=0.05, same=0.002)
+_AHEAD = _Preference(several=1e-4, splitting=1e-4, same=1e-4)  # nothing is measured, so predictions alone decide
 _RUNNERS_UP = 4
 
 
-def make_plan(costs: CostGraph, options: SearchOptions) -> Plan:
-    """The fastest plan for `costs` that `options` allow.
+def make_plan(costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None) -> Plan:
+    """The fastest plan for `costs` that `options` allow. `meshes`: that its stages may have.
 
     Raises InputError for options that contradict the batch and InfeasibleError if nothing fits the memory.
     """
-    return find_plans(costs, replace(options, rival=math.inf), 1)[0]
+    return find_plans(costs, options, 1, meshes)[0]
 
 
-def find_plans(costs: CostGraph, options: SearchOptions, most: int) -> list[Plan]:
-    """Up to `most` different plans, by predicted time; none if `options.rival` is faster than all.
+def find_plans(costs: CostGraph, options: SearchOptions, most: int, meshes: MeshChoices | None = None) -> list[Plan]:
+    """Up to `most` different plans, by predicted time. Raises like `make_plan`.
 
-    Raises like `make_plan`.
+    Of the workers that share a GPU they use one, unless hints or meshes ask for more.
     """
     _check(costs, options)
-    searching = Searching(costs, options)
-    candidates = searching.run()
-    if not candidates and math.isfinite(options.rival):
-        return []
-    if not candidates:
-        raise _infeasible(searching)
-    best = _choose(costs, candidates)
-    better = searching.prove(best)
-    if better:
-        candidates += better
-        best = _choose(costs, candidates)
+    offered = costs.devices
+    if not options.constraints.stage_of and meshes is None:
+        costs = one_worker_per_gpu(costs)
+    found = find_fitting(costs, options, _choose, meshes)
+    searching, candidates, best = found.searching, found.candidates, found.best
+    if best is None:
+        raise _infeasible(searching) if math.isinf(found.excess) else _exceeding(found.excess)
+    costs = searching.costs  # with the meshes that were looked at
     others = [c for c in _distinct(candidates) if c is not best]
-    runners_up = tuple(RunnerUp(searching.describe(c), c.timeline.step_time) for c in others[:_RUNNERS_UP])
+    runners_up = tuple(RunnerUp(str(c.arrangement), c.timeline.step_time) for c in others[:_RUNNERS_UP])
     plans = []
-    for candidate in [best, *others[: most - 1]]:
+    for candidate in itertools.chain([best], itertools.islice(filter(found.fits, others), most - 1)):
         plan = as_plan(
-            costs, searching.atoms, candidate.arrangement, candidate.step, candidate.timeline, options.optimizer
+            costs,
+            searching.atoms,
+            candidate.arrangement,
+            candidate.step,
+            candidate.timeline,
+            options.optimizer,
+            found.peaks_of(candidate),
         )
-        bound, sentence = searching.proof(candidate)
+        bound, sentence = proof(searching, candidate)
+        names = tuple(device.name for device in offered)
+        shared = shared_gpu_notes(names, used=plan.used_devices)
         plan = replace(
             plan,
-            notes=_notes(searching, candidate, candidates),
+            devices=names,
+            device_kinds=tuple(device.kind for device in offered),
+            notes=(*_notes(searching, candidate, candidates), *found.peaks_of(candidate).notes, *shared),
             objective=candidate.solution.objective,
             bound=bound,
             optimality=sentence,
             runners_up=runners_up,
         )
-        inside = _operators_explained(costs, candidate.arrangement.configurations) if costs.meshes else None
-        plans.append(with_explainer(plan, Explainer(explanation(searching, candidate, candidates, make_plan), inside)))
+        inside = _operators_explained(costs, candidate.arrangement.configurations) if costs.configurations else None
+        again = partial(make_plan, meshes=meshes)
+        plans.append(with_explainer(plan, Explainer(explanation(searching, candidate, candidates, again), inside)))
     return plans
 
 
 def _operators_explained(costs: CostGraph, configurations: Sequence[str]) -> Callable[[Plan, str], InsideExplained]:
     def solved(stage: int) -> Solved | None:
-        configuration = costs.configuration[configurations[stage]]
+        configuration = costs.configuration.get(configurations[stage])
         return configuration.solved() if isinstance(configuration, MeshConfiguration) else None
 
     return operator_explainer(solved)
@@ -92,24 +112,27 @@ def _operators_explained(costs: CostGraph, configurations: Sequence[str]) -> Cal
 def _choose(costs: CostGraph, candidates: Sequence[Candidate]) -> Candidate:
     """The fastest candidate, with four preferences.
 
-    0. No more CPU workers than cores, unless more are faster by more than `_WORTH`.
-    1. One device group, if several are faster by less than `_WORTH`.
-    2. On one group the plain model, unless micro-batches are faster by more than `_WORTH_SPLITTING`.
-    3. Among equally fast ones (`_SAME`) the one with the lowest peak of memory.
+    0. No more CPU workers than cores, unless more are faster by more than `several`.
+    1. One device group, if several are faster by less than `several`.
+    2. On one group the plain model, unless micro-batches are faster by more than `splitting`.
+    3. Among equally fast ones (`same`) the one with the lowest peak of memory.
     """
+    ahead = costs.cluster is not None
+    prefer = _AHEAD if ahead else _MEASURED
 
     def within(share: float, some: Sequence[Candidate]) -> list[Candidate]:
         fastest = min((c.timeline.step_time for c in candidates), default=0.0)
         return [c for c in some if c.timeline.step_time <= fastest * (1 + share)]
 
-    alone = [c for c in candidates if costs.crowding(c.arrangement.n_devices) <= 1]
-    candidates = alone if within(_WORTH, alone) else candidates
-    single = [c for c in candidates if c.arrangement.n_groups == 1]
-    if within(_WORTH, single):
+    alone = [c for c in candidates if costs.crowding(c.arrangement.n_groups) <= 1]
+    candidates = alone if within(prefer.several, alone) else candidates
+    # One mesh is one group; at hand it is preferred to several groups only where it is faster.
+    single = [c for c in candidates if c.arrangement.n_groups == 1 and (ahead or c.arrangement.n_devices == 1)]
+    if within(prefer.several, single):
         plain = [c for c in single if c.arrangement.plain]
-        near = within(_WORTH_SPLITTING, plain) or within(_WORTH, single)
+        near = within(prefer.splitting, plain) or within(prefer.several, single)
     else:
-        near = within(_SAME, candidates)
+        near = within(prefer.same, candidates)
     simplest = {name: place for place, name in enumerate(SCHEDULES)}
     return min(
         near,
@@ -176,6 +199,13 @@ def _check(costs: CostGraph, options: SearchOptions) -> None:
                         f"the {what} time of {costs.operators[name].key} on {table.kind} is {seconds} s; "
                         "times must be finite and not negative"
                     )
+
+
+def _exceeding(excess: float) -> InfeasibleError:
+    return InfeasibleError(
+        f"no plan fits the memory: rehearsed, the step of the one that lacks least needs {excess - 1:.1%} more than a "
+        "device has; give more memory or devices, a smaller batch, or an optimizer with less state"
+    )
 
 
 def _infeasible(searching: Searching) -> InfeasibleError:

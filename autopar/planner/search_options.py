@@ -1,17 +1,21 @@
-"""What one search needs: what the user fixed, what the model allows, and what is known from other searches."""
+"""What one search needs: what the user fixed, and what the model allows."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import cast
 
 from autopar.analysis.example import Example
 from autopar.costs.recipe import Recipe, default_launch
 from autopar.hints.module_hints import read_hints
 from autopar.options import PlanOptions
+from autopar.plan.assumptions import Assumptions
+from autopar.plan.plan import Plan
 from autopar.planner.arrangement import Conditions
 from autopar.planner.hint_constraints.stage_hints import resolve
 from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
+from cost_models.collectives.overlap import OVERLAP_AT_HAND, overlap_named
+from cost_models.memory.optimizer_step import Implementation
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,7 @@ class SearchOptions:
     loss_inside: bool = False  # the loss runs in the last stage (train_step): backwards need not wait for all forwards
     constraints: Constraints = NO_CONSTRAINTS  # hints, by node of the cost graph
     recipe: Recipe | None = None  # how a step is run on devices that are not at hand
-    # facts from other searches
-    rival: float = math.inf  # s of the step of a known plan: look only for faster ones
-    one_of_several: bool = False  # the search is one of several for the same plan: look less closely
+    bytes_factor: float = 1.0  # by which rehearsed plans need more memory than the search's formula says
 
     @property
     def conditions(self) -> Conditions:
@@ -71,6 +73,42 @@ def recipe_of(example: Example, options: PlanOptions) -> Recipe:
     Raises InputError for a precision that the model does not have.
     """
     launch = options.launch or default_launch(options.compile)
-    recipe = Recipe(launch, options.precision, options.optimizer_step)
+    overlap = OVERLAP_AT_HAND if options.overlap is None else overlap_named(options.overlap)
+    recipe = Recipe(launch, options.precision, options.optimizer_step, overlap)
     recipe.check(example.model.parameters())
     return recipe
+
+
+OTHER = "priced with"
+
+
+def assumptions_of(recipe: Recipe, optimizer: str) -> Assumptions:
+    """What prices under `recipe` assume, as a plan records it."""
+    return Assumptions(recipe.launch, recipe.precision, recipe.optimizer_step, str(recipe.overlap), optimizer)
+
+
+def as_assumed(plan: Plan, options: PlanOptions) -> PlanOptions:
+    """`options` with what `plan` records of its prices, where they leave it open."""
+    assumed = plan.assumed
+    if assumed is None:
+        return options
+    open_launch = options.launch is None and not options.compile
+    return replace(
+        options,
+        launch=assumed.launch if open_launch else options.launch,
+        precision=assumed.precision if options.precision is None else options.precision,
+        optimizer_step=options.optimizer_step or cast(Implementation | None, assumed.optimizer_step),
+        overlap=assumed.overlap if options.overlap is None else options.overlap,
+    )
+
+
+def other_assumptions(plan: Plan, now: Assumptions) -> tuple[str, ...]:
+    """A note that says which assumptions of a plan's prices are others now."""
+    before = plan.assumed
+    if before is None:
+        return ()
+    other = [f.name for f in fields(now) if getattr(before, f.name) != getattr(now, f.name)]
+    if not other:
+        return ()
+    as_given, as_made = (", ".join(f"{name}={getattr(one, name)}" for name in other) for one in (now, before))
+    return (f"{OTHER} {as_given} as the call says; the plan was made with {as_made}",)

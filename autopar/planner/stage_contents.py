@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from autopar.costs.sends import Sent
 from autopar.planner.arrangement import Arrangement
 from autopar.planner.inter_op.atoms import Atoms
-from autopar.planner.inter_op.memory_formula import activation_bytes, resident_bytes
+from autopar.planner.inter_op.memory_formula import Activations, activation_bytes, resident_bytes
 from autopar.schedule.timeline import StageMemory
 
 
@@ -20,14 +22,19 @@ class StageContent:
     gradients: float = 0.0
     optimizer: float = 0.0
     saved: float = 0.0
+    rebuilt: float = 0.0  # of `saved`, what the cores of attentions make
+    kept: float = 0.0  # where layers run again one by one
     received: float = 0.0
     received_gradient: float = 0.0  # gradients that the stage sends back for what it received
     once: float = 0.0  # s once a step: what a mesh does for parameters that several operators read
 
-    def memory(self, atoms: Atoms, inside: Collection[int], recompute: bool, shares: Sequence[float]) -> StageMemory:
+    def memory(self, atoms: Atoms, inside: Collection[int], recompute: int, shares: Sequence[float]) -> StageMemory:
         """What a device holds. `inside`: the stage's atoms. `shares`: of the batch, in each micro-batch."""
         working = float(atoms.transient[list(inside)].max())
-        kept, transient = activation_bytes(self.saved, self.received, working, recompute)
+        core = float(atoms.cores.working[list(inside)].max())
+        block = float(atoms.layers.working[list(inside)].max())
+        activations = Activations(self.saved, self.received, working, self.rebuilt, core, self.kept, block)
+        kept, transient = activation_bytes(activations, recompute)
         return StageMemory(
             parameters=int(self.parameters),
             gradients=int(self.gradients),
@@ -52,6 +59,12 @@ def stage_contents(atoms: Atoms, arrangement: Arrangement, optimizer: str, train
         for shared in own.saved:
             for stage in {stage_of[atom] for atom in shared.atoms} & mine:
                 contents[stage].saved += shared.nbytes
+        for shared in own.cores.rebuilt:
+            for stage in {stage_of[atom] for atom in shared.atoms} & mine:
+                contents[stage].rebuilt += shared.nbytes
+        for shared in own.layers.kept:
+            for stage in {stage_of[atom] for atom in shared.atoms} & mine:
+                contents[stage].kept += shared.nbytes
         for value in own.values:
             for stage in ({stage_of[atom] for atom in value.consumers} & mine) - {stage_of[value.producer]}:
                 contents[stage].received += value.nbytes
@@ -74,19 +87,28 @@ def tied_gradients(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, ..
     return dict(found)
 
 
-def stage_traffic(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int], tuple[float, float]]:
-    """Bytes (forward, backward) of the whole batch between each pair of stages that exchange anything.
+class Traffic(NamedTuple):
+    """What a stage sends to a later one and receives from it, of the whole batch."""
 
-    Between meshes each device of the one sends what a device of the other holds.
-    """
+    forward: list[Sent]  # as the devices of the later stage hold it
+    backward: list[Sent]  # as the devices of the earlier stage hold it
+
+    @property
+    def nbytes(self) -> tuple[float, float]:
+        """Forward and backward, on each device that receives."""
+        return sum(one.nbytes for one in self.forward), sum(one.nbytes for one in self.backward)
+
+
+def stage_traffic(atoms: Atoms, arrangement: Arrangement) -> dict[tuple[int, int], Traffic]:
+    """What each pair of stages exchanges."""
     stage_of = _stage_of(arrangement)
-    found: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    found: dict[tuple[int, int], Traffic] = defaultdict(lambda: Traffic([], []))
     for own, mine in arrangement.by_configuration(atoms):
         for value in own.values:
             source = stage_of[value.producer]
-            for target in sorted(({stage_of[c] for c in value.consumers} & mine) - {source}):
-                forward, backward = found[source, target]
-                found[source, target] = (forward + value.nbytes, backward + value.grad_nbytes)
+            for target in {stage_of[c] for c in value.consumers} - {source}:
+                found[source, target].forward.extend([value.forward] if target in mine else ())
+                found[source, target].backward.extend([value.backward] if source in mine else ())
     return dict(sorted(found.items()))
 
 

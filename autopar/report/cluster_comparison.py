@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.plan.display import shown
 from autopar.plan.plan import Plan
+from autopar.plan.recompute import DESCRIBED
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from cost_models import bytes_text
@@ -29,6 +30,9 @@ def _comparison(comparison: ClusterComparison) -> str:
         for row in comparison.rows
         if not row.fits
     ]
+    assumed = {row.name: str(row.plan.assumed) for row in comparison.rows if row.plan.assumed is not None}
+    if len(set(assumed.values())) > 1:  # prices that do not compare plans alone
+        done += [paragraph(f"{name} is priced for a step with {how}") for name, how in assumed.items()]
     fastest = comparison.fastest
     others = [
         paragraph(f"{fastest.name} beside {row.name}: {gained(row, fastest)}")
@@ -63,9 +67,9 @@ def described(plan: Plan) -> str:
         parts.append(f"{replicas} replica{'s' if replicas > 1 else ''} on {where}")
     m = plan.n_microbatches
     text += f" ({'; '.join(parts)}), {m} micro-batch{'es' if m > 1 else ''}, {plan.schedule}"
-    again = sum(stage.recompute for stage in plan.stages)
-    if again:
-        text += f", {'all' if again == len(plan.stages) else again} recompute"
+    for mode, (how, _) in DESCRIBED.items():
+        again = sum(stage.mode == mode for stage in plan.stages)
+        text += f", {'all' if again == len(plan.stages) else again} {how}" if again else ""
     stored = [one for stage in plan.stages if stage.sharding for _, one in stage.sharding.parameters]
     if any(one.state != one.layout for one in stored):
         text += ", optimizer's state cut further than parameters"

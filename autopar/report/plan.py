@@ -11,6 +11,7 @@ from autopar.analysis.operators import compute_nodes
 from autopar.hints.module_paths import ancestors
 from autopar.plan.display import shown
 from autopar.plan.plan import Plan, Stage
+from autopar.plan.recompute import DESCRIBED
 from autopar.plan.validation import replicas
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.sharding import sharding_parts
@@ -38,7 +39,8 @@ def plan_text(plan: Plan) -> str:
         ]
         parts.append(table(["transfer", "forward MB", "backward MB", "both ms"], rows))
     parts += sharding_parts(plan)
-    reasons = [*([plan.optimality] if plan.optimality else []), *plan.notes]
+    assumed = f"priced for a step with {plan.assumed}" if plan.assumed is not None else ""
+    reasons = [reason for reason in (plan.optimality, *plan.notes, assumed) if reason]
     if reasons:
         parts.append("\n".join(map(bullet, reasons)))
     if plan.predicted_step_time is not None:
@@ -52,11 +54,12 @@ def plan_text(plan: Plan) -> str:
 
 @shown.register
 def _pipelined_module(module: PipelinedModule) -> str:
-    return module_text(module.plan, module.stages)
+    return module_text(module.plan, module.stages, module.code_text)
 
 
-def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
-    """What `PipelinedModule.report()` shows: the plan, its timeline, and what is in every stage's module."""
+def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule], code: str = "") -> str:
+    """What `PipelinedModule.report()` shows: the plan, its timeline, and what is in every stage's module. `code`: how
+    that runs."""
     if plan is None:
         return paragraph(f"no plan yet: {PLAN_COMES}")
     step = step_of_plan(plan)
@@ -70,6 +73,8 @@ def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule]) -> str:
     if stages:
         columns = ["stage", "inputs", "operators", "outputs", "parameters", "buffers", "parameters MB"]
         parts.append(table(columns, [_module_row(index, module) for index, module in enumerate(stages)]))
+    if code:
+        parts.append(code)
     return "\n\n".join(parts)
 
 
@@ -111,9 +116,10 @@ def _headline(plan: Plan) -> str:
         _count(m, "micro-batch", "micro-batches") + _microbatch_size(plan),
         plan.schedule,
     ]
-    again = [str(index) for index, stage in enumerate(plan.stages) if stage.recompute]
-    if again:
-        words.append(f"recomputing stage{'s' if len(again) > 1 else ''} {', '.join(again)}")
+    for mode, (_, how) in DESCRIBED.items():
+        again = [str(index) for index, stage in enumerate(plan.stages) if stage.mode == mode]
+        if again:
+            words.append(f"{how}stage{'s' if len(again) > 1 else ''} {', '.join(again)}")
     if not plan.training:
         words.append("inference")
     lines = [paragraph(", ".join(words), others="  ")]

@@ -81,7 +81,8 @@ def stored_words(stored: Stored, axes: Sequence[str], gathered: Iterable[str]) -
             note = ", gathered for every use (ZeRO 3)" if axis in gathered else ""
             axes_of[f"Shard({layout})", note].append(axis)
         elif state >= 0:
-            axes_of["state", " (ZeRO 1)"].append(axis)
+            what = ("gradient and state", " (ZeRO 2)") if stored.scattered else ("state", " (ZeRO 1)")
+            axes_of[what].append(axis)
     return "; ".join(f"{what} over {' and '.join(names)}{note}" for (what, note), names in axes_of.items())
 
 
@@ -92,8 +93,8 @@ def when(exchange: Exchange) -> str:
 
 def times_a_step(exchange: Exchange, plan: Plan, stage: Stage) -> int:
     """How often the busiest mesh does it in a step: for every micro-batch of the mesh, and twice where the stage
-    recomputes its forward."""
-    again = stage.recompute and not exchange.backward
+    recomputes its forward, at once or layer by layer."""
+    again = (stage.recompute or stage.layerwise) and not exchange.backward
     return 1 if exchange.once else -(-plan.n_microbatches // stage.replicas) * (2 if again else 1)
 
 

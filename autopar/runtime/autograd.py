@@ -56,6 +56,7 @@ class PipelinedCall(torch.autograd.Function):
         results = run.forward()
         outputs = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
         ctx.run, ctx.indices = run, indices
+        ctx.device = next((x.device for _, x in outputs if x.device.type == "cuda"), None)
         ctx.keys = [id(p) for p in tensors[:n_parameters]]
         ctx.places = [i for i, _ in outputs]
         ctx.mark_non_differentiable(*[x for i, x in outputs if not run.tensors.outputs.differentiable[i]])
@@ -75,9 +76,10 @@ class PipelinedCall(torch.autograd.Function):
         of_outputs: list[torch.Tensor | None] = [None] * len(run.call.outputs)
         for place, gradient in zip(ctx.places, gradients, strict=True):
             of_outputs[place] = gradient
-        with run.lock:
+        # Autograd calls this on a thread of its own, whose streams are the default ones.
+        with run.lock, run.call.state.on_streams():
             run.backward(of_outputs, torch_private.backward_keeps_graph())
-            return _gradients(run, ctx.keys, ctx.indices)
+            return _gradients(run, ctx.keys, ctx.indices, ctx.device)
 
 
 class PipelinedTrainStep(torch.autograd.Function):
@@ -88,7 +90,7 @@ class PipelinedTrainStep(torch.autograd.Function):
     def forward(ctx: Any, run: Run, indices: tuple[int, ...], n_parameters: int, *tensors: torch.Tensor) -> Any:
         """`tensors`: the parameters, then the flat inputs `indices`."""
         loss = run.step()
-        ctx.gradients = _gradients(run, [id(p) for p in tensors[:n_parameters]], indices)
+        ctx.gradients = _gradients(run, [id(p) for p in tensors[:n_parameters]], indices, loss.device)
         return loss
 
     @staticmethod
@@ -125,8 +127,33 @@ def _refusing_second_derivatives(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(by_place.get(i, gradient) for i, gradient in enumerate(gradients))
 
 
-def _gradients(run: Run, keys: list[int], indices: tuple[int, ...]) -> tuple[Any, ...]:
-    """(13) Gradients for the arguments of `forward`: none for the first three, then for parameters and inputs."""
+def _gradients(run: Run, keys: list[int], indices: tuple[int, ...], device: torch.device | None) -> tuple[Any, ...]:
+    """(13) Gradients for the arguments of `forward`: none for the first three, then for parameters and inputs.
+
+    `device`: of the first output on a GPU, which autograd takes for that of all gradients.
+    """
     collected = run.executable.collect_gradients()
     of_parameters = [collected.pop(key, None) for key in keys]
-    return None, None, None, *of_parameters, *(run.tensors.input_gradient(i) for i in indices)
+    of_inputs = [run.tensors.input_gradient(i) for i in indices]
+    _hand_over([*of_parameters, *of_inputs], run.call.state.streams, device)
+    return None, None, None, *of_parameters, *of_inputs
+
+
+def _hand_over(
+    gradients: Sequence[torch.Tensor | None], streams: Sequence[torch.cuda.Stream], device: torch.device | None
+) -> None:
+    """Let autograd accumulate gradients that were computed on `streams`.
+
+    Before it accumulates those on other GPUs than `device`, newer versions of torch wait for the stream on `device`,
+    older ones for the default stream of the GPU that has them.
+    """
+    producer = next((stream for stream in streams if stream.device == device), None)
+    for stream in streams:
+        if producer is not None and stream != producer:
+            producer.wait_stream(stream)
+        default = torch.cuda.default_stream(stream.device)
+        if default != stream:
+            default.wait_stream(stream)
+            for gradient in gradients:
+                if gradient is not None and gradient.device == stream.device:
+                    gradient.record_stream(default)

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autopar.analysis.batching import Batching
+from autopar.analysis.blocks import Blocks
 from autopar.capture.module_hooks import has_hooks
 from autopar.capture.program import Program
 from autopar.errors import PlanError
@@ -33,7 +34,7 @@ class RunSettings:
     batch_norm: str = "per-microbatch"  # or "deferred" or "exact"
     compile: bool | str = False  # run stages through torch.compile; a string names its backend
     watch_nan: bool = False
-    verify: bool = True
+    verify: bool = False
     dynamic: Dynamic = None
     strict: bool = False  # refuse parts that no tracer captures
 
@@ -135,6 +136,7 @@ def _lowered(plan: Plan, signature: BoundSignature, stage_of: Mapping[fx.Node, i
         signature.batching.storages,
         defer_norms=settings.batch_norm == "deferred",
         shardings=[stage.sharding for stage in plan.stages],
+        recompute=[stage.mode for stage in plan.stages] if signature.program.training else (),
     )
     if len(lowered.stages) != len(plan.stages):
         raise PlanError(
@@ -176,7 +178,7 @@ def without_shards(plan: Plan) -> Plan:
 
 def _is_plain(plan: Plan, n_microbatches: int, settings: RunSettings) -> bool:
     """Whether the plan runs the plain model on one device."""
-    changed = any(stage.recompute for stage in plan.stages) or bool(settings.compile) or settings.watch_nan
+    changed = any(stage.mode for stage in plan.stages) or bool(settings.compile) or settings.watch_nan
     return len(plan.used_devices) == 1 and n_microbatches == 1 and not changed
 
 
@@ -189,9 +191,20 @@ def _check_hints(
         resolved = resolve(hints, signature.program, n_devices, signature.batching.storages)
         # A forward alone never recomputes, so that it satisfies every hint to do so.
         recompute = [stage.recompute or not signature.program.training for stage in plan.stages]
-        problems += violations(names, recompute, resolved)
+        again = rerun_by_layers(plan, signature.program, signature.batching.storages, stage_of)
+        problems += violations(names, recompute, resolved, again)
     if problems:
         raise PlanError("the plan does not follow the hints on the model:\n  " + "\n  ".join(problems))
+
+
+def rerun_by_layers(
+    plan: Plan, program: Program, storages: Mapping[str, frozenset[int]], stage_of: Mapping[fx.Node, int]
+) -> frozenset[str]:
+    """The operators that run again with their layers."""
+    if not any(stage.layerwise for stage in plan.stages):
+        return frozenset()
+    blocks = Blocks(program, storages)
+    return frozenset(node.name for node in blocks.of if node in stage_of and plan.stages[stage_of[node]].layerwise)
 
 
 class _Lookup:

@@ -15,13 +15,14 @@ import torch
 from autopar.analysis.batch_proof import OutputCombination
 from autopar.analysis.example import LossFunction
 from autopar.analysis.loss import LossSplit
+from autopar.analysis.loss_weights import Weights, is_nothing, weighted
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.capture.thread_state import CallerState
 from autopar.lower.deferred_batch_norm import Statistics
+from autopar.lower.split_backward import WeightPart
 from autopar.runtime.micro_batches import split_leaf, split_target
 from autopar.runtime.outputs import OutputCollector
-from autopar.runtime.split_backward import WeightPart
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class PipelineCall:
     seed: int | None  # of the random operators; None: there are none
     loss: LossFunction | None  # the last stage ends in loss(output, target); None: it returns the outputs
     targets: Sequence[Any]  # for each micro-batch, if there is a loss
-    loss_weights: tuple[float, ...] = ()  # of the loss of each micro-batch; 0: it has no targets
+    loss_weights: Weights = ()  # of each micro-batch's loss; 0: it has no targets
+    guards_gradients: bool = False  # the gradient of a loss without targets may be NaN, and counts nothing
     return_outputs: bool = True  # a training step may need only the loss
 
     @classmethod
@@ -65,7 +67,9 @@ class PipelineCall:
         if loss is None:
             return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, None, ())
         if len(sizes) == 1 or loss_split is None:
-            return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, [target], (1.0,), return_outputs)
+            return cls(
+                inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, [target], (1.0,), False, return_outputs
+            )
         flat, spec = torch_private.tree_flatten(target)
         pieces = [
             split_target(leaf, dim, sizes, i)
@@ -73,9 +77,12 @@ class PipelineCall:
         ]
         flat_targets = [[piece[i] for piece in pieces] for i in range(len(sizes))]
         flat_inputs = [[piece[i] for piece in inputs] for i in range(len(sizes))]
-        weights = tuple(loss_split.weights(sizes, flat_inputs, flat_targets))
+        weights = loss_split.weights(sizes, flat_inputs, flat_targets)
+        guards = isinstance(weights[0], torch.Tensor) and loss_split.guards_gradients
         targets = [torch_private.tree_unflatten(leaves, spec) for leaves in flat_targets]
-        return cls(inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, targets, weights, return_outputs)
+        return cls(
+            inputs, dims, tuple(sizes), tuple(outputs), state, seed, loss, targets, weights, guards, return_outputs
+        )
 
     @property
     def n_microbatches(self) -> int:
@@ -102,35 +109,38 @@ class KeptForward:
 class CallTensors:
     """What workers store of a call. Every entry has one writer, so that no lock is needed."""
 
-    def __init__(self, call: PipelineCall) -> None:
-        self.outputs = OutputCollector(call.outputs, call.sizes)
+    def __init__(self, call: PipelineCall, device: torch.device) -> None:
+        """`device`: where the outputs and the loss of the batch are, also where the last stage has several devices."""
+        self.outputs = OutputCollector(call.outputs, call.sizes, device)
         self.statistics = Statistics()  # of batch norms whose running statistics move once per batch
         self.losses: list[torch.Tensor | None] = [None] * call.n_microbatches
         self.has_gradient = False  # whether the loss of a micro-batch had a gradient; the last stage writes it
         self.kept: dict[tuple[int, int], KeptForward] = {}  # (stage, micro-batch)
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}  # (flat input, micro-batch, stage)
         self._call = call
+        self._device = device
 
     def loss(self) -> torch.Tensor:
         """The loss of the batch: the weighted losses of the micro-batches added up."""
         pairs = zip(self.losses, self._call.loss_weights, strict=True)
-        return torch.stack([loss * weight for loss, weight in pairs if loss is not None and weight]).sum()
+        known = [weighted(loss, w) for loss, w in pairs if loss is not None and not is_nothing(w)]
+        return torch.stack([loss.to(self._device) for loss in known]).sum()
 
     def input_gradient(self, index: int) -> torch.Tensor | None:
-        """The gradient of the whole flat input `index`, summed over the stages that read it."""
+        """The gradient of the whole flat input `index`, summed over the stages that read it, on the input's device."""
+        pieces = self._call.inputs[index]
+        device = pieces[0].device
         totals: list[torch.Tensor | None] = [None] * self._call.n_microbatches
         for (leaf, microbatch, _), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
             if leaf == index:
-                before = totals[microbatch]
-                totals[microbatch] = gradient if before is None else before + gradient.to(before.device)
+                here, before = gradient.to(device), totals[microbatch]
+                totals[microbatch] = here if before is None else before + here
         known = [total for total in totals if total is not None]
         if not known:
             return None
         dim = self._call.batch_dims[index]
         if dim is None:
             return sum(known[1:], known[0])
-        pieces = [
-            torch.zeros_like(piece) if total is None else total
-            for piece, total in zip(self._call.inputs[index], totals, strict=True)
-        ]
-        return torch.cat([piece.to(known[0].device) for piece in pieces], dim)
+        return torch.cat(
+            [torch.zeros_like(p) if total is None else total for p, total in zip(pieces, totals, strict=True)], dim
+        )

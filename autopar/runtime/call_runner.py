@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -57,7 +57,11 @@ class CallRunner:
             return self._signatures.bind(call)
 
     def forward(self, call: CallArguments) -> Any:
-        """What the model returns for the whole batch."""
+        """What the model returns for the whole batch, with scalars as `scalars_at_inputs` places them."""
+        return self._outputs(call, scalars_at_inputs)
+
+    def _outputs(self, call: CallArguments, placed: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]) -> Any:
+        """What the model returns. `placed(outputs, inputs)`: the flat outputs, moved to where they shall be."""
         with self._lock:
             bound = self._signatures.bind(call)
             program = bound.signature.program
@@ -69,7 +73,7 @@ class CallRunner:
         if bound.signature.executable is None:
             self._remember_plain(call, bound)
             return self.plain_call(call)
-        return torch_private.tree_unflatten(scalars_at_inputs(results, bound.leaves), program.out_spec)
+        return torch_private.tree_unflatten(list(placed(results, bound.leaves)), program.out_spec)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
         """The loss, and the outputs if the call asks for them, both detached. Accumulates gradients in `.grad`."""
@@ -92,7 +96,8 @@ class CallRunner:
             return self.plain_step(call)
         if whole:
             self._signatures.warnings.loss_sees_whole_batch(split.why)
-            return self._trained_on(self.forward(CallArguments(call.args, call.kwargs)), call)
+            outputs = self._outputs(CallArguments(call.args, call.kwargs), lambda found, _: found)
+            return self._trained_on(outputs, call)
         # Without the lock: gradients of inputs may go on into another call of this model, on a thread of autograd.
         loss.backward()
         if not call.return_outputs:
@@ -210,7 +215,9 @@ class CallRunner:
         assert executable is not None
         assert lowered is not None
         executable.refresh()
-        devices = [d.torch_device for d in self._devices]
+        devices = {d.torch_device for d in self._devices}
+        tensors = [*bound.leaves, *(torch_private.tree_leaves(step.target) if step is not None else ())]
+        devices |= {x.device for x in tensors if isinstance(x, torch.Tensor)}
         call = PipelineCall.of(
             signature.program,
             bound.leaves,

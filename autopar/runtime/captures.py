@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from autopar.analysis.batching import Batching, study_again
@@ -21,11 +23,12 @@ from autopar.analysis.loss import LossSplit
 from autopar.capture import torch_private
 from autopar.capture.call_inputs import leaf_names
 from autopar.capture.open_sizes import SymbolicProgram
-from autopar.capture.program import OpenSize, Program, flattened
+from autopar.capture.program import OpenSize, Program, common_device, flattened
 from autopar.runtime.bound_signature import BoundSignature, RunSettings, model_state
 from autopar.runtime.call_checks import check_model, check_parameters
 from autopar.runtime.dynamic import changed_floats, describe_size, differing, open_sizes, value_of
 from autopar.runtime.loss_splits import TargetDim
+from autopar.runtime.own_devices import on_own_devices
 from autopar.runtime.user_warnings import OneTimeWarnings
 from cost_models.hardware.devices import Device
 
@@ -71,6 +74,9 @@ class Captures:
         self.known: list[BoundSignature] = []  # the one used last is the last
         self._model = model
         self._types = {device.torch_device.type for device in devices}
+        self._places = [device.torch_device for device in devices]
+        # Where the model was before a plan spread it over the devices. All captures take it to be there.
+        self._home: torch.device | None = None
         self._settings = settings
         self._warnings = warnings
         self._symbolic: list[_Symbolic] = []
@@ -105,6 +111,7 @@ class Captures:
 
     def adopt(self, program: Program, batching: Batching) -> None:
         """Take over a capture of a module that this one is a copy of."""
+        self._home = program.device
         self.known.append(BoundSignature(model_state(_modules(self._model)), program, batching))
 
     def complete(self, call: CallArguments, signature: BoundSignature) -> None:
@@ -142,15 +149,17 @@ class Captures:
         if program is None:
             self._note_floats(call, leaves, spec)
             settings = self._settings
-            program, batching = examine(
-                self._model,
-                call.args,
-                call.kwargs,
-                self._types,
-                batch_dim=settings.batch_dim,
-                verify=settings.verify,
-                strict=settings.strict,
-            )
+            with self._on_own_devices():
+                program, batching = examine(
+                    self._model,
+                    call.args,
+                    call.kwargs,
+                    self._types,
+                    batch_dim=settings.batch_dim,
+                    verify=settings.verify,
+                    strict=settings.strict,
+                    device=self._place_of_code(leaves),
+                )
             return BoundSignature(state, program, batching)
         return BoundSignature(state, program, self._studied(call, program))
 
@@ -162,9 +171,16 @@ class Captures:
         Returns the program if the model fixes all of them.
         """
         batch_dim, leaves = self._settings.batch_dim, flattened(call.args, call.kwargs)[0]
-        symbolic = capture_symbolic(
-            self._model, call.args, call.kwargs, self._types, batch_dim=batch_dim, open_sizes=requested
-        )
+        with self._on_own_devices():
+            symbolic = capture_symbolic(
+                self._model,
+                call.args,
+                call.kwargs,
+                self._types,
+                batch_dim=batch_dim,
+                open_sizes=requested,
+                device=self._place_of_code(leaves),
+            )
         self._note_fixed(requested if symbolic is None else symbolic.fixed, call, leaves, structure)
         if symbolic is None:
             return None
@@ -215,7 +231,20 @@ class Captures:
         return frozenset(size for size in found if size.dim is None or leaves[size.leaf].shape[size.dim] > 1)
 
     def _studied(self, call: CallArguments, program: Program) -> Batching:
-        return study_call(self._model, program, call.args, call.kwargs, self._types, verify=self._settings.verify)
+        with self._on_own_devices():
+            return study_call(self._model, program, call.args, call.kwargs, self._types, verify=self._settings.verify)
+
+    def _place_of_code(self, leaves: Sequence[Any]) -> torch.device | None:
+        """Where a capture takes all tensors to be; None: where they are."""
+        if self._home is None:
+            self._home = common_device(self._model, leaves)
+        tensors = [*self._model.parameters(), *self._model.buffers(), *leaves]
+        places = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        return None if places <= {self._home} else self._home
+
+    def _on_own_devices(self) -> AbstractContextManager[object]:
+        """Inside, uncaptured parts of the model run although it may be on several devices."""
+        return on_own_devices(self._model, self._places)
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
@@ -226,5 +255,6 @@ def _modules(model: nn.Module) -> list[nn.Module]:
         module = stack.pop()
         if module not in seen:
             seen[module] = None
-            stack.extend(child for child in module._modules.values() if child is not None)
+            if module._modules:
+                stack += [child for child in module._modules.values() if child is not None]
     return list(seen)

@@ -9,6 +9,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.history import Record, remember
 from autopar.plan.plan import Plan, Stage
+from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.predict import predict_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.runtime.comparison import Comparison, Row
@@ -31,16 +32,18 @@ def run_comparison(
     options: SearchOptions,
     repeats: int,
     *,
+    meshes: MeshChoices | None = None,
     record: bool = False,
     progress: Progress = SILENT,
 ) -> Comparison:
     """Predict and measure every plan (None: the plan of the search) and the plain model on the first device.
 
     Copies of the model run, so that the user's stays as it is (`contestants`). `repeats`: steps of each plan that
-    count. `record`: every row goes into the history of predictions.
+    count. `meshes`: that stages of the searched plan may have. `record`: every row goes into the history of
+    predictions.
     """
     devices, example = costs.devices, call.example
-    ready_plans = priced(plans, example, costs, options)
+    ready_plans = priced(plans, example, costs, options, meshes)
     alone = Plan((Stage((devices[0].name,)),), n_microbatches=1)
     plain = predict_plan(alone, example, costs, options.conditions)
     with contestants(call, ready_plans, devices, progress, plain=plain, threads=devices[0].threads) as ready:

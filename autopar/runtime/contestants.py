@@ -1,17 +1,19 @@
 """Plans that run against each other, each on its own copy of the model: their steps in turn, and their peak memory.
 
+The copies share parameters (`parameter_copies.py`), and gradients live for one step, so that all contestants together
+hold little more than the one that runs.
+
 A B C   A B C   A B C ...
 warm up| these steps count
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,17 +24,19 @@ from torch import nn
 from autopar.analysis.example import Example, untouched
 from autopar.analysis.own_loss import own_loss
 from autopar.capture import torch_private
-from autopar.capture.module_hooks import has_hooks, without_hooks
+from autopar.capture.module_hooks import has_hooks
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Progress
 from autopar.errors import InputError, issue_again
 from autopar.plan.plan import Plan
-from autopar.planner.predict import predict_plan
+from autopar.planner.inter_op.search_space import MeshChoices
+from autopar.planner.price_sharded import predict_any
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.memory_watch import DeviceContext, MemoryWatch
 from autopar.runtime.module import PipelinedModule
+from autopar.runtime.parameter_copies import ParameterCopies
 from autopar.runtime.step_recorder import timed
 from cost_models import Device
 from cost_models.hardware.devices import operator_threads
@@ -70,19 +74,20 @@ def contestants(
 ) -> Iterator[list[Contestant]]:
     """One contestant per plan. With `plain`, a plan of one stage, the plain model on the first device comes before.
 
-    Every contestant has a deep copy of the model, so that the user's keeps its parameters, gradients and running
-    statistics; the random state is put back. `threads`: of operators in the caller's thread, where a plan runs the
-    model itself; by default as many as the caller has set.
+    Every contestant has a copy of the model, so that the user's keeps its gradients and running statistics; the random
+    state is put back. `threads`: of operators of the plain model; by default as many as the
+    caller has set. A plan that runs the model itself does so with the caller's threads, as it would outside of here.
     """
     ready: list[Contestant] = []
-    own_threads = operator_threads(threads or torch.get_num_threads())
-    with untouched(call.example.model), own_threads, torch.inference_mode(False):
+    copies = ParameterCopies(call.example)
+    callers = torch.get_num_threads()
+    with untouched(call.example.model), operator_threads(threads or callers), torch.inference_mode(False):
         try:
             if plain is not None:
-                ready.append(_plain(plain, call, devices[0]))
+                ready.append(_plain(plain, call, devices[0], copies))
             for name, plan in plans.items():
                 progress(f"preparing {name}", 0.0)
-                ready.append(_pipelined(name, plan, call, devices))
+                ready.append(_pipelined(name, plan, call, devices, callers, copies))
             yield ready
         finally:
             for contestant in ready:
@@ -123,18 +128,28 @@ def steps_in_turn(
 
 
 def priced(
-    plans: Mapping[str, Plan | None], example: Example, costs: CostGraph, options: SearchOptions
+    plans: Mapping[str, Plan | None],
+    example: Example,
+    costs: CostGraph,
+    options: SearchOptions,
+    meshes: MeshChoices | None = None,
 ) -> dict[str, Plan]:
-    """The plans with their predictions, all from the same costs; None becomes the plan of the search."""
-    return {
-        name: make_plan(costs, options) if plan is None else predict_plan(plan, example, costs, options.conditions)
-        for name, plan in plans.items()
-    }
+    """The plans with their predictions, all from the same costs; None becomes the plan of the search. A plan that runs
+    the model itself, and did so when it was chosen, keeps what was measured."""
+
+    def predicted(plan: Plan | None) -> Plan:
+        if plan is None:
+            return make_plan(costs, options, meshes)
+        if _in_callers_thread(plan) and plan.measured_step_time is not None:
+            return plan  # its step was run; threads of the caller may be more than those that a device has
+        return predict_any(plan, example, costs, options.conditions)
+
+    return {name: predicted(plan) for name, plan in plans.items()}
 
 
 def predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
     """Bytes at the peak, by place (`MemoryWatch`)."""
-    places = {d.name: d.name if d.shares_process_memory else str(d.torch_device) for d in devices}
+    places = _places(devices)
     peaks: dict[str, int] = {}  # by device; all stages of a device have the same peak
     for stage in plan.stages:
         if stage.peak_memory is not None or stage.sharding is None:
@@ -143,6 +158,32 @@ def predicted_memory(plan: Plan, devices: Sequence[Device]) -> dict[str, int]:
     for name, peak in peaks.items():
         total[places[name]] += peak
     return dict(total)
+
+
+def memory_in_turn(plans: Iterable[Plan], devices: Sequence[Device], *, shared: bool) -> dict[str, int]:
+    """Bytes at the peak of plans that run in turn, by place: of the one that needs most there, beside what the others
+    keep. With `shared` parameters, those on a CPU are the model's own."""
+    known = list(plans)
+    places, on_cpu = _places(devices), {d.name for d in devices if d.shares_process_memory}
+    peaks = [predicted_memory(plan, devices) for plan in known]
+    kept: list[Counter[str]] = []
+    for plan in known:
+        mine: Counter[str] = Counter()
+        for stage in plan.stages:
+            for name in stage.devices:
+                mine[places[name]] += 0 if shared and name in on_cpu else int(stage.parameter_bytes or 0)
+        kept.append(mine)
+    together = sum(kept, Counter())
+    needed: dict[str, int] = {}
+    for peak, mine in zip(peaks, kept, strict=True):
+        for place, nbytes in peak.items():
+            needed[place] = max(needed.get(place, 0), nbytes + together[place] - mine[place])
+    return needed
+
+
+def _places(devices: Sequence[Device]) -> dict[str, str]:
+    """By name of a worker, where its bytes count (`MemoryWatch`)."""
+    return {d.name: d.name if d.shares_process_memory else str(d.torch_device) for d in devices}
 
 
 @contextmanager
@@ -158,6 +199,7 @@ def timed_step(contestant: Contestant, devices: Sequence[Device]) -> float:
     """Seconds of a step that starts without gradients."""
     contestant.model.zero_grad(set_to_none=True)
     _, seconds = timed(contestant.step, devices)
+    contestant.model.zero_grad(set_to_none=True)  # the next contestant has gradients of its own
     return seconds
 
 
@@ -168,11 +210,13 @@ def measured_memory(contestant: Contestant, devices: Sequence[Device]) -> dict[s
     resident = [*contestant.model.parameters(), *contestant.model.buffers()]
     with watch.step(resident), contestant.device_context(watch), _no_repeated_warnings():
         contestant.step()
+    contestant.model.zero_grad(set_to_none=True)
     return watch.peaks
 
 
-def _plain(plan: Plan, call: ComparedCall, device: Device) -> Contestant:
-    model = without_hooks(copy.deepcopy(call.example.model)).to(device.torch_device)
+def _plain(plan: Plan, call: ComparedCall, device: Device, copies: ParameterCopies) -> Contestant:
+    model = copies.make().to(device.torch_device)
+    copies.share(model)
     args, kwargs, target = torch_private.tree_map(
         lambda x: x.to(device.torch_device) if isinstance(x, torch.Tensor) else x,
         (call.example.args, call.example.kwargs, call.example.target),
@@ -188,18 +232,22 @@ def _plain(plan: Plan, call: ComparedCall, device: Device) -> Contestant:
     )
 
 
-def _pipelined(name: str, plan: Plan, call: ComparedCall, devices: Sequence[Device]) -> Contestant:
+def _pipelined(
+    name: str, plan: Plan, call: ComparedCall, devices: Sequence[Device], threads: int, copies: ParameterCopies
+) -> Contestant:
+    """`threads`: of operators in the caller's thread, where the plan runs the model itself."""
     example = call.example
 
     def decide(_: Example) -> Plan:
         raise AssertionError("a contestant follows the plan that it got")
 
-    model = without_hooks(copy.deepcopy(example.model))
+    model = copies.make()
     module = PipelinedModule(model, devices, decide, plan=plan, settings=call.settings)
     # Opaque operators and hooks in a captured graph are those of the user's module.
     if not example.program.uncaptured and not any(map(has_hooks, example.model.modules())):
         module.adopt(example)
     module.prepare(example.args, example.kwargs, loss_fn=example.loss, target=example.target)
+    copies.share(model)
 
     def step() -> None:
         if example.loss is own_loss:
@@ -210,10 +258,18 @@ def _pipelined(name: str, plan: Plan, call: ComparedCall, devices: Sequence[Devi
             _whole_step(module, example)
 
     def device_context(context: DeviceContext) -> AbstractContextManager[object]:
-        runs_in_this_thread = len(plan.used_devices) == 1 and plan.n_microbatches == 1
-        return context(plan.used_devices[0]) if runs_in_this_thread else module.device_context(context)
+        return context(plan.used_devices[0]) if _in_callers_thread(plan) else module.device_context(context)
 
-    return Contestant(name, plan, model, step, device_context, module.close)
+    def step_with_callers_threads() -> None:
+        with operator_threads(threads):
+            step()
+
+    run = step_with_callers_threads if _in_callers_thread(plan) else step
+    return Contestant(name, plan, model, run, device_context, module.close)
+
+
+def _in_callers_thread(plan: Plan) -> bool:
+    return len(plan.used_devices) == 1 and plan.n_microbatches == 1
 
 
 def _whole_step(model: nn.Module, example: Example) -> None:

@@ -1,7 +1,10 @@
 """What one device holds of the model's parameters and buffers, and what keeps it up to date.
 
 A stage on the device of the model's own tensor computes on a view of that tensor, or of the device's slice of it (CPU
-workers share one memory). On another device it computes on a copy, which is refreshed after the model's tensor changes.
+workers share one memory). On another device it computes on a copy. Copies of parameters that are trained are made anew
+for every call: their version does not tell of fused optimizers, nor of writes through `.data`. Those of frozen
+parameters follow version and address.
+
 The gradient of a whole parameter is the sum of its leaves' gradients, each added to its slice.
 """
 
@@ -23,30 +26,37 @@ class ParameterLeaf:
     key: int  # id of the model's parameter
     tensor: nn.Parameter
     piece: Piece
-    version: int  # of the model's parameter when it was last copied; unused where the leaf is a view
+    copied: tuple[int, int]  # version and address of the model's parameter then; unused where the leaf is a view
 
     @classmethod
     def of(cls, parameter: nn.Parameter, piece: Piece, device: torch.device) -> ParameterLeaf:
         leaf = nn.Parameter(piece.taken(parameter).to(device), requires_grad=parameter.requires_grad)
-        return cls(id(parameter), leaf, piece, parameter._version)
+        return cls(id(parameter), leaf, piece, _state(parameter))
 
     def refresh(self, parameter: nn.Parameter) -> None:
         """Follow the model's parameter, which may have been changed, moved or frozen."""
         leaf = self.tensor
         if leaf.requires_grad != parameter.requires_grad:
             leaf.requires_grad_(parameter.requires_grad)
+        if self.piece.whole and leaf.data_ptr() == parameter.data_ptr() and leaf.device == parameter.device:
+            return  # the usual case, without making a view of the parameter
         current = self.piece.taken(parameter)
         if parameter.device == leaf.device:
             if leaf.data_ptr() != current.data_ptr():
                 leaf.data = current
-        elif self.version != parameter._version:
+            return
+        if parameter.requires_grad or self.copied != _state(parameter):
             leaf.data.copy_(current)
-            self.version = parameter._version
+            self.copied = _state(parameter)
 
     def take_gradient(self) -> torch.Tensor | None:
         """The gradient, which the leaf then no longer has."""
         gradient, self.tensor.grad = self.tensor.grad, None
         return gradient
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
 
 
 @dataclass
@@ -70,18 +80,30 @@ class DeviceBuffer:
         """Follow the model's buffer, which may have been changed or moved."""
         current = self.piece.taken(tensor)
         if self.private or tensor.device != self.tensor.device:
-            self.tensor.copy_(current)
+            self.tensor.data.copy_(current)  # as in `write_back`
         elif self.tensor.data_ptr() != current.data_ptr():
             self.tensor.data = current
 
     def write_back(self, tensor: torch.Tensor) -> None:
         """Copy what the stage wrote into the model's buffer, unless the stage wrote into a view of it."""
         if self.written and not self.private and tensor.device != self.tensor.device:
-            self.piece.taken(tensor).copy_(self.tensor)
+            # `.data`: batch norms of a forward whose backward is still to come saved the buffer, or the part of it that
+            # another device has, and must not see its version change.
+            self.piece.taken(tensor.data).copy_(self.tensor)
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a tensor of the model, and its gradient, which a backward would else fail to add to."""
+    if tensor.device == device:
+        return
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(device)
+    if gradient is not None:
+        tensor.grad = gradient.to(device)
 
 
 def sum_gradients(leaves: Iterable[tuple[ParameterLeaf, nn.Parameter]]) -> dict[int, torch.Tensor]:
-    """The gradients of whole parameters, by id of the model's parameter.
+    """The gradients of whole parameters, by id of the model's parameter, each on its parameter's device.
 
     Takes the leaves' gradients and adds them in the order of `leaves`, so that a sum has the same bits every time.
     """
@@ -90,14 +112,15 @@ def sum_gradients(leaves: Iterable[tuple[ParameterLeaf, nn.Parameter]]) -> dict[
         key, gradient = leaf.key, leaf.take_gradient()
         if gradient is None:
             continue
+        gradient = gradient.to(parameter.device)
         if (entries := leaf.piece.entries(parameter)) is not None:
             if key not in total:
-                total[key] = torch.zeros_like(parameter, device=gradient.device)
-            total[key][entries].add_(gradient.to(total[key].device))
+                total[key] = torch.zeros_like(parameter)
+            total[key][entries].add_(gradient)
         elif key not in total:
             total[key] = gradient
         elif gradient.is_sparse or total[key].is_sparse:
-            total[key] = total[key] + gradient.to(total[key].device)
+            total[key] = total[key] + gradient
         else:
-            total[key].add_(gradient.to(total[key].device))
+            total[key].add_(gradient)
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,24 @@ def add_context(error: Exception, replica: StageReplica, phase: Phase, microbatc
     error.add_note(note)
     if _out_of_memory(error):
         error.add_note(_memory_note(replica))
+    elif _is_asynchronous(error):
+        error.add_note(_ASYNCHRONOUS)
+
+
+_ASYNCHRONOUS = (
+    "a GPU reports an error of a kernel at a later call: the operator, the micro-batch and the stage named above may "
+    "not be the culprits; run again with the environment variable CUDA_LAUNCH_BLOCKING=1, and the error names them"
+)
+
+
+def _is_asynchronous(error: Exception) -> bool:
+    """Whether the error may come from a kernel that was queued before the call that raised it."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        return False
+    named = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "device-side assert")
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and any(name in str(error) for name in named)
+    )
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -16,18 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
-from autopar.analysis.operators import captured_device, compute_nodes
+from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.costs.python_overhead import ACTION_CPU_OVERHEAD, OPERATOR_CPU_OVERHEAD
-from autopar.lower.random_operators import keep_from_compiler
-from autopar.lower.stages import Lowered, StageProgram, replica
-from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, sum_gradients
+from autopar.lower.rerun_groups import rerunning
+from autopar.lower.stages import Constant, Lowered, StageProgram, replica
+from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, move, sum_gradients
+from autopar.runtime.graphed_stage import GraphedStage
+from autopar.runtime.stage_code import GRAPHS, CompiledStage, code_text, found_at_once, left_alone_because
 from autopar.runtime.workers import Worker
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase, chain, execute
@@ -35,6 +37,7 @@ from autopar.schedule.table import Schedule
 from cost_models.graphs import get_attribute
 
 SlotAction = tuple[int, Action]  # (slot, action)
+WorkKey = tuple[int, bool, bool, bool]  # n_microbatches, training, only backwards, all of it by one worker
 
 # Where an action takes less than this multiple of Python's own overhead for it, worker threads gain nothing: only one
 # of them can run Python at a time.
@@ -65,8 +68,10 @@ class StageReplica:
     buffers: list[DeviceBuffer]
     recompute: bool
     predicted_bytes: int | None  # the most that its device holds, by the plan
+    is_last: bool  # no stage follows
+    graphs: GraphedStage | None = None  # what `compute` is, where the stage is recorded
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.worker.device.torch_device
 
@@ -78,6 +83,22 @@ class StageReplica:
     @cached_property
     def n_operators(self) -> int:
         return len(compute_nodes(self.stage.module.graph))
+
+
+class ReplicaAction(NamedTuple):
+    """An action where it runs."""
+
+    replica: StageReplica
+    phase: Phase
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """The actions of one execution, by the worker that does them."""
+
+    of_workers: tuple[tuple[Worker, tuple[ReplicaAction, ...]], ...]
+    by_one: bool  # one worker of a CPU does all of them, so that any thread may
 
 
 class Executable:
@@ -98,15 +119,16 @@ class Executable:
         """`placements`: one per stage. `lookup(name)`: the model's current tensor of that name; AttributeError if it
         has none.
 
-        `chunks`: stages per device; stages s and s + len(placements) / chunks have the same workers. `compiled`: stages
-        without hooks go through torch.compile, with the named backend or its default. `watch_nan`: check every value
-        that leaves a stage.
+        `chunks`: stages per device; stages s and s + len(placements) / chunks have the same workers. `compiled`: how
+        the code of stages runs (stage_code.py). `watch_nan`: check every value that leaves a stage.
         """
         self.program = program
         self.lowered = lowered
         self.n_stages = len(placements)
         self.watch_nan = watch_nan
         self.compiled = compiled
+        self.left_alone: dict[int, str] = {}  # stage -> why it is neither compiled nor recorded
+        self.compile_seconds = 0.0  # so far
         self._schedule = schedule
         self._chunks = chunks
         self._ranks = [placement.workers for placement in placements[: len(placements) // chunks]]
@@ -114,30 +136,38 @@ class Executable:
         self._lookup = lookup
         names = {name for stage in lowered.stages for name in stage.parameters}
         self._constants: dict[str, Any] = {name: get_attribute(program.graph_module, name) for name in names}
-        captured = captured_device(program)
+        captured = program.device
         self.parameters = self._move_tensors(placements)
+        self._by_id = {id(p): p for p in self.parameters}
         self._replicas = [
             [self._replica(stage, placement, number, captured) for number in range(len(placement.workers))]
             for stage, placement in zip(lowered.stages, placements, strict=True)
         ]
+        self.replicas = tuple(one for stage in self._replicas for one in stage)  # all of them, by stage and number
         self.consumers = _consumers(lowered)
         self.reads = _reads(lowered)
+        self._output = _single_output(program, lowered)  # of the last stage, where that is all that the model returns
         self._in_use = False  # workers may be in the middle of an execution
         self._holds_gradients = False  # leaves may have gradients that were not collected
+        places = {worker.device.torch_device for worker in self.workers}
+        self._shares_one_gpu = len(places) == 1 and places.pop().type == "cuda"
         self._one_worker_suffices = False  # operators take less time than Python needs to call them
         self._tables: dict[tuple[int, bool], Schedule] = {}
         self._orders: dict[tuple[int, bool], list[SlotAction]] = {}
+        self._work: dict[WorkKey, Work] = {}
+        self._on_cpu = all(w.device.torch_device.type == "cpu" for w in self.workers)
+        self._n_operators = sum(replicas[0].n_operators for replicas in self._replicas)
         self._loss_weights: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
-
-    @property
-    def replicas(self) -> list[StageReplica]:
-        """All of them, by stage and number."""
-        return [one for stage in self._replicas for one in stage]
 
     def replica(self, stage: int, microbatch: int) -> StageReplica:
         """The replica of a stage that runs a micro-batch."""
         replicas = self._replicas[stage]
-        return replicas[microbatch % len(replicas)]
+        return replicas[microbatch % len(replicas)] if len(replicas) > 1 else replicas[0]
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where outputs and losses are: on the device of the last stage, of its first replica if it has several."""
+        return self._replicas[-1][0].device
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
@@ -160,22 +190,46 @@ class Executable:
             self._orders[key] = [(e.slot, e.action) for e in sorted(events, key=lambda e: e.start)]
         return self._orders[key]
 
-    def work(
-        self, n_microbatches: int, *, training: bool, only_backward: bool, every_worker: bool
-    ) -> list[tuple[Worker, list[SlotAction]]]:
+    def work(self, n_microbatches: int, *, training: bool, only_backward: bool, every_worker: bool) -> Work:
         """The actions of one execution, by the worker that does them.
 
         Python runs one thread at a time: where all operators are tiny, threads only wait for each other. Then one
-        worker does the actions of all slots, unless `every_worker` must do its own. `only_backward`: without forwards.
+        worker does the actions of all slots, unless `every_worker` must do its own. So it does where all slots are on
+        one GPU: their kernels run one after another on one stream, and threads would only compete for it.
+        `only_backward`: without forwards.
         """
-        if self._one_worker_suffices and not every_worker:
-            work = [(self.workers[0], self.order(n_microbatches, training))]
+        tiny = self._on_cpu and (self._one_worker_suffices or len(self.workers) == 1) and not every_worker
+        key = (n_microbatches, training, only_backward, self._shares_one_gpu or tiny)
+        if key not in self._work:
+            self._work[key] = self._new_work(*key)
+        return self._work[key]
+
+    def _new_work(self, n_microbatches: int, training: bool, only_backward: bool, by_one: bool) -> Work:
+        if by_one:
+            lists = [(self.workers[0], [action for _, action in self.order(n_microbatches, training)])]
         else:
             tables = self.table(n_microbatches, training).actions
-            work = [(w, [(slot, a) for a in tables[slot]]) for slot, w in enumerate(self.workers)]
-        if only_backward:
-            work = [(w, [(slot, a) for slot, a in actions if a.phase is not Phase.FORWARD]) for w, actions in work]
-        return work
+            lists = [(worker, list(tables[slot])) for slot, worker in enumerate(self.workers)]
+        return Work(
+            tuple(
+                (
+                    worker,
+                    tuple(
+                        ReplicaAction(self.replica(action.stage, action.microbatch), action.phase, action.microbatch)
+                        for action in actions
+                        if not (only_backward and action.phase is Phase.FORWARD)
+                    ),
+                )
+                for worker, actions in lists
+            ),
+            by_one and self._on_cpu,
+        )
+
+    @property
+    def code_text(self) -> str:
+        """How the code of stages runs; "" where nothing is compiled."""
+        seconds = self.compile_seconds + sum(one.graphs.seconds for one in self.replicas if one.graphs is not None)
+        return code_text(self.compiled, seconds, self.left_alone)
 
     # -- executions -------------------------------------------------------------------------------------------------
 
@@ -199,11 +253,10 @@ class Executable:
 
         `seconds`: CPU time of all workers, for the forwards and/or backwards of all stages and micro-batches.
         """
-        operators = sum(replicas[0].n_operators for replicas in self._replicas) * (forwards + 2 * backwards)
+        operators = self._n_operators * (forwards + 2 * backwards)
         actions = (forwards + backwards) * self.n_stages
         overhead = n_microbatches * (actions * ACTION_CPU_OVERHEAD + operators * OPERATOR_CPU_OVERHEAD)
-        on_cpu = all(w.device.torch_device.type == "cpu" for w in self.workers)
-        self._one_worker_suffices = on_cpu and seconds < _TINY * overhead
+        self._one_worker_suffices = self._on_cpu and seconds < _TINY * overhead
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 
@@ -215,23 +268,37 @@ class Executable:
             constant: torch.Tensor = self._constants[name]
             return constant
 
+    def model_outputs(self, outputs: Sequence[Any]) -> list[Any]:
+        """The model's flat outputs, from the outputs of the last stage."""
+        return [result.value if isinstance(result, Constant) else outputs[result] for result in self.lowered.results]
+
+    def returned(self, outputs: Sequence[Any]) -> Any:
+        """What the model returns, from the outputs of the last stage."""
+        if self._output is not None:
+            return outputs[self._output]
+        flat = self.model_outputs(outputs)[: self.program.n_outputs]
+        return torch_private.tree_unflatten(flat, self.program.out_spec)
+
     def loss_weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         """The weight of a micro-batch's loss in the loss of the batch, like `loss` in device and dtype."""
         if len(self._loss_weights) > _MOST_LOSS_WEIGHTS:
             self._loss_weights.clear()
         key = (weight, loss.dtype, loss.device)
-        if key not in self._loss_weights:
-            self._loss_weights[key] = torch.full_like(loss, weight)
-        return self._loss_weights[key]
+        known = self._loss_weights.get(key)
+        if known is None:
+            self._loss_weights[key] = known = torch.full_like(loss, weight)
+        return known
 
     def refresh(self) -> None:
         """Bring every replica up to date with the model's tensors (changed, moved or frozen since the last call)."""
-        by_id = {id(p): p for p in self.parameters}
+        by_id = self._by_id
         for one in self.replicas:
             for leaf in one.leaves:
                 leaf.refresh(by_id[leaf.key])
             for buffer in one.buffers:
                 buffer.refresh(self.tensor(buffer.piece.name))
+            if one.graphs is not None:
+                one.graphs.follow()
 
     def write_back(self) -> None:
         """Bring the model's buffers up to date with what replicas have written elsewhere."""
@@ -241,13 +308,18 @@ class Executable:
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of the model's parameter, summed over the replicas in a fixed order; leaves lose theirs."""
-        by_id = {id(p): p for p in self.parameters}
+        by_id = self._by_id
+        for one in self.replicas:
+            if one.graphs is not None:
+                one.graphs.give_gradients()
         total = sum_gradients((leaf, by_id[leaf.key]) for one in self.replicas for leaf in one.leaves)
         self._holds_gradients = False  # not before the sum: an interrupt may leave some leaves with their gradients
         return total
 
     def drop_gradients(self) -> None:
         for one in self.replicas:
+            if one.graphs is not None:
+                one.graphs.drop_gradients()
             for leaf in one.leaves:
                 leaf.take_gradient()
 
@@ -261,9 +333,7 @@ class Executable:
                 tensor = self.tensor(name)
                 if id(tensor) in parameters:
                     continue
-                device = placement.workers[0].device.torch_device
-                if tensor.device != device:
-                    tensor.data = tensor.data.to(device)
+                move(tensor, placement.workers[0].device.torch_device)
                 if isinstance(tensor, nn.Parameter):
                     parameters[id(tensor)] = tensor
         return list(parameters.values())
@@ -286,31 +356,47 @@ class Executable:
                 buffers.append(DeviceBuffer.of(tensor, piece, device, written=written, first_replica=number == 0))
                 tensors[piece.attribute] = buffers[-1].tensor
         module = replica(stage, tensors, devices, captured)
-        return StageReplica(
+        if stage.reruns:
+            module = rerunning(module, {p.attribute for p in stage.pieces if p.name in stage.written_buffers})
+        one = StageReplica(
             slot=self.workers.index(worker),
             stage=stage,
             worker=worker,
             module=module,
-            compute=self._compute_of(stage, module),
+            compute=module.forward,
             leaves=list(leaves.values()),
             buffers=buffers,
             recompute=placement.recompute,
             predicted_bytes=placement.predicted_bytes,
+            is_last=stage.index == len(self.lowered.stages) - 1,
         )
+        self._code_of(one)
+        return one
 
-    def _compute_of(self, stage: StageProgram, module: fx.GraphModule) -> Callable[..., Any]:
-        """The code of a stage. Stages with hooks are not compiled: a compiler would trace the hooks, not run them."""
-        if not self.compiled or stage.hooked or stage.shards > 1:
-            return module.forward
-        keep_from_compiler(module)
-        backend = "inductor" if self.compiled is True else self.compiled
-        compiled: Callable[..., Any] = torch_private.compile_for_threads(module.forward, backend)
-        return compiled
+    def _code_of(self, one: StageReplica) -> None:
+        """Have a replica compiled or recorded where that was requested and can be done."""
+        why, name = left_alone_because(one.stage, self.compiled, recompute=one.recompute), f"stage {one.stage.index}"
+        if why:
+            self.left_alone[one.stage.index] = why
+        if not self.compiled or why:
+            one.compute = found_at_once(one.module)
+        elif self.compiled == GRAPHS:
+            leaves, buffers = [leaf.tensor for leaf in one.leaves], [buffer.tensor for buffer in one.buffers]
+            one.graphs = GraphedStage(found_at_once(one.module), leaves, buffers, one.device, name)
+            one.compute = one.graphs
+        else:
+            one.compute = CompiledStage(one.module, self.compiled, name)
 
 
 def _consumers(lowered: Lowered) -> list[tuple[int, ...]]:
     """For each stage, the stages that read its outputs."""
     return [tuple(later.index for later in lowered.stages if s.index in later.sources) for s in lowered.stages]
+
+
+def _single_output(program: Program, lowered: Lowered) -> int | None:
+    """The output of the last stage that the model returns by itself; None if it returns something else."""
+    first = lowered.results[0] if lowered.results else None
+    return first if program.n_outputs == 1 and program.out_spec.is_leaf() and isinstance(first, int) else None
 
 
 def _reads(lowered: Lowered) -> dict[tuple[int, int], tuple[int, ...]]:

@@ -6,6 +6,8 @@
    worker 0      F0 F1 ....... B0 F2 B1 ... finished --------------------------------|
    worker 1      ..F0 B0 F1 B1 .... F2 B2 .. finished -------------------------------/
 ```
+Where one worker of a CPU does everything, the caller's thread may do so in its place, which saves waking the worker.
+
 The first failure stops all workers. It aborts their mailboxes, so that a worker that waits for a message stops at once;
 every other worker stops before its next action. Ctrl-C in the caller's thread is such a failure, too.
 """
@@ -25,11 +27,12 @@ import torch
 from autopar.capture import torch_private
 from autopar.capture.thread_state import CallerState
 from autopar.runtime.error_context import PHASE_NAMES, add_context
-from autopar.runtime.executable import SlotAction, StageReplica
+from autopar.runtime.executable import ReplicaAction, StageReplica, Work
 from autopar.runtime.mailbox import Aborted, Mailbox
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.workers import Worker
 from autopar.schedule.clock import Phase
+from cost_models.hardware.devices import operator_threads
 
 Act = Callable[[StageReplica, int], None]  # does an action's phase on a stage, for a micro-batch
 
@@ -44,16 +47,14 @@ class Execution:
         self,
         acts: Mapping[Phase, Act],
         mailbox: Mailbox,
-        replica_of: Callable[[int, int], StageReplica],
         state: CallerState,
         device_context: DeviceContext | None,
     ) -> None:
-        """`replica_of(stage, microbatch)`: where an action runs. `state`: what every worker applies around its actions.
-        `device_context`: for a device's name, a context that its worker enters."""
+        """`state`: what every worker applies around its actions. `device_context`: for a device's name, a context that
+        its worker enters."""
         self.cpu_seconds: list[float] = []
         self._acts = acts
         self._mailbox = mailbox
-        self._replica_of = replica_of
         self._state = state
         self._device_context = device_context
         self._failure: BaseException | None = None
@@ -66,12 +67,17 @@ class Execution:
         """Whether no worker is busy with it. After an interrupt, one may still be inside a long operator."""
         return len(self._finished) == self._n_workers
 
-    def run(self, work: Sequence[tuple[Worker, Sequence[SlotAction]]]) -> None:
+    def run(self, work: Work) -> None:
         """Have every worker do its actions; returns when all have. Raises what the first failing worker raised."""
-        self._n_workers = len(work)
+        self._n_workers = len(work.of_workers)
         try:
-            for worker, actions in work:
-                worker.submit(partial(self._work, worker, actions))
+            if work.by_one and self._may_run_here():
+                ((worker, actions),) = work.of_workers
+                with torch.autograd.set_multithreading_enabled(False), operator_threads(worker.device.threads):
+                    self._work(worker, actions)
+            else:
+                for worker, actions in work.of_workers:
+                    worker.submit(partial(self._work, worker, actions))
             while not self.is_finished:
                 with contextlib.suppress(queue.Empty):
                     self._wake_caller.get(timeout=_POLL)
@@ -95,9 +101,17 @@ class Execution:
             self._failure = error
         self._mailbox.abort()
 
+    def _may_run_here(self) -> bool:
+        """Whether the caller's thread may do the actions of a worker.
+
+        Not inside a backward: theirs would be part of it. Not under autocast: it would keep its casts of parameters
+        until the caller leaves it, also over an optimizer's step.
+        """
+        return not torch_private.in_backward() and not any(enabled for _, enabled, _ in self._state.autocast)
+
     # -- in the workers' threads ------------------------------------------------------------------------------------
 
-    def _work(self, worker: Worker, actions: Sequence[SlotAction]) -> None:
+    def _work(self, worker: Worker, actions: Sequence[ReplicaAction]) -> None:
         device = worker.device
         try:
             context = self._device_context(device.name) if self._device_context is not None else nullcontext()
@@ -113,18 +127,17 @@ class Execution:
             self._finished.append(worker)
             self._wake_caller.put(None)
 
-    def _act(self, actions: Sequence[SlotAction]) -> None:
-        profiling = torch_private.profiler_is_on()
-        for _, (phase, stage, microbatch) in actions:
+    def _act(self, actions: Sequence[ReplicaAction]) -> None:
+        profiling, acts = torch_private.profiler_is_on(), self._acts
+        for replica, phase, microbatch in actions:
             if self._failure is not None:
                 raise Aborted
-            replica = self._replica_of(stage, microbatch)
             try:
                 if profiling:
-                    with _profiler_range(phase, stage, microbatch):
-                        self._acts[phase](replica, microbatch)
+                    with _profiler_range(phase, replica.stage.index, microbatch):
+                        acts[phase](replica, microbatch)
                 else:
-                    self._acts[phase](replica, microbatch)
+                    acts[phase](replica, microbatch)
             except Aborted:
                 raise
             except Exception as error:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.capture import torch_private
 from cost_models import Device
 from cost_models.hardware.devices import synchronize
+from cost_models.memory.allocations import InPlaceSums
 
 DeviceContext = Callable[[str], AbstractContextManager[object]]  # device name -> a context that its worker enters
 
@@ -76,6 +77,13 @@ class _Counter:
             self.peak = max(self.peak, self._total)
         weakref.finalize(storage, self._freed, key).atexit = False
 
+    def replace(self, storage: torch.UntypedStorage, by: torch.UntypedStorage) -> None:
+        """The bytes of `storage` are those of `by` from now on."""
+        with self._lock:
+            self._total -= self._live.get(id(storage), 0)
+            self._live[id(storage)] = 0
+            self.touch(by)
+
     def _freed(self, key: int) -> None:
         with self._lock:
             self._total -= self._live.pop(key)
@@ -87,9 +95,14 @@ class _Counting(TorchDispatchMode):
     def __init__(self, counter: _Counter) -> None:
         super().__init__()
         self._counter = counter
+        self._in_place = InPlaceSums()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_place = torch_private.in_backward() and self._in_place.has(func, args)
         result = func(*args, **(kwargs or {}))
+        if in_place:  # without this mode autograd would not have allocated the sum
+            self._counter.replace(args[0].untyped_storage(), result.untyped_storage())
+            return result
         for leaf in torch_private.tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
                 self._counter.touch(leaf.untyped_storage())

@@ -27,6 +27,7 @@ from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, left_to_python, visible_class
 from autopar.runtime.own_devices import takes_cache
 from autopar.runtime.signatures import Decide, Signatures
+from autopar.runtime.stage_code import check_compile
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed
 from cost_models.hardware.devices import Device
@@ -62,6 +63,7 @@ class PipelinedModule(Pipelined, nn.Module):
 
         `record`: profiled steps go into the history of predictions that `autopar.accuracy` shows.
         """
+        check_compile(settings.compile if settings else False, devices)
         super().__init__()
         self.__dict__["_model"] = model
         self.__dict__["_forward_function"] = PipelinedModule.__dict__["forward"].like(model)
@@ -149,6 +151,12 @@ class PipelinedModule(Pipelined, nn.Module):
         """One GraphModule per stage, over the model's own parameters; empty until the first call."""
         newest = self._signatures.newest()
         return [stage.module for stage in newest.lowered.stages] if newest is not None and newest.lowered else []
+
+    @property
+    def code_text(self) -> str:
+        """With `compile`: which stages are compiled or recorded, what that took, and why others are not."""
+        newest = self._signatures.newest()
+        return newest.executable.code_text if newest is not None and newest.executable is not None else ""
 
     def unwrap(self) -> nn.Module:
         """The original model with its trained weights."""
@@ -283,7 +291,8 @@ class PipelinedModule(Pipelined, nn.Module):
 
         `profile`: store in `last_profile` how long every stage computes and waits, and record the step's time next to
         its prediction. The step computes the same. Capture and planning at a first call do not count, but a first step
-        still warms up. On GPUs, workers wait for every action, so that a profiled step is slower than others.
+        still warms up. On GPUs, workers wait for every action, so that a profiled step is slower than others; its time
+        is not recorded.
         """
         check_process(self._process)
         if (target is None) != (loss_fn is None):
@@ -333,7 +342,8 @@ class PipelinedModule(Pipelined, nn.Module):
         with self.recording(recorder):
             result, seconds = timed(lambda: self._calls.train_step(call), self._devices)
         self.last_profile = recorder.profile(self.plan, seconds, bound.batch_size)
-        if self._record and self.last_profile.predicted is not None:
+        profile = self.last_profile
+        if self._record and profile.predicted is not None and not profile.synchronized:
             costs = costs_of(self.plan)
             remember([Record.of(self.plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
         return result

@@ -9,13 +9,18 @@ from typing import Any
 import torch
 
 from autopar.analysis.batch_proof import OutputCombination
+from autopar.analysis.loss_weights import Weights, is_nothing, shares_of, weighted
 
 
 class OutputCollector:
-    """The flat outputs of a call. Workers add those of micro-batches in any order."""
+    """The flat outputs of a call. Workers add those of micro-batches in any order.
 
-    def __init__(self, outputs: Sequence[OutputCombination], sizes: Sequence[int]) -> None:
-        """`outputs`: how each flat output combines; `sizes`: samples in each micro-batch."""
+    All outputs end up on one device, whichever replica of the last stage made them.
+    """
+
+    def __init__(self, outputs: Sequence[OutputCombination], sizes: Sequence[int], device: torch.device) -> None:
+        """`outputs`: how each flat output combines; `sizes`: samples in each micro-batch; `device`: of the results."""
+        self.device = device
         self.outputs = outputs
         self.sizes = tuple(sizes)
         self.total = sum(sizes)
@@ -24,7 +29,7 @@ class OutputCollector:
         self.gradients: list[torch.Tensor | None] = []
         self._lock = threading.Lock()
         self._pieces: dict[int, dict[int, torch.Tensor]] = {}  # flat output -> micro-batch -> value, until reduced
-        self._shares: dict[int, list[float]] = {}  # flat output that is a mean -> each micro-batch's weight, sum 1
+        self._shares: dict[int, Weights] = {}  # flat output that is a mean -> each micro-batch's weight, sum 1
 
     def add(self, values: Sequence[Any], microbatch: int) -> None:
         """Add the flat outputs of one micro-batch."""
@@ -38,10 +43,10 @@ class OutputCollector:
         """(8) All outputs of the batch, detached. Every micro-batch must have been added."""
         for index, pieces in self._pieces.items():
             # Sum in the order of micro-batches, not of arrival, so that the result has the same bits every time.
-            ordered = [pieces[i] for i in range(len(self.sizes))]
+            ordered = [pieces[i].to(self.device) for i in range(len(self.sizes))]
             if self.outputs[index].combine == "mean":
                 self._shares[index] = shares = self._mean_shares(index)
-                ordered = [p * s for p, s in zip(ordered, shares, strict=True) if s]
+                ordered = [weighted(p, s) for p, s in zip(ordered, shares, strict=True) if not is_nothing(s)]
             self.values[index] = sum(ordered[1:], ordered[0])
         self._pieces.clear()
         return self.values
@@ -61,7 +66,10 @@ class OutputCollector:
                 result.append(gradient)
             elif index in self._shares:
                 share = self._shares[index][microbatch]
-                result.append(gradient * share if share else None)  # a mean over no entries has the gradient NaN
+                if isinstance(share, torch.Tensor):  # a cross-entropy, which makes zeros of zeros (batch_proof.py)
+                    result.append(gradient * share.to(gradient))
+                else:
+                    result.append(gradient * share if share else None)  # a mean over no entries has the gradient NaN
             else:  # equal in all micro-batches, so that it is their mean
                 result.append(gradient * (rows / self.total))
         return result
@@ -79,20 +87,21 @@ class OutputCollector:
                 if self.values[index] is None:
                     shape = list(piece.shape)
                     shape[how.batch_dim] = factor * self.total
-                    self.values[index] = piece.new_empty(shape)
+                    self.values[index] = piece.new_empty(shape, device=self.device)
             self.values[index].narrow(how.batch_dim, factor * start, factor * rows).copy_(piece)
             return
         with self._lock:
             self._pieces.setdefault(index, {})[microbatch] = piece
 
-    def _mean_shares(self, index: int) -> list[float]:
-        """The weight of each micro-batch in flat output `index`, which is a mean."""
+    def _mean_shares(self, index: int) -> Weights:
+        """The weight of each micro-batch in flat output `index`, which is a mean. Those of counts on a GPU are tensors:
+        to read them, the host would have to wait for the GPU."""
         place = self.outputs[index].weight
         if place is None:
-            return [size / self.total for size in self.sizes]
-        counts = [float(self._pieces[place][i]) for i in range(len(self.sizes))]
-        # With nothing to average in the whole batch, the model computes 0/0. A single weight of 1 keeps that NaN.
-        return [c / sum(counts) for c in counts] if any(counts) else [1.0] + [0.0] * (len(counts) - 1)
+            return tuple(size / self.total for size in self.sizes)
+        counts = [torch.as_tensor(self._pieces[place][i]) for i in range(len(self.sizes))]
+        # With nothing to average in the whole batch, the model computes 0/0. Weights of 1 keep that NaN.
+        return shares_of([count.double().to(counts[0].device) for count in counts])
 
 
 def scalars_at_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

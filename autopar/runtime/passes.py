@@ -17,14 +17,13 @@ from autopar.analysis.example import LossFunction
 from autopar.capture import module_hooks, torch_private
 from autopar.lower.deferred_batch_norm import collecting
 from autopar.lower.random_operators import mix_seed, seeded
-from autopar.lower.stages import Constant
+from autopar.lower.split_backward import GradientRoot, input_part
 from autopar.runtime.call import CallTensors, KeptForward, PipelineCall
 from autopar.runtime.error_context import check_not_nan
 from autopar.runtime.executable import Executable, StageReplica
 from autopar.runtime.loss_splits import checked_loss
 from autopar.runtime.mailbox import Address, Mailbox
-from autopar.runtime.split_backward import GradientRoot, input_part
-from autopar.runtime.transfers import arrived, as_leaf, moved, push
+from autopar.runtime.transfers import Transfers, as_leaf
 from autopar.schedule.clock import Phase
 
 
@@ -37,6 +36,7 @@ class Passes:
         call: PipelineCall,
         tensors: CallTensors,
         mailbox: Mailbox,
+        transfers: Transfers,
         loss: LossFunction | None,
         *,
         keep_graph: bool,
@@ -46,6 +46,7 @@ class Passes:
         self._call = call
         self._tensors = tensors
         self._mailbox = mailbox
+        self._transfers = transfers
         self._loss_function = loss
         self._keep_graph = keep_graph
         self._grad = call.state.grad
@@ -62,13 +63,14 @@ class Passes:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def _forward(self, replica: StageReplica, microbatch: int) -> None:
+        self._transfers.begin_action()
         model_inputs, received = self._stage_inputs(replica, microbatch)
         recompute = replica.recompute and self._grad
         if recompute:
             with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
                 outputs = self._compute(replica, microbatch, model_inputs, received)
             # The graph has shown which outputs need a gradient. The leaves keep that, and the graph is freed.
-            outputs = tuple(as_leaf(output, replica.device) for output in outputs)
+            outputs = tuple(map(as_leaf, outputs))
         else:
             outputs = self._compute(replica, microbatch, model_inputs, received)
         if self._executable.watch_nan:
@@ -76,27 +78,32 @@ class Passes:
         for consumer in self._executable.consumers[replica.stage.index]:
             self._send_outputs(replica, consumer, microbatch, outputs)
         kept = KeptForward(model_inputs, received, None if recompute else outputs)
-        if self._is_last(replica):  # (7)
+        if replica.is_last:  # (7)
             if self._call.return_outputs:
-                self._tensors.outputs.add(self._model_outputs(outputs), microbatch)
+                self._tensors.outputs.add(self._executable.model_outputs(outputs), microbatch)
             if self._loss_function is not None:
-                kept.loss = self._loss(self._loss_function, outputs, microbatch, replica.device)
-                kept.loss_inputs = outputs if recompute else ()
+                if recompute or self._call.guards_gradients:  # its backward ends at leaves of its own
+                    kept.loss_inputs = outputs if recompute else tuple(map(as_leaf, outputs))
+                read = kept.loss_inputs or outputs
+                kept.loss = self._loss(self._loss_function, read, microbatch, replica.device)
         if self._grad:
             self._tensors.kept[replica.stage.index, microbatch] = kept
 
     def _stage_inputs(self, replica: StageReplica, microbatch: int) -> tuple[list[Any], list[Any]]:
         """(4) The model's inputs that the stage reads, and what earlier stages sent: leaves of a new autograd graph."""
-        stage, device = replica.stage, replica.device
-        messages = {
-            source: self._mailbox.receive(replica.slot, Address(Phase.FORWARD, source, stage.index, microbatch))
-            for source in stage.sources
-        }
-        pieces = [push(self._call.inputs[index][microbatch], device) for index in stage.model_inputs]
-        return (
-            [as_leaf(piece, device, self._grad) for piece in pieces],
-            [as_leaf(messages[source][position], device, self._grad) for source, position in stage.received],
-        )
+        stage, device, grad, transfers = replica.stage, replica.device, self._grad, self._transfers
+        model_inputs: list[Any] = []
+        for index in stage.model_inputs:
+            piece = transfers.push_input(self._call.inputs[index][microbatch], device)
+            model_inputs.append(transfers.leaf(piece, device, grad))
+        received: list[Any] = []
+        if stage.received:
+            messages = {
+                source: self._mailbox.receive(replica.slot, Address(Phase.FORWARD, source, stage.index, microbatch))
+                for source in stage.sources
+            }
+            received = [transfers.leaf(messages[source][position], device, grad) for source, position in stage.received]
+        return model_inputs, received
 
     def _send_outputs(self, replica: StageReplica, consumer: int, microbatch: int, outputs: tuple[Any, ...]) -> None:
         """(6) Send the outputs that stage `consumer` reads."""
@@ -104,7 +111,7 @@ class Passes:
         message: Any = outputs
         if target.device != replica.device:
             positions = self._executable.reads[here, consumer]
-            message = {position: push(outputs[position], target.device) for position in positions}
+            message = {position: self._transfers.push(outputs[position], target.device) for position in positions}
         self._mailbox.send(target.slot, Address(Phase.FORWARD, here, consumer, microbatch), message)
 
     def _compute(
@@ -129,23 +136,13 @@ class Passes:
                 contexts.enter_context(collecting(self._tensors.statistics, microbatch))
             return replica.compute(*model_inputs, *received)
 
-    def _is_last(self, replica: StageReplica) -> bool:
-        return replica.stage.index == self._executable.n_stages - 1
-
-    def _model_outputs(self, outputs: tuple[Any, ...]) -> list[Any]:
-        """The model's flat outputs, from the outputs of the last stage."""
-        results = self._executable.lowered.results
-        return [result.value if isinstance(result, Constant) else outputs[result] for result in results]
-
     def _loss(
         self, function: LossFunction, outputs: tuple[Any, ...], microbatch: int, device: torch.device
     ) -> torch.Tensor:
-        program = self._executable.program
-        output = torch_private.tree_unflatten(self._model_outputs(outputs)[: program.n_outputs], program.out_spec)
         target = self._call.targets[microbatch]
-        if device.type != "cpu":  # the caller cannot know on which device the plan puts the last stage
-            target = torch_private.tree_map(lambda x: moved(x, device), target)
-        loss = checked_loss(function(output, target), self._call.loss or function)
+        if self._call.state.streams:  # the caller cannot know on which device the plan puts the last stage
+            target = torch_private.tree_map(lambda x: self._transfers.moved_input(x, device), target)
+        loss = checked_loss(function(self._executable.returned(outputs), target), self._call.loss or function)
         self._tensors.losses[microbatch] = loss.detach()
         self._tensors.has_gradient |= loss.requires_grad
         return loss
@@ -153,19 +150,23 @@ class Passes:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def _backward(self, replica: StageReplica, microbatch: int) -> None:
+        self._transfers.begin_action()
         kept = self._take_kept(replica, microbatch)
         roots = self._roots(replica, microbatch, kept)
         if roots:  # (11)
-            torch_private.run_backward([t for t, _ in roots], [g for _, g in roots], self._keep_graph)
-        del roots  # sending does not need the outputs; free them before
-        leaves = (*kept.model_inputs, *kept.received)
-        self._send_gradients(replica, microbatch, [_take_gradient(leaf) for leaf in leaves])
+            tensors, of_tensors = zip(*roots, strict=True)
+            torch_private.run_backward(tensors, of_tensors, self._keep_graph)
+            del tensors, of_tensors
+        gradients = [_take_gradient(leaf) for leaf in (*kept.model_inputs, *kept.received)]
+        del roots, kept  # sending needs neither; free them before, as the receiver allocates at once
+        self._send_gradients(replica, microbatch, gradients)
 
     def _backward_inputs(self, replica: StageReplica, microbatch: int) -> None:
-        if self._has_whole_backward(replica):
+        kept = self._tensors.kept[replica.stage.index, microbatch]
+        if self._has_whole_backward(replica, kept):
             self._backward(replica, microbatch)
             return
-        kept = self._tensors.kept[replica.stage.index, microbatch]
+        self._transfers.begin_action()
         roots = self._roots(replica, microbatch, kept)
         leaves = [*kept.model_inputs, *kept.received]
         wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -176,18 +177,22 @@ class Passes:
         self._send_gradients(replica, microbatch, gradients)
 
     def _backward_weights(self, replica: StageReplica, microbatch: int) -> None:
-        if self._has_whole_backward(replica):
-            return
-        kept = self._take_kept(replica, microbatch)
+        kept = self._tensors.kept.get((replica.stage.index, microbatch))
+        if kept is None or kept.weights is None:
+            return  # the input action has done all of it
+        self._take_kept(replica, microbatch)
         weights, kept.weights = kept.weights, None
-        assert weights is not None, "the input part comes first"
         weights.run(self._keep_graph)
 
-    def _has_whole_backward(self, replica: StageReplica) -> bool:
+    def _has_whole_backward(self, replica: StageReplica, kept: KeptForward) -> bool:
         """Whether the input action of a split backward does all of it. A compiled backward is one kernel call, and one
         over several devices exchanges gradients of inputs and of parameters as it goes; that of uncaptured code may do
-        anything, such as run its forward again (reentrant checkpoints refuse partial backwards)."""
-        return bool(self._executable.compiled) or replica.stage.shards > 1 or replica.stage.uncaptured
+        anything, such as run its forward again (reentrant checkpoints refuse partial backwards). Layers that run again
+        would do so once for every part of their backward. Where no input needs a gradient, the other action does it."""
+        if bool(self._executable.compiled) or replica.stage.shards > 1 or replica.stage.uncaptured:
+            return True
+        leaves = (*kept.model_inputs, *kept.received)
+        return replica.stage.layerwise and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
 
     def _take_kept(self, replica: StageReplica, microbatch: int) -> KeptForward:
         key = (replica.stage.index, microbatch)
@@ -195,17 +200,17 @@ class Passes:
 
     def _roots(self, replica: StageReplica, microbatch: int, kept: KeptForward) -> list[GradientRoot]:
         """(10) Where the stage's backward starts: the outputs that need a gradient, each with its gradient."""
-        last = self._is_last(replica)
+        last = replica.is_last
         if kept.loss is not None:
-            if not self._call.loss_weights[microbatch]:
-                return []  # a mean over no targets: its gradient is NaN and counts nothing
-            if not kept.loss.requires_grad:
-                return []  # a constant, for these samples
-            weight = self._executable.loss_weight(self._call.loss_weights[microbatch], kept.loss)
-            if kept.outputs is not None:
+            weight = self._loss_weight(kept.loss, microbatch)
+            if weight is None or not kept.loss.requires_grad:
+                return []  # nothing to average, or a constant for these samples
+            if not kept.loss_inputs:
                 return [(kept.loss, weight)]
             kept.loss.backward(weight, retain_graph=self._keep_graph)
             gradients = [_take_gradient(leaf) for leaf in kept.loss_inputs]
+            if self._call.guards_gradients:
+                gradients = [None if g is None else torch.where(weight != 0, g, torch.zeros_like(g)) for g in gradients]
         elif last:
             gradients = self._tensors.outputs.gradients_of(microbatch)
         else:
@@ -213,12 +218,20 @@ class Passes:
         if all(gradient is None for gradient in gradients):
             return []  # nothing to recompute for
         outputs = self._recompute(replica, microbatch, kept) if kept.outputs is None else kept.outputs
-        tensors = tuple(self._model_outputs(outputs)) if kept.loss is None and last else outputs
+        tensors = self._executable.model_outputs(outputs) if kept.loss is None and last else outputs
         return [
-            (t, g if g.device == t.device else moved(g, t.device))
+            (t, g if g.device == t.device else self._transfers.moved(g, t.device))
             for t, g in zip(tensors, gradients, strict=True)
             if g is not None and isinstance(t, torch.Tensor) and t.requires_grad
         ]
+
+    def _loss_weight(self, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
+        """The gradient of a micro-batch's loss; None for a mean over no targets: its gradient counts nothing."""
+        weight = self._call.loss_weights[microbatch]
+        if isinstance(weight, torch.Tensor):
+            moved: torch.Tensor = self._transfers.moved_input(weight, loss.device)
+            return moved.to(loss.dtype).reshape(loss.shape)
+        return self._executable.loss_weight(weight, loss) if weight else None
 
     def _received_gradients(self, replica: StageReplica, microbatch: int) -> list[torch.Tensor | None]:
         """For each output of the stage, the sum of the gradients that later stages sent."""
@@ -227,7 +240,7 @@ class Passes:
         for consumer in self._executable.consumers[here]:
             message = self._mailbox.receive(replica.slot, Address(Phase.BACKWARD, consumer, here, microbatch))
             for position, sent in message.items():
-                gradient, before = arrived(sent, replica.device), gradients[position]
+                gradient, before = self._transfers.arrived(sent, replica.device), gradients[position]
                 gradients[position] = gradient if before is None else before + gradient
         return gradients
 
@@ -249,11 +262,13 @@ class Passes:
         for index, gradient in zip(stage.model_inputs, gradients[:n_model_inputs], strict=True):
             if gradient is not None:
                 self._tensors.input_gradients[index, microbatch, stage.index] = gradient
+        if not stage.sources:
+            return
         messages: dict[int, dict[int, Any]] = {source: {} for source in stage.sources}
         for (source, position), gradient in zip(stage.received, gradients[n_model_inputs:], strict=True):
             if gradient is not None:
                 target = self._executable.replica(source, microbatch)
-                messages[source][position] = push(gradient, target.device)
+                messages[source][position] = self._transfers.push(gradient, target.device)
         for source, message in messages.items():  # an empty message, too: its receiver waits for one
             slot = self._executable.replica(source, microbatch).slot
             self._mailbox.send(slot, Address(Phase.BACKWARD, stage.index, source, microbatch), message)

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.analysis.example import LossFunction
 from autopar.capture import torch_private
+from autopar.errors import AutoparError
 from autopar.runtime.loss_splits import check_trains, checked_loss
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
@@ -17,9 +18,29 @@ from cost_models.hardware.devices import Device
 
 
 def plain_call(model: nn.Module, device: Device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the model on `device` returns. The hooks of the root do not run here: the PipelinedModule has run them."""
+    """What the model on `device` returns. The hooks of the root do not run here: the PipelinedModule has run them.
+
+    Raises AutoparError if the model has been moved elsewhere.
+    """
     args, kwargs = _moved((args, kwargs), device)
-    return model.forward(*args, **kwargs)
+    try:
+        return model.forward(*args, **kwargs)
+    except RuntimeError as error:  # looked into only now, because every check before would delay small models
+        _check_place(model, device, error)
+        raise
+
+
+def _check_place(model: nn.Module, device: Device, error: RuntimeError) -> None:
+    """Raise AutoparError, caused by `error`, if a tensor of the model is not on its plan's device."""
+    place = device.torch_device
+    named = [*model.named_parameters(), *model.named_buffers()]
+    moved = next(((name, tensor.device) for name, tensor in named if tensor.device != place), None)
+    if moved is not None:
+        name, where = moved
+        raise AutoparError(
+            f"the plan runs the model on {place}, but {name} has been moved to {where}; move the model back with "
+            f"pm.to('{place}'), or call autopar.parallelize for the devices that it shall run on"
+        ) from error
 
 
 def plain_step(

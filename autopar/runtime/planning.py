@@ -7,15 +7,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.analysis.example import Example
+from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
-from autopar.costs.measured import measure_costs
+from autopar.costs.measured import measure_costs, with_shards
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
-from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_alone, plan_as_sharded
-from autopar.planner.predict import predict_plan
+from autopar.planner.hint_constraints.one_mesh_plan import (
+    asks_for_sharding,
+    checked_alone,
+    checked_width,
+    plan_as_sharded,
+)
+from autopar.planner.price_sharded import predict_any, widest_mesh
 from autopar.planner.search import make_plan
+from autopar.planner.search_at_hand import check_max_shards, shards_at_hand, with_shard_notes
 from autopar.planner.search_options import search_options
+from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.calibration import calibrated
+from autopar.runtime.contestants import ComparedCall
 from autopar.runtime.tuning import tuned
 from cost_models import Device
 
@@ -26,15 +36,24 @@ def plan_at_hand(
     """The fastest plan for a call of a model on `devices`. Raises PlanError and InfeasibleError."""
     start = time.perf_counter()
     example, search = search_options(example, options, len(devices))
-    checked_alone(example, tune=options.tune not in (0, "auto"), candidates=options.candidates)
+    tries = options.tune not in (0, "auto")
+    checked_alone(example, tune=tries, candidates=options.candidates, calibrate=options.calibrate)
+    check_max_shards(options.max_shards, devices)
     if asks_for_sharding(example):
-        return plan_as_sharded(example, devices, search)
+        return checked_width(plan_as_sharded(example, devices, search), options.max_shards)
     # Candidates may split the batch differently from the options: then every size is measured.
     only = None if options.candidates else search.n_microbatches
     costs = measure_costs(example, devices, n_microbatches=only, cache=options.cache, progress=progress)
+    at_hand = shards_at_hand(example, costs, search, options.max_shards, cache=options.cache, progress=progress)
+    costs, meshes = _pricing_candidates(at_hand.costs, options, progress), at_hand.meshes
     spent = time.perf_counter() - start
-    best = tuned(example, costs, options, search, spent, progress) if options.tune else make_plan(costs, search)
-    return replace(best, model=fingerprint(example.model))
+    if options.tune:
+        best = tuned(example, costs, options, search, spent, progress, meshes)
+    else:
+        best = make_plan(costs, search, meshes)
+    if options.calibrate and best.time_scale is None:
+        best = calibrated(best, ComparedCall(example, RunSettings.of(options)), costs, search, progress)
+    return replace(_noted(with_shard_notes(best, at_hand), options), model=fingerprint(example.model))
 
 
 def priced_at_hand(
@@ -44,4 +63,19 @@ def priced_at_hand(
     plan.check_model(example.model)
     example, search = search_options(example, options, len(devices))
     costs = measure_costs(example, devices, cache=options.cache, progress=progress)
-    return replace(predict_plan(plan, example, costs, search.conditions), model=fingerprint(example.model))
+    costs = with_shards(costs, widest_mesh([plan]), cache=options.cache, progress=progress)
+    priced = predict_any(plan, example, costs, search.conditions)
+    if options.calibrate:
+        priced = calibrated(priced, ComparedCall(example, RunSettings.of(options)), costs, search, progress)
+    return replace(_noted(priced, options), model=fingerprint(example.model))
+
+
+def _noted(plan: Plan, options: PlanOptions) -> Plan:
+    """With `compile`, the plan says that its predictions are of stages as they were captured."""
+    note = "predicted for stages that are not compiled; tune= and calibrate= measure compiled ones"
+    return replace(plan, notes=(*plan.notes, note)) if options.compile and note not in plan.notes else plan
+
+
+def _pricing_candidates(costs: CostGraph, options: PlanOptions, progress: Progress) -> CostGraph:
+    """`costs` that price the meshes of the user's candidates, too."""
+    return with_shards(costs, widest_mesh((options.candidates or {}).values()), cache=options.cache, progress=progress)

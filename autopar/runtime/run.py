@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture import torch_private
 from autopar.runtime.call import CallTensors, PipelineCall
 from autopar.runtime.executable import Executable
 from autopar.runtime.execution import Execution
@@ -44,6 +45,7 @@ from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.passes import Passes
 from autopar.runtime.step_recorder import StepRecorder
+from autopar.runtime.transfers import Transfers
 
 
 class Run:
@@ -63,7 +65,7 @@ class Run:
         self.executable = executable
         self.call = call
         self.lock = lock
-        self.tensors = CallTensors(call)
+        self.tensors = CallTensors(call, executable.output_device)
         self._device_context = device_context
         self._recorder = recorder
 
@@ -110,11 +112,13 @@ class Run:
         n_slots = len(executable.workers)
         mailbox = Mailbox(n_slots) if recorder is None else recorder.mailbox(n_slots)
         loss = self.call.loss if recorder is None or self.call.loss is None else recorder.timed_loss(self.call.loss)
-        acts = Passes(executable, self.call, self.tensors, mailbox, loss, keep_graph=keep_graph).acts()
+        transfers = Transfers(self.call.state.streams)
+        acts = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph).acts()
         if recorder is not None:
             acts = recorder.timed_acts(acts)
-        execution = Execution(acts, mailbox, executable.replica, self.call.state, self._device_context)
+        execution = Execution(acts, mailbox, self.call.state, self._device_context)
         executable.start_execution(training)
+        compiling = torch_private.compile_seconds() if executable.compiled else 0.0
         try:
             execution.run(work)
         except BaseException:
@@ -123,6 +127,10 @@ class Run:
             raise
         finally:
             executable.end_execution(execution.is_finished)
+            if execution.is_finished:
+                transfers.finish()
+        if executable.compiled:
+            executable.compile_seconds += torch_private.compile_seconds() - compiling
         executable.compare_with_overhead(sum(execution.cpu_seconds), n_microbatches, not only_backward, training)
 
     def _update_buffers(self) -> None:

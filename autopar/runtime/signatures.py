@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from autopar.analysis.example import Example, has_backward, ordinary, under_default_device
@@ -117,6 +118,8 @@ class Signatures:
             self._place(signature, plan, check_hints=self.user_plan is not None)
             assert signature.lowered is not None
             self.warnings.undivided(signature.lowered)
+            if signature.executable is not None:
+                self.warnings.left_alone(signature.executable.left_alone, self.settings.compile)
         return bound._replace(signature=self._divisible(signature, bound.batch_size))
 
     def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
@@ -199,7 +202,9 @@ class Signatures:
         return signature.whole
 
     def _place(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
-        bind(signature, plan, self._model, self._devices, self._workers, self.settings, check_hints=check_hints)
+        # Later calls may train: neither the model's tensors nor their copies may become inference tensors.
+        with torch.inference_mode(False):
+            bind(signature, plan, self._model, self._devices, self._workers, self.settings, check_hints=check_hints)
 
     def _drop_abandoned(self) -> None:
         """After an interrupt in the middle of a long operator, a worker is still inside it: place everything anew, on

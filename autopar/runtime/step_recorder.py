@@ -167,7 +167,8 @@ def _stage_step(
     forward = backward = None
     if predicted is not None and predicted.forward_time is not None and predicted.backward_time is not None:
         forward = predicted.forward_time * len(forwards)
-        backward = (predicted.backward_time + predicted.recompute * predicted.forward_time) * len(forwards)
+        again = predicted.forward_time if predicted.recompute else predicted.recompute_time or 0.0
+        backward = (predicted.backward_time + again) * len(forwards)
     return StageStep(
         stage=index,
         device=device,

@@ -1,6 +1,6 @@
 """Plans that run before one is followed: the fastest wins, whatever was predicted.
 
-tune="auto"   the plan of the search; the best one on one device, the best one without replicas, the plain model
+tune="auto"   the plan of the search; the best one on one device, without shards, without replicas, the plain model
 tune=4        the four best plans of the search
 candidates    the user's plans, beside either
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,20 +19,25 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 
 from autopar.analysis.example import Example
+from autopar.costs.call_signature import call_signature
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Progress
 from autopar.costs.history import Record, remember
-from autopar.costs.measured import call_signature, measurement_cache
+from autopar.costs.measured import measurement_cache
+from autopar.costs.present_speed import PresentSpeed
+from autopar.costs.shared_hardware import one_worker_per_gpu
 from autopar.errors import InfeasibleError, InputError, PlanError, without_warnings
 from autopar.options import PlanOptions
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, Stage
+from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.contestants import ComparedCall, Rounds, contestants, predicted_memory, priced, steps_in_turn
+from autopar.runtime.calibration import at_present_speed
+from autopar.runtime.contestants import ComparedCall, Rounds, contestants, memory_in_turn, priced, steps_in_turn
+from autopar.runtime.parameter_copies import keeps_parameters
 from cost_models import Device, bytes_text, signature_key
 from cost_models.hardware.devices import available_memory
 
@@ -51,22 +55,31 @@ Steps = Mapping[str, tuple[float, ...]]  # plan -> s of each step that counts
 
 
 def tuned(
-    example: Example, costs: CostGraph, options: PlanOptions, search: SearchOptions, spent: float, progress: Progress
+    example: Example,
+    costs: CostGraph,
+    options: PlanOptions,
+    search: SearchOptions,
+    spent: float,
+    progress: Progress,
+    meshes: MeshChoices | None = None,
 ) -> Plan:
-    """The plan that ran fastest. `spent`: seconds that planning has taken so far.
+    """The plan that ran fastest, with predictions for the machine as it is now if the whole model was one of those that
+    ran (`PresentSpeed`). `spent`: seconds that planning has taken so far. `meshes`: that stages may have.
 
     Copies of the model run, so that the user's stays as it is. With `options.cache`, the predicted and measured seconds
     go into the history of predictions, and tune="auto" remembers them, so that the same call is planned the same way.
     Raises like `make_plan`.
     """
     auto = options.tune == "auto"
-    plans = dict(_automatic(costs, search) if auto else _best_predicted(costs, search, int(options.tune)))
+    plans = dict(
+        _automatic(costs, search, meshes) if auto else _best_predicted(costs, search, int(options.tune), meshes)
+    )
     plans |= options.candidates or {}
     first = next(iter(plans.values()))
     if auto and len(plans) == 1:
         return first
     ready = priced(plans, example, costs, search)
-    lacking = _lacking_memory(ready, costs.devices, example.model)
+    lacking = _lacking_memory(ready, costs.devices, example)
     if auto and lacking:
         return _with_note(first, f"not measured beside other plans: {lacking}")
     devices, how = (
@@ -74,7 +87,9 @@ def tuned(
         (options.batch_norm, options.compile, options.watch_nan),
     )
     # The plain model runs with as many threads as the caller has set.
-    key = signature_key("tuned", call_signature(example), devices, torch.get_num_threads(), how, _keys(ready))
+    key = signature_key(
+        "tuned", call_signature(example, costs.devices), devices, torch.get_num_threads(), how, _keys(ready)
+    )
     with measurement_cache(options.cache) as cache:
         steps = cache.get(key, partial(_from_json, names=ready.keys())) if cache is not None and auto else None
         if steps is None:
@@ -84,28 +99,33 @@ def tuned(
                 cache.put(key, steps)
                 known = [(ready[name], seconds) for name, seconds in steps.items() if ready[name].predicted_step_time]
                 remember([Record.of(p, example.model, costs.devices, s, source="tune") for p, s in known])
-    return _fastest(plans, ready, steps, _SAME if auto else 0.0)
+    speed = PresentSpeed.of((ready[name], seconds) for name, seconds in steps.items())
+    return at_present_speed(_fastest(plans, ready, steps, _SAME if auto else 0.0), speed)
 
 
-def _best_predicted(costs: CostGraph, search: SearchOptions, most: int) -> Iterator[tuple[str, Plan]]:
-    for rank, plan in enumerate(find_plans(costs, search, most), 1):
+def _best_predicted(
+    costs: CostGraph, search: SearchOptions, most: int, meshes: MeshChoices | None
+) -> Iterator[tuple[str, Plan]]:
+    for rank, plan in enumerate(find_plans(costs, search, most, meshes), 1):
         yield f"automatic {rank}", plan
 
 
-def _automatic(costs: CostGraph, search: SearchOptions) -> Iterator[tuple[str, Plan]]:
+def _automatic(costs: CostGraph, search: SearchOptions, meshes: MeshChoices | None) -> Iterator[tuple[str, Plan]]:
     """The plan of the search, and what the search finds with less, as far as the user's options and hints allow it."""
-    best = make_plan(costs, search)
+    best = make_plan(costs, search, meshes)
     yield "automatic", best
     seen = [_decision(best)]
     if _runs_the_model(best):
         return
     tries = []
-    for device in {device.kind: device for device in reversed(costs.devices)}.values():
+    for device in {device.kind: device for device in reversed(one_worker_per_gpu(costs).devices)}.values():
         alone = replace(costs, devices=(device,))
         where = "" if len({d.kind for d in costs.devices}) == 1 else f" on {device.name}"
         if search.n_microbatches in (None, 1):
             tries.append((f"plain model{where}", alone, replace(search, n_microbatches=1)))
         tries.append((f"one device{where}", alone, search))
+    if any(stage.shards > 1 for stage in best.stages):
+        tries.append(("without shards", costs, search))
     tries.append(("without replicas", costs, replace(search, max_replicas=1)))
     for name, those, limited in tries:
         try:
@@ -120,32 +140,38 @@ def _automatic(costs: CostGraph, search: SearchOptions) -> Iterator[tuple[str, P
 
 def _runs_the_model(plan: Plan) -> bool:
     """Whether the plan is the plain model on one device."""
-    return len(plan.used_devices) == 1 and plan.n_microbatches == 1 and not any(s.recompute for s in plan.stages)
+    return len(plan.used_devices) == 1 and plan.n_microbatches == 1 and not any(s.mode for s in plan.stages)
 
 
 def _decision(plan: Plan) -> tuple[Any, ...]:
-    stages = [(s.devices, s.operators, s.recompute) for s in plan.stages]
+    stages = [(s.devices, s.operators, s.mode, str(_strategies(s))) for s in plan.stages]
     return stages, plan.n_microbatches, plan.schedule, plan.split
+
+
+def _strategies(stage: Stage) -> tuple[Any, ...]:
+    """What a sharded stage decides."""
+    one = stage.sharding
+    return () if one is None else (one.mesh, one.strategies, one.parameters, one.redistributions)
 
 
 def _keys(plans: Mapping[str, Plan]) -> list[Any]:
     return [(name, _decision(plan)) for name, plan in plans.items()]
 
 
-def _lacking_memory(plans: Mapping[str, Plan], devices: tuple[Device, ...], model: nn.Module) -> str:
-    """Why the plans cannot run in turn, each with its copy of the model; "" if they can."""
-    copied = sum(t.nbytes for t in [*model.parameters(), *model.buffers()] if t.device.type == "cpu")
+def _lacking_memory(plans: Mapping[str, Plan], devices: tuple[Device, ...], example: Example) -> str:
+    """Why the plans cannot run in turn, each on its copy of the model; "" if they can."""
+    shared, model = keeps_parameters(example), example.model
+    tensors = [*model.buffers(), *(() if shared else model.parameters())]
+    copied = sum(t.nbytes for t in tensors if t.device.type == "cpu")
     free = available_memory(torch.device("cpu"))
     if copied > free:  # a copy is made before it moves to its devices
         return f"a copy of the model needs {bytes_text(copied)}, the host has {bytes_text(free)}"
-    needed: Counter[str] = Counter()
-    for plan in plans.values():
-        needed.update(predicted_memory(plan, devices))
+    needed = memory_in_turn(plans.values(), devices, shared=shared)
     for device in devices:
         place = device.name if device.name in needed else str(device.torch_device)
         free = available_memory(device.torch_device)
-        if needed[place] > free:
-            return f"{len(plans)} copies of the model need {bytes_text(needed[place])}, {place} has {bytes_text(free)}"
+        if needed.get(place, 0) > free:
+            return f"{len(plans)} plans in turn need {bytes_text(needed[place])}, {place} has {bytes_text(free)}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.analysis.batching import Batching
@@ -46,6 +46,11 @@ class OneTimeWarnings:
                 f"every device computes all of {whole[0]}{more}: the plan splits them over devices, but the number of "
                 "devices does not divide their sizes in this call"
             )
+
+    def left_alone(self, stages: Mapping[int, str], compile: bool | str) -> None:
+        """`stages`: why they are neither compiled nor recorded."""
+        for stage, why in sorted(stages.items()):
+            self._once(f"compile={compile!r} leaves stage {stage} as it is: {why}")
 
     def loss_sees_whole_batch(self, why: str) -> None:
         self._once(

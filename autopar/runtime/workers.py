@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cost_models.errors import DeviceError
 from cost_models.hardware.devices import Device, find_device
 
 
@@ -17,16 +18,19 @@ class Worker:
     program's exit."""
 
     def __init__(self, device: Device) -> None:
+        """Raises DeviceError if the thread cannot work on the device."""
         self.device = device
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        ready = threading.Event()
+        ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._inbox, device, ready), name=f"autopar-{device.name}", daemon=True
         )
         threads = torch.get_num_threads()
         self._thread.start()
-        ready.wait()
+        failure = ready.get()
         torch.set_num_threads(threads)  # the worker's setting also became the default of new threads: undo that
+        if failure is not None:
+            raise DeviceError(f"no worker can start on {device.name}: {failure}") from failure
         self._finalizer = weakref.finalize(self, self._inbox.put, None)
         self._finalizer.atexit = False  # at exit, a daemon thread may still be in a step and submit to this worker
 
@@ -41,17 +45,27 @@ class Worker:
         self._finalizer()
 
 
-def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None], device: Device, ready: threading.Event) -> None:
-    if device.torch_device.type == "cuda":
-        torch.cuda.set_device(device.torch_device)
-    # torch gives a thread the process's number of threads at its first parallel operator or its first
-    # `get_num_threads()`, which would overwrite a number set before.
-    torch.get_num_threads()
-    torch.set_num_threads(device.threads)
-    ready.set()
-    while (work := inbox.get()) is not None:
-        work()
-        del work  # it refers to tensors of a finished call
+def _serve(
+    inbox: queue.SimpleQueue[Callable[[], None] | None], device: Device, ready: queue.SimpleQueue[Exception | None]
+) -> None:
+    """`ready` gets one entry: the failure if the device cannot be used, None before the first work."""
+    try:
+        if device.torch_device.type == "cuda":
+            torch.cuda.set_device(device.torch_device)
+        # torch gives a thread the process's number of threads at its first parallel operator or its first
+        # `get_num_threads()`, which would overwrite a number set before.
+        torch.get_num_threads()
+        torch.set_num_threads(device.threads)
+    except Exception as error:
+        ready.put(error)
+        return
+    ready.put(None)
+    # Backwards run in the thread that calls them. By default autograd has one thread for all work on a GPU, which would
+    # run those of all its workers one by one, and would wait for itself where the caller's backward runs on it.
+    with torch.autograd.set_multithreading_enabled(False):
+        while (work := inbox.get()) is not None:
+            work()
+            del work  # it refers to tensors of a finished call
 
 
 class WorkerPool:

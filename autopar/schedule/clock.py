@@ -6,8 +6,11 @@ A slot runs its actions in the order of its table, one at a time, each as soon a
     B(s, i) after F(s, i), and B(target, i) + its transfer back, for every transfer out of s
     I(s, i) as B;  W(s, i) after I(s, i)
 
-Transfers overlap with computation unless they keep their sender busy. Any number of them run at a time, except over a
-shared link: it carries one transfer at a time, in the order in which they become ready.
+Slots may share hardware: then one of them runs at a time, in the order in which their actions become ready.
+
+Transfers overlap with computation unless they keep their sender busy. A link carries one transfer at a time, in the
+order in which they become ready. Every pair of slots has a link of its own in each direction, unless transfers name one
+that they share.
 """
 
 import enum
@@ -58,7 +61,7 @@ class Transfer:
     target: int  # > source
     forward: tuple[float, ...]  # s, of each micro-batch; where it is 0, neither link nor sender is needed
     backward: tuple[float, ...]  # s, of each micro-batch; not read where the schedule has forwards only
-    link: str | None = None  # name of a link that transfers share, in both directions; None: a link of its own
+    link: str | None = None  # that transfers share, in both directions; None: the slots' own, one for each direction
     overlap: bool = True  # False: the sender computes nothing while it waits for the link and sends
 
 
@@ -96,8 +99,11 @@ def execute(
     seconds: Callable[[Action], float],
     transfers: Sequence[Transfer],
     barrier: float | None = None,
+    hardware: Sequence[int] = (),
 ) -> ExecutedSchedule:
     """Run the tables from time 0.
+
+    `hardware`: for each slot, a number that slots on the same hardware have in common; (): each has its own.
 
     `barrier`: every slot's first backward also waits until this many seconds after the last forward of all slots. Where
     several transfers become ready for a link at the same time, the lower slot goes first, then the order of
@@ -107,7 +113,7 @@ def execute(
     transfers in the order in which it carries them. O(n log(slots) + transfers), n the actions and transfers of all
     micro-batches.
     """
-    return _Clock(tables, seconds, transfers, barrier).run()
+    return _Clock(tables, seconds, transfers, barrier, hardware).run()
 
 
 class _Clock:
@@ -120,6 +126,7 @@ class _Clock:
         seconds: Callable[[Action], float],
         transfers: Sequence[Transfer],
         barrier: float | None,
+        hardware: Sequence[int],
     ) -> None:
         self.tables, self.seconds, self.transfers, self.barrier = tables, seconds, transfers, barrier
         stages = [a.stage for table in tables for a in table] + [t.target for t in transfers]
@@ -160,8 +167,12 @@ class _Clock:
         self.waiting_for = [-1] * len(tables)  # the key of its next action if it is idle
         self.outbox: list[deque[tuple[int, Action, Transfer, float]]] = [deque() for _ in tables]  # sends it must do
 
-        self.link_free: dict[str, float] = {}  # s, when a link ends what it carries
-        self.ends: list[tuple[float, int]] = []  # heap: when a slot ends its action or send
+        self.link_free: dict[str | tuple[int, int], float] = {}  # s, when a link ends what it carries
+        # Heap: when a slot ends its action or send; with ~slot, when it is ready for an action on shared hardware.
+        self.ends: list[tuple[float, int]] = []
+        self.hardware = hardware
+        self.running = dict.fromkeys(hardware, False)
+        self.queues: dict[int, deque[int]] = {number: deque() for number in hardware}  # slots that wait for hardware
         self.events: list[Event] = []
         self.sent: list[Send] = []
 
@@ -171,8 +182,12 @@ class _Clock:
         sending = [False] * len(self.tables)
         while self.ends:
             now, slot = heappop(self.ends)
+            if slot < 0:
+                self._claim(~slot, now)
+                continue
             if not sending[slot]:
                 self._end(slot, now)
+                self._release(slot, now)
             outbox = self.outbox[slot]
             sending[slot] = bool(outbox)
             if outbox:
@@ -194,11 +209,36 @@ class _Clock:
 
     def _start(self, slot: int, key: int) -> None:
         self.waiting_for[slot] = -1
-        action = self.tables[slot][self.position[slot]]
         start = max(self.free[slot], self.arrival[key])
+        if self.hardware:
+            heappush(self.ends, (start, ~slot))
+        else:
+            self._run(slot, start)
+
+    def _run(self, slot: int, start: float) -> None:
+        action = self.tables[slot][self.position[slot]]
         end = start + self.seconds(action)
         self.events.append(Event(slot, action, start, end))
         heappush(self.ends, (end, slot))
+
+    def _claim(self, slot: int, now: float) -> None:
+        """The slot's next action is ready: run it as soon as its hardware is free."""
+        number = self.hardware[slot]
+        if self.running[number]:
+            self.queues[number].append(slot)
+        else:
+            self.running[number] = True
+            self._run(slot, now)
+
+    def _release(self, slot: int, now: float) -> None:
+        """The slot's hardware has done an action: the slot that has waited longest is next."""
+        if not self.hardware:
+            return
+        number = self.hardware[slot]
+        if self.queues[number]:
+            self._run(self.queues[number].popleft(), now)
+        else:
+            self.running[number] = False
 
     def _end(self, slot: int, now: float) -> None:
         """An action of the slot has ended: deliver its results to the actions that wait for them."""
@@ -226,10 +266,9 @@ class _Clock:
 
     def _send(self, slot: int, ready: float, target: int, action: Action, transfer: Transfer, seconds: float) -> float:
         """Put a transfer on its link; returns the time of its arrival."""
-        start = ready
-        if transfer.link is not None:
-            start = max(ready, self.link_free.get(transfer.link, 0.0))
-            self.link_free[transfer.link] = start + seconds
+        link = transfer.link or (slot, self.home[target])
+        start = max(ready, self.link_free.get(link, 0.0))
+        self.link_free[link] = start + seconds
         self.sent.append(Send(slot, action, transfer, start, start + seconds))
         self._arrive(target, start + seconds)
         return start + seconds

@@ -39,24 +39,26 @@ def simulate(
     *,
     memory: Sequence[StageMemory] | None = None,
     barrier: float | None = None,
+    hardware: Sequence[int] = (),
 ) -> Timeline:
     """Lay one step out in time.
 
     `stages[s]` and `memory[s]` belong to stage s. Stages depend on each other only through `transfers`, so list also
     those that take no time. With `barrier`, `phased(schedule)` runs, and no backward starts before `barrier` seconds
-    after the last forward of all slots: the caller computes the loss on the whole batch in between.
+    after the last forward of all slots: the caller computes the loss on the whole batch in between. `hardware`: for
+    each slot, a number that slots on the same hardware have in common, which then works for one of them at a time.
 
     O(n log(slots)) for n actions and transfers of micro-batches, and a sort.
 
     Raises ValueError for sizes or stage numbers that do not fit the schedule, negative times, and a schedule that
     deadlocks.
     """
-    problems = list(_misfits(schedule, stages, transfers, memory, barrier))
+    problems = list(_misfits(schedule, stages, transfers, memory, barrier, hardware))
     if problems:
         raise ValueError("\n".join(problems))
     if barrier is not None:
         schedule = phased(schedule)
-    ran = execute(schedule.actions, _durations(schedule, stages), transfers, barrier)
+    ran = execute(schedule.actions, _durations(schedule, stages), transfers, barrier, hardware)
     if ran.stuck:
         raise ValueError(f"the {schedule.name} schedule deadlocks:\n  " + "\n  ".join(ran.stuck))
     by_start = attrgetter("start", "slot")
@@ -64,8 +66,9 @@ def simulate(
         schedule=schedule,
         events=tuple(sorted(ran.events, key=by_start)),
         sends=tuple(sorted(ran.sends, key=by_start)),
-        finishes=tuple(sorted(_finishes(schedule, stages, ran), key=attrgetter("slot", "start"))),
+        finishes=tuple(sorted(_finishes(schedule, stages, ran, hardware), key=attrgetter("slot", "start"))),
         stage_memory=None if memory is None else tuple(memory),
+        hardware=tuple(hardware),
     )
 
 
@@ -84,27 +87,30 @@ def _durations(schedule: Schedule, stages: Sequence[StageTimes]) -> Callable[[Ac
     return lambda action: seconds[action.phase][action.stage][action.microbatch]
 
 
-def _finishes(schedule: Schedule, stages: Sequence[StageTimes], ran: ExecutedSchedule) -> Iterator[Finish]:
+def _finishes(
+    schedule: Schedule, stages: Sequence[StageTimes], ran: ExecutedSchedule, hardware: Sequence[int]
+) -> Iterator[Finish]:
     """What each slot does for its stages after its actions.
 
-    The slots of a stage reduce its gradients together, once the last of them is free. A slot with several stages starts
-    with the one whose backwards ended first.
+    The slots of a stage reduce its gradients together, once the last of them is free. A slot with several stages, or
+    hardware with several slots, starts with the stage whose backwards ended first.
     """
-    free = [0.0] * schedule.n_slots
+    place = hardware or range(schedule.n_slots)  # of a slot
+    free = dict.fromkeys(place, 0.0)
     through = [0.0] * schedule.n_stages
     for slot, action, _, end in ran.events:
-        free[slot] = max(free[slot], end)
+        free[place[slot]] = max(free[place[slot]], end)
         through[action.stage] = max(through[action.stage], end)
     for send in ran.sends:
         if not send.transfer.overlap:
-            free[send.slot] = max(free[send.slot], send.end)
+            free[place[send.slot]] = max(free[place[send.slot]], send.end)
     for stage in sorted(range(schedule.n_stages), key=lambda s: (through[s], -s)):
         slots, times = schedule.slots_of(stage), stages[stage]
-        start = max(free[slot] for slot in slots)
+        start = max(free[place[slot]] for slot in slots)
         reduced = start + (times.finish if schedule.training else 0.0)
         end = reduced + (times.optimizer if schedule.training else 0.0)
         for slot in slots:
-            free[slot] = end
+            free[place[slot]] = end
             yield Finish(slot, stage, start, reduced, end)
 
 
@@ -114,6 +120,7 @@ def _misfits(
     transfers: Sequence[Transfer],
     memory: Sequence[StageMemory] | None,
     barrier: float | None,
+    hardware: Sequence[int],
 ) -> Iterator[str]:
     p, m = schedule.n_stages, schedule.n_microbatches
     phases = ("forward", "backward") if schedule.training else ("forward",)
@@ -121,6 +128,8 @@ def _misfits(
         yield f"times of {len(stages)} stages for a schedule of {p}"
     if memory is not None and len(memory) != p:
         yield f"memory of {len(memory)} stages for a schedule of {p}"
+    if hardware and len(hardware) != schedule.n_slots:
+        yield f"hardware of {len(hardware)} slots for a schedule of {schedule.n_slots}"
     if barrier is not None and not barrier >= 0:
         yield f"barrier is {barrier} s: it cannot be negative"
     for t in transfers:

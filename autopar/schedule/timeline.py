@@ -54,6 +54,7 @@ class Timeline:
     sends: tuple[Send, ...]  # transfers that take time, by start, then slot
     finishes: tuple[Finish, ...]  # one for each slot and stage that it serves, by slot, then start
     stage_memory: tuple[StageMemory, ...] | None = None  # what was given
+    hardware: tuple[int, ...] = ()  # for each slot, a number that slots on the same hardware share; (): each its own
 
     @cached_property
     def step_time(self) -> float:
@@ -75,8 +76,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle fraction of slots x step_time."""
-        total = self.schedule.n_slots * self.step_time
+        """The idle fraction of slots x step_time; slots on the same hardware count as one."""
+        total = (len(set(self.hardware)) or self.schedule.n_slots) * self.step_time
         return max(0.0, 1 - sum(self.busy) / total) if total else 0.0  # rounding must not make it negative
 
     @cached_property

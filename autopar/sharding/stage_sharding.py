@@ -32,6 +32,8 @@ class Stored:
 
     layout: Placements
     state: Placements  # of the optimizer's state: the same, or finer (ZeRO)
+    # Its gradient is reduced for every micro-batch, and each device keeps the part that its state needs (ZeRO 2).
+    scattered: bool = False
 
 
 class Passage(NamedTuple):
@@ -196,14 +198,24 @@ def parse_strategy(text: str) -> OperatorPlacements:
 
 
 def stored_text(stored: Stored) -> str:
-    both = (layout_text(stored.layout), layout_text(stored.state))
-    return both[0] if both[0] == both[1] else " / ".join(both)
+    layout, state = layout_text(stored.layout), layout_text(stored.state)
+    if stored.scattered:
+        return f"{layout} / {state} / {state}"
+    return layout if layout == state else f"{layout} / {state}"
 
 
 def parse_stored(text: str) -> Stored:
-    """Raises PlanError."""
+    """The placements of a parameter, of its optimizer's state if they differ, and of its gradient if it is scattered.
+
+    Raises PlanError.
+    """
     placements = [parse_layout(part) for part in text.split("/")]
-    return Stored(placements[0], placements[-1])
+    if len(placements) > 3 or (len(placements) == 3 and placements[1] != placements[2]):
+        raise PlanError(
+            f"'{text}' is no way to store a parameter; write its placements, those of the optimizer's state, and once "
+            "more those of the state if gradients lie like it, as in 'R / S0 / S0'"
+        )
+    return Stored(placements[0], placements[1] if len(placements) > 1 else placements[0], len(placements) == 3)
 
 
 def passage_text(passage: Passage) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,13 @@ from cost_models.kernels.operator_work import OperatorWork
 from cost_models.kernels.roofline import Rates, kernel_seconds
 
 Ends = tuple[Placements, Placements]  # layouts of a tensor where it is made or read, and of its gradient there
+
+
+class WholeSeconds(NamedTuple):
+    """Measured seconds of a whole operator on one device, for one micro-batch."""
+
+    forward: float
+    backward: float
 
 
 Place = int | None
@@ -139,11 +146,15 @@ class StrategyCostTable:
         training: bool,
         trained: Callable[[fx.Node], bool] = lambda node: True,
         works: LocalWorks | None = None,
+        measured: Mapping[str, WholeSeconds] | None = None,
+        turns: int = 1,
     ) -> None:
-        """`trained`: whether a gradient flows to what a node makes. `works`: shared by tables of other meshes."""
+        """`trained`: whether a gradient flows to what a node makes. `works`: shared by tables of other meshes.
+        `measured`: of whole operators, by signature. `turns`: devices of the mesh that compute one after another."""
         self._trained, self._works = trained, works or LocalWorks()
         self._devices, self._mesh, self._cluster = mesh, mesh.shape, cluster
         self._rates, self._efficiency, self._training = rates, efficiency, training
+        self._whole, self._turns = measured or {}, turns
         self._known: dict[str, StrategyCosts] = {}
 
     def of(self, ruled: OperatorWithRule, values: Mapping[fx.Node, Any], work: OperatorWork) -> StrategyCosts:
@@ -160,6 +171,9 @@ class StrategyCostTable:
         outcome = [_nbytes(t) for t in results]
         call = WholeCall(ruled.node, operands, values, self._trained, work)
         both = np.array([self._seconds(one, call, sizes, outcome) for one in found], dtype=float)
+        if ruled.signature in self._whole:
+            both = self._as_measured(both, work, self._whole[ruled.signature])
+        both *= self._turns
         if rule is not None:
             tensors = [values.get(o) if isinstance(o, fx.Node) else None for o in operands]
             both += [self._within(one, rule, tensors) for one in found]
@@ -183,6 +197,20 @@ class StrategyCostTable:
 
         return [s for s in every if adds(s.inputs, tensors) and adds(s.outputs, results)]
 
+    def _as_measured(self, both: np.ndarray, work: OperatorWork, whole: WholeSeconds) -> np.ndarray:
+        """[strategies, 2] seconds of shards: the measured seconds of the whole operator, times the ratio of shard to
+        whole by the model of kernels. A shard takes no less than the launches of its kernels."""
+        found = np.zeros_like(both)
+        for column, (kernels, seconds) in enumerate(((work.forward, whole.forward), (work.backward, whole.backward))):
+            modelled = self._kernel_seconds(kernels)
+            ratio = both[:, column] / modelled if modelled else np.ones(len(both))
+            least = min(seconds, len(kernels) * self._rates.launch)
+            found[:, column] = np.maximum(seconds * ratio, least)
+        return found
+
+    def _kernel_seconds(self, kernels: Sequence[Kernel]) -> float:
+        return sum(kernel_seconds(kernel, self._rates, self._efficiency) for kernel in kernels)
+
     def _within(self, one: Strategy, rule: Rule, operands: Sequence[Any]) -> tuple[float, float]:
         """Seconds, forward and backward, of the collectives inside of a parallel operator."""
         seconds = [0.0, 0.0]
@@ -201,11 +229,7 @@ class StrategyCostTable:
     ) -> tuple[float, float]:
         """Forward and backward."""
         work = self._local_work(one, call, sizes, outcome)
-
-        def seconds(kernels: Sequence[Kernel]) -> float:
-            return sum(kernel_seconds(kernel, self._rates, self._efficiency) for kernel in kernels)
-
-        return seconds(work.forward), seconds(work.backward) if self._training else 0.0
+        return self._kernel_seconds(work.forward), self._kernel_seconds(work.backward) if self._training else 0.0
 
     def _local_work(self, one: Strategy, call: WholeCall, sizes: Sequence[int], outcome: Sequence[int]) -> OperatorWork:
         """What each device computes: a share of the whole where all tensors are cut alike and nothing is multiplied."""

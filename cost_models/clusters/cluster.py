@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
 from pathlib import Path
@@ -86,18 +86,23 @@ class Cluster:
         *,
         intra_node: str | Network | None = None,
         inter_node: str | Network | None = None,
+        cards: int | None = None,
     ) -> Cluster:
         """A cluster of known devices: "8xH100", "L4", "4xA100-80+4xT4" (of two kinds in every node).
 
         The networks are those such devices usually come with, NVLink and an InfiniBand adapter a device for those of a
-        DGX, and the slowest of the kinds; others by name ("EFA", "Ethernet25") or as values.
+        DGX, and the slowest of the kinds; others by name ("EFA", "Ethernet25") or as values. `cards`: adapters of a
+        node to the network between nodes, which its devices share, neighbours the same; default as the network says.
 
         Raises:
-            DeviceError: an unknown device or network; the message lists the known ones.
+            DeviceError: an unknown device or network; the message lists the known ones. No cards.
         """
         specs = parse_node(node, {})
         inside = choose_network(specs, "intra_node", intra_node)
-        return cls(specs, nodes, inside, choose_network(specs, "inter_node", inter_node))
+        across = choose_network(specs, "inter_node", inter_node)
+        if cards is not None:
+            across = replace(across, shared=True, cards=cards)
+        return cls(specs, nodes, inside, across)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Cluster:
@@ -175,16 +180,31 @@ class Cluster:
             DeviceError: the cluster has no such device.
         """
         name = device if isinstance(device, str) else device.name
-        if name not in self._node_by_name:
+        if name not in self.place_of:
             raise DeviceError(f"{name!r} is no device of {self.title}; the first is {self.devices[0].name!r}")
-        return self._node_by_name[name]
+        return self.place_of[name] // len(self.node)
 
     @cached_property
-    def _node_by_name(self) -> dict[str, int]:
-        return {device.name: index // len(self.node) for index, device in enumerate(self.devices)}
+    def place_of(self) -> Mapping[str, int]:
+        """The number of each device by name, node by node."""
+        return {device.name: index for index, device in enumerate(self.devices)}
+
+    @property
+    def cards(self) -> int:
+        """Network cards of a node, to the other nodes: as many as devices where each has its own."""
+        return self.inter_node.cards if self.inter_node.shared else len(self.node)
+
+    def card_of(self, device: Device | str) -> tuple[int, int]:
+        """The node of a device and the number of its card there; devices of one number share the card.
+
+        Raises:
+            DeviceError: the cluster has no such device.
+        """
+        node, name = self.node_of(device), device if isinstance(device, str) else device.name
+        return node, self.inter_node.card(self.place_of[name] % len(self.node), len(self.node))
 
     def link(self, a: Device | str, b: Device | str) -> Link:
-        """The link from `a` to `b`, measured or estimated, with the network to itself; free from a device to itself."""
+        """The link from `a` to `b`, measured or estimated, with its card to itself; free from a device to itself."""
         first, second = (end if isinstance(end, str) else end.name for end in (a, b))
         same_node = self.node_of(first) == self.node_of(second)
         if first == second:
@@ -222,15 +242,15 @@ class Cluster:
         if not names or len(set(names)) < len(names):
             raise DeviceError(f"a group needs devices, and each of them once, got {names}")
         counts = Counter(self.node_of(name) for name in names)
-        return Group.of(counts.values(), self.intra_node, self.inter_node)
+        return Group.of(counts.values(), self.intra_node, self.inter_node, len(self.node))
 
     def seconds(
         self, collective: Collective, nbytes: float, devices: Sequence[Device | str], concurrent: int = 1
     ) -> float:
         """Seconds of a collective among `devices`: measured where a group of that shape was, else estimated.
 
-        The arguments and errors are those of `group` and `collective_seconds`; `concurrent` divides shared networks and
-        is not applied to what was measured.
+        The arguments and errors are those of `group` and `collective_seconds`; `concurrent` divides shared networks. To
+        what was measured it applies only where groups take turns (`MeasuredCollectives.in_turn`).
         """
         return self.seconds_in(self.group(devices), collective, nbytes, concurrent)
 
@@ -239,7 +259,7 @@ class Cluster:
         shape = (group.nodes, group.per_node, group.uneven)
         for measured in self.measured_collectives:
             if (measured.nodes, measured.per_node, measured.uneven) == shape and collective in measured.times:
-                return measured.seconds(collective, nbytes)
+                return measured.seconds(collective, nbytes) * (concurrent if measured.in_turn else 1)
         return collective_seconds(collective, nbytes, group, concurrent)
 
     @property
@@ -271,7 +291,9 @@ class Cluster:
         rows += [("", "", "", "", ""), ("level", "network", "latency", "bandwidth", "")]
         levels = [("in a node", self.intra_node)] + ([("between nodes", self.inter_node)] if self.nodes > 1 else [])
         for level, net in levels:
-            of = "shared by a node" if net.shared else "each device"
+            of = "each device"
+            if net.shared:
+                of = "shared by a node" if net.cards == 1 else f"each of {net.cards} cards of a node"
             rows.append((level, net.name, f"{net.latency * 1e6:.3g} us", f"{net.bandwidth / 1e9:.4g} GB/s", of))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -28,7 +28,7 @@ from devices of one rank to each other, is passed around in a ring within each n
 
     node 0    0 --- 1 --- 2 --- 3        inside:  all n devices' bytes at the network's bandwidth, n - m steps
               |     |     |     |        across:  (m - 1) / m instead of (n - 1) / n, through the adapters of the g
-    node 1    4 --- 5 --- 6 --- 7                 devices (or through the one they share), m - 1 steps
+    node 1    4 --- 5 --- 6 --- 7                 devices (or through those that they share), m - 1 steps
 
 So these are n - 1 steps as well, m (g - 1) of them inside (as NCCL counts, `nInterSteps` there). A pairwise exchange
 has its g - 1 steps to devices of the node, and n - g across, where each node sends g (n - g) / n S.
@@ -43,12 +43,23 @@ that takes longest decides. Of 8 + 1 devices it is the lone one, with 8/9 of the
 
 With g devices in every node this is the rule above, (n - g) / n = (m - 1) / m.
 
+Several groups in the same nodes, such as the data-parallel groups of the ranks of a tensor-parallel mesh, often run the
+same collective at once. Then each has its part of the adapters that all their devices reach, which are taken for
+neighbours (`Network.reach`):
+
+    8 devices, 4 shared adapters; 8 groups of one device a node     each has 4/8 of an adapter
+                                  1 group of one device a node      one adapter
+                                  1 group of three devices a node   two adapters
+
 The slower level decides the bytes' time T; the latencies L of both add up. A message is cut into chunks that follow
 each other through the steps; few chunks fill the pipe late and many pay latency often. The best number of chunks gives
 (sqrt(L) + sqrt(T))^2 (Johnsson, Ho: Optimum Broadcasting and Personalized Communication in Hypercubes, 1989); real
 libraries do better or worse, by a factor `ramp` of the network:
 
-    seconds = L + T + 2 sqrt(ramp L T)
+    seconds = L + T + 2 sqrt(ramp L T) + start
+
+`start` does not depend on the number of steps: the kernel waits for those that make the tensor, on another stream. It
+is 0 for networks that were measured by collectives one after another.
 
 Latencies, efficiencies, ramps and gains of the switch are in `data/networks.toml`. Some are fitted to the measured
 all-reduces of `data/allreduce_busbw.csv`; the header of networks.toml lists which, and what was held out.
@@ -80,6 +91,7 @@ class Group:
     intra_node: Network | None = None  # may be None where no node has more than one
     inter_node: Network | None = None  # may be None where nodes is 1
     uneven: tuple[int, ...] = ()  # devices in every node, ascending, where the numbers differ
+    devices: int = 0  # of a node, in the group or not; 0: no others than those that run the collective
 
     def __post_init__(self) -> None:
         if self.per_node < 1 or self.nodes < 1:
@@ -94,13 +106,15 @@ class Group:
             raise ValueError(f"a group of {self.nodes} x {self.most} devices needs the networks that connect them")
 
     @classmethod
-    def of(cls, counts: Iterable[int], intra_node: Network | None, inter_node: Network | None) -> Group:
-        """The group with these numbers of devices in its nodes, e.g. (8, 1)."""
+    def of(
+        cls, counts: Iterable[int], intra_node: Network | None, inter_node: Network | None, devices: int = 0
+    ) -> Group:
+        """The group with these numbers of devices in its nodes, e.g. (8, 1). `devices`: of a node in all."""
         ascending = tuple(sorted(counts))
         if not ascending:
             raise ValueError("a group needs 1 or more nodes, got none")
         even = ascending[0] == ascending[-1]
-        return cls(ascending[0], len(ascending), intra_node, inter_node, () if even else ascending)
+        return cls(ascending[0], len(ascending), intra_node, inter_node, () if even else ascending, devices)
 
     @property
     def size(self) -> int:
@@ -117,12 +131,17 @@ class Group:
         """The different numbers of devices that nodes have, ascending."""
         return tuple(dict.fromkeys(self.uneven)) or (self.per_node,)
 
+    def adapters(self, network: Network, senders: int, concurrent: int) -> float:
+        """Adapters of one node for each of `concurrent` groups that have `senders` sending devices in it."""
+        devices = self.devices or self.most * concurrent
+        return network.reach(min(senders * concurrent, devices), devices) / concurrent
+
 
 def collective_seconds(collective: Collective, nbytes: float, group: Group, concurrent: int = 1) -> float:
     """Seconds that a collective on `nbytes` bytes (S above) takes in `group`; 0 for a group of one.
 
     `send_recv` is from one device of the group to another, across nodes where the group has several.
-    `concurrent`: number of groups in the same nodes that run the same collective at once; they divide shared networks.
+    `concurrent`: number of groups in the same nodes that run the same collective at once; they divide shared adapters.
 
     Raises:
         ValueError: an unknown collective, negative bytes, or `concurrent` below one.
@@ -133,18 +152,18 @@ def collective_seconds(collective: Collective, nbytes: float, group: Group, conc
         raise ValueError(f"needs bytes >= 0 and concurrent >= 1, got {nbytes} and {concurrent}")
     if group.size == 1:
         return 0.0
-    latency = duration = ramp = 0.0
+    latency = duration = ramp = start = 0.0
     if group.intra_node is not None and group.most > 1 and not (collective == "send_recv" and group.nodes > 1):
         inside = group.intra_node
         latency += _steps_inside(collective, group) * inside.latency
         duration = _inside_seconds(collective, nbytes, group, inside, concurrent)
-        ramp = inside.ramp
+        ramp, start = inside.ramp, inside.start
     if group.inter_node is not None and group.nodes > 1:
         across = group.inter_node
         latency += _steps_across(collective, group) * across.latency
         duration = max(duration, _across_seconds(collective, nbytes, group, across, concurrent))
-        ramp = max(ramp, across.ramp)
-    return latency + duration + 2 * math.sqrt(ramp * latency * duration)
+        ramp, start = max(ramp, across.ramp), max(start, across.start)
+    return latency + duration + 2 * math.sqrt(ramp * latency * duration) + start
 
 
 def _steps_inside(collective: Collective, group: Group) -> int:
@@ -179,20 +198,20 @@ def _inside_seconds(collective: Collective, nbytes: float, group: Group, network
     whole = collective in ("broadcast", "send_recv")
     share = 1.0 if whole else _rounds(collective) * (group.size - 1) / group.size
     senders = 1 if collective == "send_recv" else group.most
-    rate = network.bandwidth / (senders * concurrent if network.shared else 1)
+    rate = network.bandwidth
+    if network.shared:
+        rate *= group.adapters(network, senders, concurrent) / senders
     return nbytes * share / (rate * _switch_gain(collective, group.most, network))
 
 
 def _across_seconds(collective: Collective, nbytes: float, group: Group, network: Network, concurrent: int) -> float:
     """Seconds of the bytes between nodes, of the node that takes the longest: see the rule for uneven groups above."""
     rate = network.bandwidth * _switch_gain(collective, group.nodes, network)
-    if network.shared:
-        rate /= concurrent
     n = group.size
 
     def seconds(own: int) -> float:
         """Of a node that has `own` of the n devices."""
-        adapters = 1 if network.shared or collective == "send_recv" else own
+        adapters = group.adapters(network, 1 if collective == "send_recv" else own, concurrent)
         if collective in ("broadcast", "send_recv"):
             return nbytes / (rate * adapters)
         if collective == "all_to_all":  # each of its devices has a part for every device outside; nothing is combined

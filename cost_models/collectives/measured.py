@@ -36,6 +36,7 @@ class MeasuredCollectives:
     sizes: tuple[int, ...]  # ascending bytes
     times: Mapping[Collective, tuple[float, ...]] = field(hash=False)  # s at each of the sizes
     uneven: tuple[int, ...] = ()  # devices in every node, ascending, where the numbers differ
+    in_turn: bool = False  # groups that run the same collective at once take turns: one thread does all of them
 
     def __post_init__(self) -> None:
         if (

@@ -64,6 +64,7 @@ _RULES: dict[str, Rule] = {
     "launch": AMOUNT,
     "attention_efficiency": FRACTION,
     "units": COUNT,
+    "host": FINITE_RATE,
     "intra_node": TEXT,
     "inter_node": TEXT,
     "curves": _CURVES,
@@ -88,6 +89,7 @@ class DeviceSpec:
     launch: float  # s of overhead per kernel
     attention_efficiency: float = 0.73  # fraction of a peak that attention in one kernel reaches in its forward
     units: int = 0  # multiprocessors; 0: unknown
+    host: float = 1.0  # how many times as long its host takes to launch kernels as `launches.HOST_COSTS` say
     intra_node: str = "SharedMemory"  # name of the usual network within a node
     inter_node: str = "Ethernet25"  # name of the usual network between nodes
     curves: Mapping[str, Any] = field(default_factory=dict, hash=False)  # measured `Efficiency` as JSON, if there is
@@ -135,7 +137,7 @@ def host_of(spec: DeviceSpec, mode: str) -> HostCosts | None:
         ValueError: an unknown mode; the message lists the known ones.
     """
     costs = host_costs(mode)
-    return None if spec.device_type == "cpu" else costs
+    return None if spec.device_type == "cpu" else costs.scaled(spec.host)
 
 
 def efficiency_of(spec: DeviceSpec) -> Efficiency:

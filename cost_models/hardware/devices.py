@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from cost_models.errors import DeviceError
+from cost_models.graphs import storage_key
 
 DEFAULT_CPU_WORKERS = 2  # without a GPU: enough to overlap two stages, and operators still get threads of their own
 
@@ -37,7 +38,9 @@ class Device:
         return self.torch_device.type == "cpu"
 
 
-def parse_devices(devices: Sequence[str | torch.device] | str | torch.device | None = None) -> tuple[Device, ...]:
+def parse_devices(
+    devices: Sequence[str | torch.device] | str | torch.device | None = None, resident: Iterable[torch.Tensor] = ()
+) -> tuple[Device, ...]:
     """The workers that `devices` describes, in order.
 
         None                    every visible GPU, else one CPU worker a core, at most 2
@@ -47,19 +50,36 @@ def parse_devices(devices: Sequence[str | torch.device] | str | torch.device | N
         ["cuda:0", "cuda:0"]    two workers on one GPU, "cuda:0" and "cuda:0#1", that share its memory equally
 
     CPU workers are numbered in order of appearance, whatever index they are written with; "cuda" is the current GPU.
+    `resident`: tensors that the job will count itself, such as a model's parameters. Their bytes count as available on
+    the devices where they lie now.
 
     Raises:
         DeviceError: no devices, an unknown or unsupported one, or a GPU that is not present.
     """
     places = _default_places() if devices is None else [_torch_device(entry) for entry in _entries(devices)]
     workers = Counter(places)
-    memory = {place: available_memory(place) // count for place, count in workers.items()}
+    held = _bytes_by_place(resident)
+    memory = {place: (available_memory(place) + held[place]) // count for place, count in workers.items()}
     seen: Counter[torch.device] = Counter()
     parsed = []
     for place in places:
         parsed.append(_device(place, index=seen[place], workers=workers[place], memory=memory[place]))
         seen[place] += 1
     return tuple(parsed)
+
+
+def _bytes_by_place(tensors: Iterable[torch.Tensor]) -> Counter[torch.device]:
+    """The bytes of the storages of `tensors`, each counted once, by device."""
+    held: Counter[torch.device] = Counter()
+    seen: set[int] = set()
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            continue
+        key = storage_key(tensor)
+        if key not in seen:
+            seen.add(key)
+            held[tensor.device] += tensor.untyped_storage().nbytes()
+    return held
 
 
 def find_device(devices: Sequence[Device], name: str) -> Device:
@@ -72,6 +92,11 @@ def find_device(devices: Sequence[Device], name: str) -> Device:
         if device.name == name:
             return device
     raise DeviceError(f"{name!r} is not among the devices {', '.join(device.name for device in devices)}")
+
+
+def gpu_of(name: str) -> str:
+    """The GPU of a worker: "cuda:0" for "cuda:0#1". Workers on CPUs and planned devices are named for themselves."""
+    return name.partition("#")[0]
 
 
 def synchronize(*devices: torch.device | Device) -> None:
@@ -97,7 +122,8 @@ def available_memory(torch_device: torch.device) -> int:
     """Bytes that this process can still allocate on a CPU or CUDA device.
 
     CUDA: what the driver has free plus what PyTorch's allocator holds in its cache, since freed tensors go there and
-    not back to the driver.
+    not back to the driver. Of these bytes plans use `training_memory.usable_memory`, which leaves room for workspaces
+    of libraries and for gaps between blocks.
 
     Raises:
         DeviceError: the device is neither CPU nor CUDA.

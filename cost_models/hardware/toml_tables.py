@@ -36,6 +36,7 @@ FRACTION: Rule = (lambda v: is_number(v) and 0 < v <= 1, "a fraction > 0 and <= 
 AMOUNT: Rule = (lambda v: is_number(v) and 0 <= v < math.inf, "a finite number >= 0")
 GAIN: Rule = (lambda v: is_number(v) and 1 <= v <= 2, "a number from 1 to 2")
 COUNT: Rule = (lambda v: type(v) is int and v >= 0, "an integer >= 0")
+CARDS: Rule = (lambda v: type(v) is int and v >= 1, "an integer >= 1")
 FLAG: Rule = (lambda v: isinstance(v, bool), "true or false")
 TEXT: Rule = (lambda v: isinstance(v, str), "a string")
 TEXTS: Rule = (lambda v: maps_names(v, TEXT[0]), "a table of strings")

@@ -6,7 +6,8 @@ an element. Code that runs a graph on meta tensors to learn what a device would 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,21 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 _ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, functional.scaled_dot_product_attention)
+_RMS_NORM = (torch.ops.aten.rms_norm.default, torch.rms_norm, functional.rms_norm)
 _DROPOUT = (torch.ops.aten.dropout.default, torch.dropout, functional.dropout)
+
+
+class _Pretended(threading.local):
+    device_type = ""
+
+
+_pretended = _Pretended()
+
+
+def device_type_of(tensor: torch.Tensor) -> str:
+    """Of the device of `tensor`; inside `DeviceKernels`, a meta tensor is on the device that the code is run for."""
+    own: str = tensor.device.type
+    return _pretended.device_type or own if own == "meta" else own
 
 
 class DeviceKernels(TorchFunctionMode):
@@ -31,7 +46,19 @@ class DeviceKernels(TorchFunctionMode):
             substitutes = dict.fromkeys(_ATTENTION, _attention_on_cpu)
         elif device_type == "cuda":
             substitutes = dict.fromkeys(_ATTENTION, _attention_on_gpu) | dict.fromkeys(_DROPOUT, _dropout_on_gpu)
+            substitutes |= dict.fromkeys(_RMS_NORM, _rms_norm_on_gpu)
         self._substitutes = substitutes
+        self._device_type, self._before = device_type, list[str]()
+
+    def __enter__(self) -> DeviceKernels:
+        self._before.append(_pretended.device_type)
+        _pretended.device_type = self._device_type
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        _pretended.device_type = self._before.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_aggregate((args, kwargs or {}), _meta_if_device)
@@ -96,6 +123,37 @@ def _dropout_on_gpu(
         return None
     dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return dropped
+
+
+def one_kernel_norms(input: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether GPUs have a kernel for rms_norm: for a weight of the same dtype (torch: aten/src/ATen/native/
+    layer_norm.cpp, rms_norm)."""
+    return input.is_floating_point() and (weight is None or weight.dtype == input.dtype)
+
+
+def _rms_norm_on_gpu(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor | None:
+    """In one kernel; None where GPUs have none."""
+    if not one_kernel_norms(input, weight):
+        return None
+    normed: torch.Tensor = _RMSNorm.apply(input, weight, len(normalized_shape))
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The memory of rms_norm in one kernel: keeps its arguments and a number for every row."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, input.new_empty(input.shape[: input.dim() - dims], dtype=torch.float32))
+        return torch.empty_like(input)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight), None
 
 
 def _in_one_kernel(

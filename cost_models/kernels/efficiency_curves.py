@@ -32,6 +32,11 @@ BEST_MATMUL = {"A100": 271 / 312, "H100": 795 / 989, "H200": 788 / 989}
 BEST_COPY = 4300 / 4800
 """Measured bytes/s of a copy, read and written, over the specification, on an H200."""
 
+BATCHED_PRODUCTS = 40.3e9 / 41.7e-3 / 1555e9
+"""Fraction of the bandwidth that products of many small matrices reach, such as those of attention: attention by
+products and a softmax moves 40.3 GB in 41.7 ms, forward and backward, on an A100 of 1555 GB/s (Dao et al.,
+FlashAttention, 2022, figure 2: GPT-2 medium, 64 samples of 1024 tokens, 16 heads of 64)."""
+
 _CACHES = 20  # sizes tried for `MemoryCurve.cache`
 
 _ROUNDS = 5  # of reweighting; the second changes the third digit
@@ -41,10 +46,12 @@ LARGEST_TILES = ((256, 128), (128, 256))
 """Rows and columns of a result that a unit computes at a time: the largest and most efficient of cuBLAS (NVIDIA, Matrix
 Multiplication Background User's Guide, 2023, section 2.3)."""
 
-_SMALLER_TILES = (
-    *((128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64)),  # the others in that list
-    *((64, 32), (32, 64), (32, 32), (16, 64), (64, 16), (1, 128), (128, 1)),  # of kernels for small and thin results
-)
+TILES = (*LARGEST_TILES, (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+"""All of that list. cuBLAS takes one of them by heuristics, whatever the size (section 2.3)."""
+
+_THIN_TILES = ((64, 32), (32, 64), (32, 32), (16, 64), (64, 16), (1, 128), (128, 1))
+"""Of kernels for small and thin results."""
+
 _THIN = 64  # with fewer rows or columns the largest tiles would be half empty
 
 _SPLITS = (1, 2, 4, 8, 16, 32)
@@ -56,6 +63,12 @@ _SUMS = 4
 CACHE_SPEED = 3.5
 """Bytes/s from the cache that all units share over those from memory: 5120 bytes a clock of 1.41 GHz over 2039 GB/s on
 an A100 (NVIDIA A100 architecture white paper, 2020); other devices are taken for alike."""
+
+UNALIGNED = 3.0
+"""How many times as long a product takes whose rows start at odd addresses: a language model's head takes three times
+as long with a vocabulary for which the library has to fall back to such a kernel (Netflix Technology Blog: Scaling LLM
+Post-Training at Netflix, 2026-02). NVIDIA's guide (section 2.2) asks for multiples of 16 bytes; what multiples of 4 and
+8 bytes lose has no figure there, and none is taken."""
 
 _LARGEST_REUSE = 256 * 128 / (256 + 128)  # multiplications for each number that is loaded for a tile
 
@@ -75,11 +88,11 @@ def filled(sizes: tuple[int, ...], units: int, depth: float = math.inf, reuse: f
         |#######|#######|##     |    the tiles of the result are computed in waves of `units`: the last wave, and tiles
         | wave 1| wave 2| wave 3|    at the edges, are full or not (section 3 of the guide)
 
-    A result of more than one wave of LARGEST_TILES has such tiles, and the better of them counts. Of a smaller result,
-    and of one of at most 64 rows or columns, the best of all tiles counts, as libraries choose, with what each costs: a
-    tile of h x w takes as long as its h w multiplications or as loading h + w numbers, of which each should serve
-    `reuse` multiplications. If fewer tiles than units are left, libraries divide the sums, of `depth` products each,
-    over several units, which write partial sums.
+    The best of TILES counts, as libraries choose, with what each costs: a tile of h x w takes as long as its h w
+    multiplications or as loading h + w numbers, of which each should serve `reuse` multiplications. Of a result of at
+    most one wave of LARGEST_TILES, or of at most 64 rows or columns, thinner tiles count as well; and if fewer tiles
+    than units are left, libraries divide the sums, of `depth` products each, over several units, which write partial
+    sums.
 
     So a product never takes less time than one with fewer rows, columns or products in a sum. 1 if the number of units
     is unknown (0), or the sizes are (none).
@@ -93,9 +106,9 @@ def filled(sizes: tuple[int, ...], units: int, depth: float = math.inf, reuse: f
         return count * -(-rows // height) * -(-columns // width)
 
     # Times are of one product in each sum, and in multiplications.
-    best: float = min(-(-tiles(h, w) // units) * h * w for h, w in LARGEST_TILES)
+    best: float = min(-(-tiles(h, w) // units) * max(h * w, (h + w) * reuse) for h, w in TILES)
     if min(tiles(h, w) for h, w in LARGEST_TILES) <= units or min(rows, columns) <= _THIN:
-        for h, w in (*LARGEST_TILES, *_SMALLER_TILES):
+        for h, w in (*TILES, *_THIN_TILES):
             number, each = tiles(h, w), max(h * w, (h + w) * reuse)
             for parts in _SPLITS:
                 sums = _SUMS * h * w * reuse / depth if parts > 1 else 0.0

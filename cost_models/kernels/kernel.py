@@ -34,7 +34,13 @@ _UNREAD = {
     *("fill_", "zero_", "copy_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"),
 }
 # They read as many bytes of the first argument as they write.
-GATHERING = {"embedding", "index_select", "gather", "index", "masked_select", "take", "nll_loss_forward"}
+GATHERING = {
+    *("embedding", "index_select", "gather", "index", "masked_select", "take"),
+    *("nll_loss_forward", "nll_loss2d_forward"),
+}
+# The second argument gives a shape only: the kernel fills the gradient with zeros and writes those of the targets
+# (torch: aten/src/ATen/native/cuda/NLLLoss2d.cu and Loss.cu).
+_SHAPE_SECOND = {"nll_loss_backward", "nll_loss2d_backward"}
 # They read and write as many bytes of the first argument as the other arguments have.
 SCATTERING = {
     *("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "masked_scatter_"),
@@ -56,6 +62,11 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 )
 
 
+ALIGNMENT = 4
+"""Bytes: the least that a multiprocessor copies to its own memory without a detour through registers (cp.async of 4, 8
+or 16 bytes: NVIDIA, PTX ISA, section 9.7.9.25). Rows of 16-bit numbers start so if their length is even."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One call of a kernel."""
@@ -68,6 +79,7 @@ class Kernel:
     written: int  # bytes
     skipped: float = 0.0  # fraction of the FLOPs that the kernel leaves out: what a causal mask hides
     sizes: tuple[int, ...] = ()  # of a matrix product's result
+    aligned: bool = True  # whether the rows of a product's matrices start at multiples of ALIGNMENT bytes
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +98,8 @@ def make_kernel(
     read, written = [addressed_bytes(t) for t in reads], sum(addressed_bytes(t) for t in writes)
     if read and name in _UNREAD:
         read[0] = 0
+    elif len(read) > 1 and name in _SHAPE_SECOND:
+        read[1] = 0
     elif read and name in GATHERING:
         read[0] = min(read[0], written)
     elif len(read) > 1 and name in SCATTERING:
@@ -93,7 +107,14 @@ def make_kernel(
     floating = [t.dtype for t in [*reads, *writes] if t.is_floating_point()]
     dtypes = [*floating, *(t.dtype for t in [*reads, *writes]), torch.float32]
     sizes = tuple(writes[0].shape) if kind == "matmul" and writes else ()
-    return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped, sizes)
+    aligned = kind != "matmul" or all(_row_bytes(t) % ALIGNMENT == 0 for t in [*reads, *writes])
+    return Kernel(name, kind, dtypes[0], flops, sum(read), written, skipped, sizes, aligned)
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    """From one row of a matrix to the next, or from one column where these lie together; 0 for vectors."""
+    strides = [stride for size, stride in zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True) if size > 1]
+    return max(strides, default=0) * tensor.element_size() if len(strides) > 1 else 0
 
 
 def addressed_bytes(tensor: torch.Tensor) -> int:

@@ -33,6 +33,7 @@ class HostCosts:
     start: float  # each pass
     tensor: float  # each parameter tensor in an optimizer's step: lists, groups, step counters
     gap: float  # s of the device, not the host: from the end of a kernel to the start of one that is already launched
+    accumulation: float = 0.0  # each parameter whose gradient a backward adds to the sum, besides the kernel that adds
 
     def scaled(self, factor: float) -> HostCosts:
         """The costs of a host that takes `factor` times as long; the gap is the device's and stays.
@@ -54,10 +55,16 @@ HOST_COSTS: Mapping[str, HostCosts] = MappingProxyType(
         "eager": HostCosts(operator=6e-6, node=6e-6, kernel=4e-6, start=0.0, tensor=3e-6, gap=1e-6),
         "compiled": HostCosts(operator=0.0, node=0.0, kernel=8e-6, start=36e-6, tensor=3e-6, gap=1e-6),
         "cuda-graphs": HostCosts(operator=0.0, node=0.0, kernel=0.0, start=8e-6, tensor=0.0, gap=1e-6),
+        "eager-functions": HostCosts(
+            operator=18e-6, node=17e-6, kernel=4e-6, start=0.0, tensor=3e-6, gap=1e-6, accumulation=6e-6
+        ),
     }
 )
 """By mode, of a host of about 2020 to 2025; `scaled` gives a faster or slower one. A CUDA graph holds the optimizer's
-step as well."""
+step as well. "eager-functions" is eager mode where every operator is a torch.autograd.Function in Python, within
+modules: layers of Megatron-LM of 2021 to 2023, with their functions for norms, softmax, biases and tensor parallelism,
+scripted functions, and random states that checkpoints save and restore, are taken for that. Its gradients are added to
+a buffer by hooks in Python."""
 
 SOURCES: Mapping[str, str] = MappingProxyType(
     {
@@ -67,6 +74,16 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         "eager.kernel": "3.0 us for cuLaunchKernel (github.com/meta-pytorch/tritonbench/pull/1017, 2026-04) and 1 us "
         "for an operator called from C++ (github.com/pytorch/pytorch/issues/41383, 2020-07)",
         "eager.start": "none: a pass is its operators",
+        "eager-functions.operator": "13.8 to 20.4 us for a torch.autograd.Function with one multiplication, without "
+        "and with autograd, alone and as a module of its own: measured on a Xeon with torch 2.13, 2026-11",
+        "eager-functions.node": "14.3 to 18.9 us for its backward, measured there",
+        "eager-functions.kernel": "as eager.kernel",
+        "eager-functions.start": "none: a pass is its operators",
+        "eager-functions.accumulation": "2.6 us for a hook that adds param.grad to param.main_grad and frees it "
+        "(Megatron-LM, megatron/model/distributed.py, _make_param_hook, 2021 to 2023), besides autograd's own "
+        "addition, where `2 * x` with autograd takes 2.9 us: measured on a Xeon with torch 2.13, 2026-11; in "
+        "proportion to eager.operator",
+        "accumulation": "none of its own: autograd adds in C++, which `kernel` covers",
         "compiled.kernel": "6.8 us without arguments to 9.1 us with 19, cuLaunchKernel included: "
         "github.com/meta-pytorch/tritonbench/pull/1017, 2026-04",
         "compiled.start": "42.4 to 44.3 us for a compiled graph of one kernel, less that kernel: guards and wrapper, "

@@ -12,7 +12,7 @@ So a gradient that is not required costs nothing, as in a real pass, and every o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.graphs import get_attribute, on_meta, tensors_in
+from cost_models.kernels.device_kernels import one_kernel_norms
 from cost_models.kernels.kernel import FREE, Kernel, flops_of, formulas, kind_of, make_kernel
 
 T = TypeVar("T")
@@ -145,8 +146,8 @@ class _Call:
 
         `wanted`: where the result is a tuple, the places of it that are read; gradients come from no others.
         """
-        if self.function is torch.ops.aten.scaled_dot_product_attention.default:
-            fused = _fused_attention(*self.args, **self.kwargs)
+        if self.function in _ONE_KERNEL:
+            fused = _ONE_KERNEL[self.function](*self.args, **self.kwargs)
             if fused is not None:
                 return fused
         leaves = {id(t): t.detach().requires_grad_() for t in self.tensors if t.requires_grad}
@@ -186,6 +187,10 @@ class _Kernels(TorchDispatchMode):
         if name not in FREE and not func.is_view:
             flops = flops_of(func, args, kwargs, result)
             reads = _leaves((args, kwargs), torch.Tensor)
+            if name == "native_layer_norm_backward" and len(tensors_in(result)) > 1:
+                # Gradients of weight and bias have a kernel of their own, which reads the input and its gradient once
+                # more (torch: aten/src/ATen/native/cuda/layer_norm_kernel.cu, LayerNormBackwardKernelImplInternal).
+                reads = [*reads, *reads[:2]]
             self.kernels.append(make_kernel(name, kind_of(func, name, flops), reads, tensors_in(result), flops))
         return result
 
@@ -208,7 +213,7 @@ def _fused_attention(
         return None
     batch, heads, length, _ = query.shape
     aten, known = torch.ops.aten, formulas()
-    out = query.new_empty((batch, heads, length, value.shape[-1]))
+    out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)  # as its reader wants it
     sums = query.new_empty((batch, heads, length), dtype=torch.float32)  # of the softmax, for the backward
     inputs = [query, key, value, *([attn_mask] if attn_mask is not None else [])]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
@@ -223,6 +228,51 @@ def _fused_attention(
     reads = [*inputs, out, out, sums]  # the result and its gradient
     backward = make_kernel("attention_backward", "attention_backward", reads, inputs[:3], flops, hidden)
     return out.requires_grad_(), OperatorWork((forward,), (backward,))
+
+
+def _fused_rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> tuple[torch.Tensor, OperatorWork] | None:
+    """x / rms(x) * w in one kernel; its backward reads x again, once more for the gradient of w.
+
+    None where GPUs have none: for a weight of another dtype (torch: aten/src/ATen/native/layer_norm.cpp, rms_norm).
+    """
+    if not one_kernel_norms(input, weight):
+        return None
+    weights = [] if weight is None else [weight]
+    out = torch.empty_like(input)
+    scales = input.new_empty(input.shape[: input.dim() - len(normalized_shape)], dtype=torch.float32)
+    forward = make_kernel("rms_norm", "normalization", [input, *weights], [out, scales], 0)
+    trained = [t for t in (input, *weights) if t.requires_grad]
+    if not (torch.is_grad_enabled() and trained):
+        return out, OperatorWork((forward,), ())
+    reads = [input, out, scales, *weights]  # `out` stands for its gradient
+    backward = [make_kernel("rms_norm_backward", "normalization_backward", reads, [input], 0)]
+    if weight is not None and weight.requires_grad:
+        backward.append(make_kernel("rms_norm_weight_backward", "reduction", [input, out, scales], weights, 0))
+    return out.requires_grad_(), OperatorWork((forward,), tuple(backward))
+
+
+def _fused_dropout(input: torch.Tensor, p: float = 0.5, train: bool = True) -> tuple[torch.Tensor, OperatorWork] | None:
+    """Draws, keeps its mask of one byte an element, and scales in one kernel (torch: aten/src/ATen/native/Dropout.cpp,
+    is_fused_kernel_acceptable, and cuda/Dropout.cu); None where nothing is dropped, or all."""
+    if not (train and 0 < p < 1 and input.numel()):
+        return None
+    out, mask = torch.empty_like(input), torch.empty_like(input, dtype=torch.bool)
+    forward = make_kernel("native_dropout", "random", [input], [out, mask], 0)
+    if not (torch.is_grad_enabled() and input.requires_grad):
+        return out, OperatorWork((forward,), ())
+    # `out` stands for its gradient, and `input` for its own
+    backward = make_kernel("native_dropout_backward", "pointwise", [out, mask], [input], 0)
+    return out.requires_grad_(), OperatorWork((forward,), (backward,))
+
+
+_ONE_KERNEL: Mapping[Any, Any] = {
+    torch.ops.aten.dropout.default: _fused_dropout,
+    torch.ops.aten.scaled_dot_product_attention.default: _fused_attention,
+    torch.ops.aten.rms_norm.default: _fused_rms_norm,
+}
+"""Operators that torch decomposes on the meta device, and that have one kernel on a GPU."""
 
 
 def _indices_read(node: fx.Node) -> set[int] | None:

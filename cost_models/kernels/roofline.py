@@ -18,9 +18,11 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cost_models.kernels.efficiency_curves import Efficiency, filled, reuse_needed
+from cost_models.kernels.efficiency_curves import BATCHED_PRODUCTS, UNALIGNED, Efficiency, filled, reuse_needed
 from cost_models.kernels.kernel import ComputeKind, Kernel, MemoryKind
 from cost_models.kernels.operator_work import OperatorWork, count
+
+_BATCHED = 3  # dimensions of the result of many products
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,25 @@ def busy_seconds(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
     """Seconds for which one kernel keeps the device busy: without its launch, which the host does beforehand."""
     if not kernel.flops:
         return efficiency.memory[cast(MemoryKind, kernel.kind)].seconds(kernel.nbytes, rates.bandwidth)
-    moving = efficiency.memory["pointwise"].seconds(kernel.nbytes, rates.bandwidth)
+    moving = _moving(kernel, rates, efficiency)
     curve = efficiency.compute[cast(ComputeKind, kernel.kind)]
     peak = rates.peak(kernel.dtype)
-    flops = kernel.flops * (1 - kernel.skipped) / _filled(kernel, rates)
+    flops = kernel.flops * (1 - kernel.skipped) / _filled(kernel, rates) * _detour(kernel, rates)
     return max(curve.seconds(flops, kernel.nbytes, peak, rates.bandwidth), moving)
+
+
+def _moving(kernel: Kernel, rates: Rates, efficiency: Efficiency) -> float:
+    """Seconds of the bytes of a product."""
+    copying = efficiency.memory["pointwise"].seconds(kernel.nbytes, rates.bandwidth)
+    if len(kernel.sizes) < _BATCHED or not rates.units:  # measured curves know their products
+        return copying
+    return max(copying, kernel.nbytes / (BATCHED_PRODUCTS * rates.bandwidth))
+
+
+def _detour(kernel: Kernel, rates: Rates) -> float:
+    """How much longer a product takes whose rows start at odd addresses, on units for 16-bit numbers."""
+    special = kernel.dtype.itemsize == 2 and rates.peak(kernel.dtype) > rates.peak(torch.float32)
+    return UNALIGNED if special and not kernel.aligned else 1.0
 
 
 def _filled(kernel: Kernel, rates: Rates) -> float:

@@ -1,30 +1,37 @@
-"""What measured seconds depend on besides the operators and the device: torch's build and its global settings."""
+"""What measured seconds and compared values depend on besides operators and device: torch's build and settings."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-# Attributes of torch that choose between kernels. The settings of TF32 are read from `fp32_precision` because the older
-# `allow_tf32` raises an error once a program has set the newer attribute; setting the older one changes the newer.
-_SETTINGS = (
+# Whether products of float32 numbers round them first, to TF32 or bfloat16. The older `allow_tf32` is not read because
+# it raises an error once a program has set the newer attribute; setting the older one changes the newer.
+_FP32_PRECISIONS = (
     "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
+    "backends.mkldnn.matmul.fp32_precision",
+    "backends.mkldnn.conv.fp32_precision",
+    "backends.mkldnn.rnn.fp32_precision",
+)
+
+# Attributes of torch that choose between kernels.
+_SETTINGS = (
+    *_FP32_PRECISIONS,
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "backends.cudnn.enabled",
     "backends.cudnn.benchmark",
     "backends.cudnn.deterministic",
-    "backends.cudnn.conv.fp32_precision",
-    "backends.cudnn.rnn.fp32_precision",
     "backends.mkldnn.enabled",
-    "backends.mkldnn.matmul.fp32_precision",
-    "backends.mkldnn.conv.fp32_precision",
-    "backends.mkldnn.rnn.fp32_precision",
 )
 
 # Read by OpenMP and MKL: how many threads may run, where, and whether they spin between operators.
@@ -46,6 +53,30 @@ def torch_environment() -> dict[str, Any]:
         "settings": settings,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Products of float32 numbers keep their precision: no TF32, and no bfloat16 on a CPU. For the whole process.
+
+    Afterwards the settings are as before, those that follow a more general setting included.
+    """
+    before = {name: _setting(name) for name in _FP32_PRECISIONS}
+    changed = {name: value for name, value in before.items() if value is not None}
+    try:
+        for name in changed:
+            _set(name, "ieee")
+        yield
+    finally:
+        for name, value in changed.items():
+            _set(name, "none")  # follows the more general setting, as most do unless a program says otherwise
+            if _setting(name) != value:
+                _set(name, value)
+
+
+def _set(name: str, value: str) -> None:
+    where, _, last = name.rpartition(".")
+    setattr(attrgetter(where)(torch), last, value)
 
 
 def _setting(name: str) -> Any:

@@ -2,8 +2,9 @@
 
 Repeating an operator alone keeps caches warm and skips allocation, and so underestimates a model by 14-20 %. This
 module times every operator where it runs: the forward around each node, the backward around each autograd node (found
-by walking from the node's output to the outputs of its inputs). Clock reads take time themselves, so the sums are
-calibrated against passes without clock reads. Passes that disagree are repeated. Linux reports how long a thread waited
+by walking from the node's output to the outputs of its inputs). The clock is that of the device (`device_clock.py`): on
+a GPU it is read once a pass, after everything was queued. Marks take time themselves, so the sums are calibrated
+against passes without marks. Passes that disagree are repeated. Linux reports how long a thread waited
 for a core; that time is subtracted, because a plan should fit the machine and not the other programs that run on it
 during planning. Where the system does not report it, more passes are made, and how far they lie apart is kept. Workers
 of one machine share memory bandwidth, caches and Python's interpreter lock: with `workers=n`, n threads run the same
@@ -17,7 +18,8 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -25,8 +27,11 @@ import torch
 from torch import fx
 
 from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
-from cost_models.hardware.devices import Device, synchronize
+from cost_models.hardware.devices import Device
+from cost_models.measuring.autocast import Autocast
 from cost_models.measuring.core_waiting import waited_for_core, waiting_is_known
+from cost_models.measuring.device_clock import DeviceClock, device_clock
+from cost_models.measuring.gradients import give_gradients
 from cost_models.measuring.repeats import agree, spread
 
 log = logging.getLogger(__name__)
@@ -39,7 +44,6 @@ _ROUNDS_UNKNOWN, _PASSES_UNKNOWN = 2, 5
 
 # Seconds of a pass above which the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
-
 
 _LONGEST = 1e9  # s: longer times come from a damaged cache
 
@@ -98,72 +102,110 @@ class TimedPass:
 class GraphRunner:
     """One worker's private copy of a graph: the same storages, its own gradients and its own mutable buffers."""
 
-    def __init__(self, module: fx.GraphModule, device: torch.device, training: bool, n_outputs: int | None) -> None:
-        """`n_outputs`: the outputs from this index on are loose ends; the backward starts from them, too."""
-        self.module = private_copy(module, device)
-        self.device = device
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        device: torch.device,
+        training: bool,
+        n_outputs: int | None,
+        clock: DeviceClock | None = None,
+        autocast: Autocast | None = None,
+    ) -> None:
+        """`n_outputs`: the outputs from this index on are loose ends; the backward starts from them, too. `clock`: by
+        default that of `device`. `autocast`: that passes run under; None: off."""
+        self.module = private_copy(module, device, gradients=False)
+        if training:
+            give_gradients(self.module.parameters())
+        self.clock = device_clock(device) if clock is None else clock
+        self.autocast = autocast or Autocast(device.type)
         self.training = training
         self.n_outputs = n_outputs
         self.inputs: list[Any] = []
 
     def plain_pass(self, loss: Loss | None) -> tuple[float, float]:
         """Seconds of forward and backward of one pass without clock reads inside (loss included)."""
-        start = self._start()
-        with torch.set_grad_enabled(self.training):
+        with self._conditions():
+            start = self._start()
             outputs = self.module(*self.inputs)
             value = loss(outputs[: self.n_outputs]) if loss is not None else None
-        forward = self._since(start)
-        return forward, self._backward(outputs, value)
+            forward = self._since(start)
+            return forward, self._backward(outputs, value)
 
     def timed_pass(self, loss: Loss | None) -> TimedPass:
         """One pass with the seconds of every node."""
-        forward: dict[str, float] = {}
-        stamps: list[tuple[float, str]] = []
+        mark, between = self.clock.mark, self.clock.between
+        spans: dict[str, tuple[Any, Any]] = {}  # node -> marks before and after its forward
+        stamps: list[tuple[Any, str]] = []  # mark before every autograd node, and the node that it belongs to
         seen: set[Any] = set()
 
         def timed_call(node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = mark()
             value = function(*args, **kwargs)
-            synchronize(self.device)
-            forward[node.name] = time.perf_counter() - start
+            spans[node.name] = start, mark()
             if self.training:
-                _watch(value, node.name, seen, stamps)
+                self._watch(value, node.name, seen, stamps)
             return value
 
-        begin = self._start()
-        with torch.set_grad_enabled(self.training):
+        with self._conditions():
+            begin = self._start()
             outputs = run_nodes(self.module, self.inputs, call=timed_call)
-            start = time.perf_counter()
+            loss_start = mark()
             value = loss(outputs[: self.n_outputs]) if loss is not None else None
-            synchronize(self.device)
-            loss_seconds = time.perf_counter() - start if loss is not None else 0.0
+            loss_end = mark()
             if value is not None and self.training:
-                _watch(value, "", seen, stamps)
-        total_forward = self._since(begin)
-        total_backward = self._backward(outputs, value)
-        stamps.append((time.perf_counter(), ""))
+                self._watch(value, "", seen, stamps)
+            total_forward = self._since(begin)
+            total_backward = self._backward(outputs, value, stamps)
+        forward = {name: between(*span) for name, span in spans.items()}
         backward = dict.fromkeys(forward, 0.0)
         loss_backward = 0.0
         for (since, name), (until, _) in itertools.pairwise(stamps):
             if name:
-                backward[name] += until - since
+                backward[name] += between(since, until)
             else:
-                loss_backward += until - since
+                loss_backward += between(since, until)
+        loss_seconds = between(loss_start, loss_end) if loss is not None else 0.0
         return TimedPass(forward, backward, (loss_seconds, loss_backward), (total_forward, total_backward))
 
-    def _backward(self, outputs: tuple[Any, ...], loss: torch.Tensor | None) -> float:
-        """Seconds of the backward pass."""
+    @contextmanager
+    def _conditions(self) -> Iterator[None]:
+        """Those of a whole pass, as workers run it: autocast is on in the backward, too, and casts every parameter
+        once a pass."""
+        with torch.set_grad_enabled(self.training), self.autocast.applied():
+            yield
+
+    def _backward(
+        self, outputs: tuple[Any, ...], loss: torch.Tensor | None, stamps: list[tuple[Any, str]] | None = None
+    ) -> float:
+        """Seconds of the backward pass. `stamps` get a last mark when all of it is queued."""
         if not self.training:
             return 0.0
         roots, gradients = self._roots(outputs, loss)
         start = self._start()
         if roots:
             torch.autograd.backward(roots, gradients)
+        if stamps is not None:
+            stamps.append((self.clock.mark(), ""))
         return self._since(start)
+
+    def _watch(self, value: Any, name: str, seen: set[Any], stamps: list[tuple[Any, str]]) -> None:
+        """Mark the start of every autograd node that computes `value`, except those `seen` for earlier nodes."""
+        stack = [t.grad_fn for t in tensors_in(value) if t.grad_fn is not None]
+
+        def stamp(*_: Any) -> None:
+            stamps.append((self.clock.mark(), name))
+
+        while stack:
+            function = stack.pop()
+            if function in seen:
+                continue
+            seen.add(function)
+            function.register_prehook(stamp)
+            stack += [following for following, _ in function.next_functions if following is not None]
 
     def _start(self) -> tuple[float, float]:
         """The time now, and how long the thread has waited for a core until now."""
-        synchronize(self.device)
+        self.clock.wait()
         return time.perf_counter(), waited_for_core()
 
     def _since(self, start: tuple[float, float]) -> float:
@@ -174,7 +216,7 @@ class GraphRunner:
 
             start: time, waited  ................  end: waited, time
         """
-        synchronize(self.device)
+        self.clock.wait()
         waited = waited_for_core()
         return time.perf_counter() - start[0] - (waited - start[1])
 
@@ -204,15 +246,16 @@ def measure(
     training: bool = True,
     n_outputs: int | None = None,
     budget: float = 1.0,
+    autocast: Autocast | None = None,
 ) -> GraphTimes:
     """Median times of every node of `module` at `rows` samples, on `workers` threads at once.
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
     from ones at every output). `n_outputs`: the outputs from this index on are loose ends; the backward starts from
     them, too. After a warm-up, timed passes and passes without clock reads take turns for about `budget` seconds; if
-    they disagree, up to `_ROUNDS` times.
+    they disagree, up to `_ROUNDS` times. `autocast`: that all passes run under; None: off.
     """
-    runners = [GraphRunner(module, device.torch_device, training, n_outputs) for _ in range(workers)]
+    runners = [GraphRunner(module, device.torch_device, training, n_outputs, autocast=autocast) for _ in range(workers)]
     for runner in runners:
         runner.inputs = [_to(x, device.torch_device) for x in inputs_of(rows)]
     load = _Load(runners, [loss_of(rows) for _ in runners], device.threads, budget)
@@ -265,11 +308,13 @@ class _Load:
         try:
             torch.set_num_threads(self._threads)
             self._barrier.wait()
-            warm_up = sum(runner.plain_pass(loss))  # allocation, kernels, lazy initialisation
-            with self._lock:
-                self._warm_ups.append(warm_up)
-            self._barrier.wait()
-            self._repeat(runner, loss)
+            # Backwards run in the thread that calls them, as in the workers of a pipeline.
+            with torch.autograd.set_multithreading_enabled(False):
+                warm_up = sum(runner.plain_pass(loss))  # allocation, kernels, lazy initialisation
+                with self._lock:
+                    self._warm_ups.append(warm_up)
+                self._barrier.wait()
+                self._repeat(runner, loss)
         except BaseException as error:  # `run` raises it; the other threads must not wait for this one
             self._failures.append(error)
             self._barrier.abort()
@@ -330,30 +375,15 @@ def _typical_times(
 def measure_accumulate(device: torch.device, nbytes: int = 1 << 24) -> float:
     """Seconds per byte of adding one gradient to another in place."""
     total, part = torch.zeros(nbytes // 4, device=device), torch.ones(nbytes // 4, device=device)
-    seconds = []
+    clock = device_clock(device)
+    spans = []
     for _ in range(7):
-        synchronize(device)
-        start = time.perf_counter()
+        start = clock.mark()
         total.add_(part)
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        spans.append((start, clock.mark()))
+    clock.wait()
+    seconds = [clock.between(*span) for span in spans]
     return statistics.median(seconds) / nbytes
-
-
-def _watch(value: Any, name: str, seen: set[Any], stamps: list[tuple[float, str]]) -> None:
-    """Stamp the start of every autograd node that computes `value`, except those `seen` for earlier nodes."""
-    stack = [t.grad_fn for t in tensors_in(value) if t.grad_fn is not None]
-
-    def stamp(*_: Any) -> None:
-        stamps.append((time.perf_counter(), name))
-
-    while stack:
-        function = stack.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        function.register_prehook(stamp)
-        stack += [following for following, _ in function.next_functions if following is not None]
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -18,6 +18,10 @@ from cost_models.graphs import storage_key, tensors_in
 
 _aten = torch.ops.aten
 
+_WHOLE = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.binary_cross_entropy.default}
+"""Losses whose scalar lies in a storage for all elements: the kernel allocates one loss an element and then resizes the
+result (TORCH_META_FUNC(mse_loss) in aten/src/ATen/native/Loss.cpp). On the meta device they do not."""
+
 _NUMBERS = {torch.bool: True, torch.int64: 1, torch.int32: 1}
 """What `item()` returns for a tensor without values, by dtype; 1.0 for the other dtypes."""
 
@@ -37,10 +41,10 @@ class Allocations(TorchDispatchMode):
         self._block = block
         self._places: dict[int, int] = {}  # index of every living storage by its key
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._last_reference = _references_to_a_gradient()
+        self._in_place = InPlaceSums()
 
-    def record(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        """The indices of the storages of `tensors`; storages not seen before appear now."""
+    def record(self, tensors: Iterable[torch.Tensor], least: int = 0) -> list[int]:
+        """The indices of the storages of `tensors`; those not seen before appear now, with at least `least` bytes."""
         places = []
         for tensor in tensors:
             key = storage_key(tensor)
@@ -49,7 +53,7 @@ class Allocations(TorchDispatchMode):
                 self._places[key] = len(self.nbytes)
                 self._references[key] = weakref.ref(storage, partial(self._gone, key))
                 self.events.append(len(self.nbytes))
-                self.nbytes.append(-(-storage.nbytes() // self._block) * self._block)
+                self.nbytes.append(-(-max(storage.nbytes(), least) // self._block) * self._block)
                 if self.in_backward and torch.is_grad_enabled():
                     self.recomputed.append(self._places[key])
             places.append(self._places[key])
@@ -66,22 +70,31 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return _NUMBERS.get(args[0].dtype, 1.0)
-        if func is _aten.add.Tensor and self._autograd_adds_in_place(*args):
+        if self.in_backward and self._in_place.has(func, args):
             return args[0]
         result = func(*args, **(kwargs or {}))
-        self.record(t for t in tensors_in(result) if t.is_meta)
+        least = args[0].numel() * args[0].element_size() if func in _WHOLE else 0
+        self.record((t for t in tensors_in(result) if t.is_meta), least)
         return result
 
-    def _autograd_adds_in_place(self, first: Any, second: Any) -> bool:
-        """Whether autograd would add the second gradient to the first in place, because nothing else refers to the
-        first. Under a dispatch mode autograd allocates the sum (torch/csrc/autograd/input_buffer.cpp,
-        can_accumulate_inplace), so this mode does it in autograd's place.
-        """
+
+class InPlaceSums:
+    """Tells of calls that a dispatch mode sees during a backward whether they add up two gradients, and autograd would
+    add the second to the first in place, because nothing else refers to the first.
+
+    Under a dispatch mode autograd allocates the sum instead (torch/csrc/autograd/input_buffer.cpp,
+    can_accumulate_inplace).
+    """
+
+    def __init__(self) -> None:
+        self._last_reference = _references_to_a_gradient()  # not known inside of a mode, where autograd is off
+
+    def has(self, func: Any, args: Any) -> bool:
+        if func is not _aten.add.Tensor or torch.is_grad_enabled() or not isinstance(args[1], torch.Tensor):
+            return False
+        first, second = args
         return (
-            self.in_backward
-            and not torch.is_grad_enabled()
-            and isinstance(second, torch.Tensor)
-            and first.shape == second.shape
+            first.shape == second.shape
             and first.untyped_storage().nbytes() >= first.numel() * first.element_size()  # else it is expanded
             and _references(first) == self._last_reference
         )

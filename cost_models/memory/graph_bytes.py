@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from cost_models.graphs import device_of, private_copy, run_nodes, storage_key, tensors_in
+from cost_models.graphs import StorageNumbers, device_of, private_copy, run_nodes, tensors_in
 from cost_models.kernels.device_kernels import DeviceKernels
 
 Place = int | None
@@ -25,47 +25,47 @@ class GraphBytes:
     fresh: dict[str, int]  # node -> bytes of storages that it allocated for them
     saved: dict[str, list[tuple[int, int]]]  # node -> (storage id, bytes) kept for backward, parameters left out
     places: dict[str, list[Place]]  # node -> for each of `saved`, which tensor of the node lies there
+    results: dict[str, dict[int, int]] = field(default_factory=dict)  # node -> storage id of what it returns -> bytes
 
 
 def measure_bytes(
     module: fx.GraphModule, inputs: list[Any], rows: int, training: bool, device_type: str = "cpu"
 ) -> GraphBytes:
-    """One pass that counts bytes by storages: what each node returns, allocates, and keeps for backward.
+    """One forward that counts bytes by storages: what each node returns, allocates, and keeps for backward. Values are
+    freed after their last use, and nothing is kept for a backward.
 
     It runs where `inputs` are. On the meta device nothing is allocated, and the bytes are those of a pass on a device
     of `device_type`, whose kernels may keep other tensors than those of another.
     """
     device = device_of(inputs)
-    own = private_copy(module, device)
-    resident = {storage_key(t) for t in [*own.parameters(), *own.buffers()]}
+    own = private_copy(module, device, gradients=False)
+    number = StorageNumbers().of
+    resident = {number(t) for t in [*own.parameters(), *own.buffers()]}
     output: dict[str, int] = {}
     fresh: dict[str, int] = {}
     saved: dict[str, list[tuple[int, int]]] = {}
     places: dict[str, list[Place]] = {}
+    results: dict[str, dict[int, int]] = {}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    lies_in = {
-        node: [storage_key(x)] for node, x in zip(placeholders, inputs, strict=False) if isinstance(x, torch.Tensor)
-    }
-    known: set[int] = {storage_key(t) for t in inputs if isinstance(t, torch.Tensor)} | resident
+    lies_in = {node: [number(x)] for node, x in zip(placeholders, inputs, strict=False) if isinstance(x, torch.Tensor)}
+    known: set[int] = {number(t) for t in inputs if isinstance(t, torch.Tensor)} | resident
     pending: dict[int, int] = {}
-    alive: list[Any] = []
 
     def pack(tensor: torch.Tensor) -> None:
         """Nothing is kept, as no backward follows: an operator that kept its own result would never be freed."""
-        storage, key = tensor.untyped_storage(), storage_key(tensor)
-        alive.append(storage)  # while it lives its key is its identity
-        if key not in resident and storage.nbytes():
-            pending[key] = storage.nbytes()
+        key, nbytes = number(tensor), tensor.untyped_storage().nbytes()
+        if key not in resident and nbytes:
+            pending[key] = nbytes
 
     def on_node(node: fx.Node, value: Any) -> None:
         tensors = tensors_in(value)
         output[node.name] = sum(t.numel() * t.element_size() for t in tensors)
-        storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+        storages = {number(t): t.untyped_storage().nbytes() for t in tensors}
         fresh[node.name] = sum(n for key, n in storages.items() if key not in known)
+        results[node.name] = {key: n for key, n in storages.items() if key not in resident}
         known.update(storages)
-        alive.append(value)
         saved[node.name] = sorted(pending.items())
-        lies_in[node] = [storage_key(t) for t in tensors]
+        lies_in[node] = [number(t) for t in tensors]
         operands = [lies_in.get(source, []) for source in node.all_input_nodes]
         places[node.name] = [_place(storage, operands, lies_in[node]) for storage, _ in saved[node.name]]
         pending.clear()
@@ -74,8 +74,7 @@ def measure_bytes(
     kernels = DeviceKernels(device_type) if device.type == "meta" else nullcontext()
     with torch.set_grad_enabled(training), hooks, kernels:
         run_nodes(own, inputs, on_node)
-    alive.clear()  # autograd's nodes hold `pack`, which holds this, and so the nodes: Python could not free them
-    return GraphBytes(rows, output, fresh, saved, places)
+    return GraphBytes(rows, output, fresh, saved, places, results)
 
 
 def _place(storage: int, operands: list[list[int]], results: list[int]) -> Place:

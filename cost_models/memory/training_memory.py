@@ -11,9 +11,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -138,9 +137,8 @@ def training_memory(
         2           p P         g P / r     k P / r
         3           p P / r     g P / r     k P / r    (what is gathered to be used is `transient`)
 
-    `activations`: see `activation_bytes`, `recomputed_bytes` and, with gradients that appear in the backward,
-    `backward_peak`. `transient`: the peak of what operators need besides what they keep; at least
-    `optimizer_step_temporaries`, if no activations are left at the step.
+    `activations`: beyond the room that gradients take over from them. `transient`: the peak of what operators need
+    besides what they keep; at least `optimizer_step_temporaries`, if no activations are left at the step.
 
     Raises:
         ValueError: an unknown optimizer, stage or device type, or no replicas.
@@ -161,40 +159,3 @@ def training_memory(
     used = parameters + gradients + state + buffers + activations + transient
     reserve = math.ceil(used * FRAGMENTATION[device_type])
     return TrainingMemory(parameters, gradients, state, buffers, activations, transient, reserve)
-
-
-def activation_bytes(saved: Iterable[Mapping[Hashable, int]], in_flight: int = 1) -> int:
-    """Bytes kept for the backward of `in_flight` micro-batches.
-
-    `saved`: for every operator the storages that it keeps for its backward, each with its bytes; what several operators
-    keep is there once.
-    """
-    storages: dict[Hashable, int] = {}
-    for kept in saved:
-        storages |= kept
-    return in_flight * sum(storages.values())
-
-
-def recomputed_bytes(inputs: Sequence[int], saved: Sequence[int], in_flight: int = 1) -> int:
-    """The same where every segment of the model keeps its input alone and runs again for its backward.
-
-    One segment at a time has its `saved` activations, the others only their `inputs` (Chen et al., Training Deep Nets
-    with Sublinear Memory Cost, 2016, section 4.1).
-    """
-    return in_flight * sum(inputs) + max(saved, default=0)
-
-
-def backward_peak(saved: Sequence[int], gradients: Sequence[int]) -> int:
-    """The most bytes of activations and parameters' gradients together in a backward that starts without gradients.
-
-    By operator in forward order: the backward of operator i finds the activations of operators up to i, and leaves
-    gradients of those from i on. O(operators).
-
-        max over i of  saved[0] + .. + saved[i] + gradients[i] + .. + gradients[-1]
-
-    For `training_memory`, which counts all gradients, activations are this less the sum of `gradients`. Where
-    gradients are there from the start (an earlier micro-batch left them), the peak is just the sum of both.
-    """
-    before = itertools.accumulate(saved)
-    after = list(itertools.accumulate(reversed(gradients)))[::-1]
-    return max((kept + produced for kept, produced in zip(before, after, strict=True)), default=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from models import assert_same_gradients, assert_same_outputs, gradients, sum_of_squares
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import AutoparWarning, PipelinedModule, Plan
@@ -237,6 +239,32 @@ def test_batch_norm_of_micro_batches_warns_once_naming_the_first_layer_and_follo
     torch.testing.assert_close(dict(twin.state_dict()), dict(model.state_dict()))
 
 
+class Pooled(nn.Sequential):
+    """Its batch norm has one value per channel and sample."""
+
+    def __init__(self) -> None:
+        pooled = nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1)
+        super().__init__(*pooled, nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(("batch", "whole"), [(3, True), (4, False), (7, False)])
+def test_micro_batches_of_one_value_per_channel_are_never_made(batch: int, whole: bool) -> None:
+    model, x = Pooled(), torch.randn(batch, 3, 8, 8)
+    for devices in (autopar.Cluster.preset("2xH100"), ["cpu", "cpu"]):
+        plan = autopar.plan(model, devices, example_args=(x,), cache=False, tune=0)
+        assert plan.n_microbatches == 1 if whole else plan.n_microbatches <= batch // 2
+    if not whole:
+        pm = autopar.parallelize(
+            model,
+            ["cpu", "cpu"],
+            plan=Plan.from_split({"0": 0, "3": 1}, n_microbatches=2, devices=[["cpu:0"], ["cpu:1"]]),
+        )
+        with pytest.warns(AutoparWarning, match="statistics of each micro-batch"):
+            sum_of_squares(pm(x)).backward()
+        with pytest.raises(autopar.AutoparError):
+            autopar.plan(model, ["cpu", "cpu"], example_args=(x,), n_microbatches=batch, cache=False)
+
+
 def test_buffers_live_in_the_model_and_move() -> None:
     model, pm, twin = normed(batch_norm="exact")
     before = {name: buffer.clone() for name, buffer in pm.named_buffers()}
@@ -330,26 +358,65 @@ class Routed(nn.Module):
         return sorted_[order.argsort()]
 
 
-def test_what_the_graph_proves_is_not_compared_if_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_graph_proves_is_compared_only_if_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Floats(lambda m, h, x: (m.b(h), m.b(h).mean(), m.b(h).sum())), torch.randn(BATCH, 8)
     program = capture(model, (x,), {})
-    wanted = study(program, [x])
+    wanted = study(program, [x], verify=True)
 
     def refuse(*_: torch.Tensor) -> bool:
         raise AssertionError("compared")
 
     monkeypatch.setattr("autopar.analysis.batching.close", refuse)
-    found = study(program, [x], verify=False)
+    found = study(program, [x])
     assert found.splittable
     assert found.unproven == ""
     assert found.outputs == wanted.outputs
-    assert not study(program, [x]).splittable
+    assert not study(program, [x], verify=True).splittable
 
 
 def test_a_comparison_that_contradicts_the_proof_keeps_the_batch_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Floats(lambda m, h, x: m.b(h)), torch.randn(BATCH, 8)
     monkeypatch.setattr("autopar.analysis.batching.close", lambda *_: False)
-    assert "mixes samples" in study(capture(model, (x,), {}), [x]).obstacle
+    assert "mixes samples" in study(capture(model, (x,), {}), [x], verify=True).obstacle
+
+
+@torch.library.custom_op("autopar_tests::rounded_product", mutates_args=())
+def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product of a GPU: with TF32 on, its factors are rounded, in an order of sums that depends on the rows."""
+    y = x @ weight.t()
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        y = y * (1 + 2.0**-11 * (x.shape[0] % 2))
+    return y
+
+
+@rounded_product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("tf32")
+def test_rounding_to_tf32_is_not_taken_for_samples_that_meet() -> None:
+    model, x = Floats(lambda m, h, x: rounded_product(h, m.b.weight)), torch.randn(BATCH, 8)
+    batching = studied(model, x)
+    assert batching.splittable
+    assert "rounded_product" in batching.unproven  # so the values were compared
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("tf32")
+def test_routing_on_a_gpu_with_tf32_is_no_obstacle() -> None:
+    batching = studied(Routed().cuda(), torch.randn(24, 8, device="cuda"))
+    assert batching.splittable
+    assert batching.unproven
 
 
 def test_routing_by_value_is_compared_and_the_plan_says_so() -> None:
@@ -374,3 +441,67 @@ def test_random_operators_are_no_obstacle_to_what_is_proven() -> None:
             return self.leaky(self.a(x))
 
     assert studied(Leaky(), torch.randn(BATCH, 8)).splittable
+
+
+class Kept:
+    """The bytes of storages that operators have made and that live, and the most that did at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def made(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._freed, storage.nbytes())
+
+    def _freed(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        views = any(r.alias_info for r in func._schema.returns)
+        if isinstance(result, torch.Tensor) and not result.is_meta and not views:
+            self.kept.made(result)
+        return result
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_studying_a_deep_model_keeps_a_few_values_at_a_time(mixed: bool) -> None:
+    """Whether the batch may be split or not, whichever way it was found out."""
+    width, depth = 256, 24
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = rounded_product(x, layer.weight)  # without a rule
+            return x - x.mean(0) if mixed else x
+
+    x = torch.randn(4, 64, width).flatten(0, 1)
+    program = capture(Deep(), (x,), {})
+    value = 5 * width * 4  # bytes of a value for five samples, the most that are looked at together
+    kept = Kept()
+    with Watching(kept):
+        batching = study(program, [x])
+    assert batching.splittable is not mixed
+    whole = x.nbytes if mixed else 0  # a batch that stays whole runs as it is
+    assert kept.most < 12 * value + 4 * whole < depth * (3 * value + whole)
+    assert len(set(batching.storages.values())) > depth  # storages that were freed are told apart
+
+
+def test_memory_that_is_used_again_is_not_taken_for_a_view() -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), torch.randn(BATCH, 8)
+    program = capture(model, (x,), {})
+    storages = study(program, [x]).storages
+    results = [storages[node.name] for node in program.graph.nodes if node.op == "call_function"]
+    assert len(set(results)) == len(results) == 12

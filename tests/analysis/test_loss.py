@@ -91,9 +91,9 @@ def test_a_micro_batch_without_targets_counts_nothing() -> None:
     target[:4] = -100
     split = study_loss(F.cross_entropy, example.program, example.batching, target)
     parts = [[part] for part in target.split([4, 1, 3])]
-    assert split.weights([4, 1, 3], [[]] * 3, parts) == [0.0, 0.25, 0.75]
+    assert split.weights([4, 1, 3], [[]] * 3, parts) == (0.0, 0.25, 0.75)
     ignored = [[torch.full_like(part[0], -100)] for part in parts]
-    assert split.weights([4, 1, 3], [[]] * 3, ignored) == [1.0, 0.0, 0.0], "0 / 0 stays what it is in the plain model"
+    assert split.weights([4, 1, 3], [[]] * 3, ignored) == (1.0, 1.0, 1.0), "0 / 0 stays what it is in the plain model"
 
 
 def test_target_dim_says_which_tensors_belong_to_samples() -> None:
@@ -128,4 +128,4 @@ def test_the_models_own_mean_is_weighted_by_what_the_model_counts() -> None:
     assert split.combine == "mean"
     sizes = [4, 1, 3]
     parts = [[None, part] for part in labels.split(sizes)]
-    assert split.weights(sizes, parts, [[]] * 3) == [1 / 5, 1 / 5, 3 / 5]
+    assert split.weights(sizes, parts, [[]] * 3) == (1 / 5, 1 / 5, 3 / 5)

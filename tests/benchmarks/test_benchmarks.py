@@ -95,6 +95,7 @@ def test_cuts_leave_both_stages_work_and_are_the_nearest_where_modules_do_not_ma
 # -- what a run reports -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_compares_every_way_to_run_the_step(report: Report) -> None:
     rows = {row["name"]: row for row in report.data["rows"]}
     assert list(rows) == [PLAIN, FREE, PURE, PURE_CALL, PLAIN_THREADS]
@@ -147,6 +148,7 @@ def test_overhead_has_a_time_for_every_number_of_microbatches() -> None:
         assert all(set(t) == {2, 4} and min(t.values()) > 0 for t in times.values())
 
 
+@pytest.mark.slow
 def test_zoo_compares_a_model_with_its_copy() -> None:
     subject = zoo.bert(quick=True)
     row = zoo.measure(subject, rounds=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from autopar import AutoparWarning, CaptureError, InputError, Plan
 from autopar.analysis.operators import (
     compute_nodes,
     is_random,
+    on_device,
     operator_keys,
     operator_name,
     replicable_nodes,
@@ -24,6 +26,7 @@ from autopar.analysis.operators import (
     written_arguments,
 )
 from autopar.capture.call_inputs import find_batch
+from autopar.capture.cleanup import call_with_autocast
 from autopar.capture.program import Program, capture, describe, module_path, source_line
 from autopar.capture.torch_private import tree_unflatten
 from cost_models.graphs import get_attribute
@@ -371,3 +374,97 @@ def test_an_in_place_module_at_a_stages_head_works_where_symbolic_trace_stands_i
         pm.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, wanted[name])
+
+
+class _Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) + torch.arange(4, device=x.device)
+        return found
+
+
+def test_a_program_knows_the_device_of_its_constants_after_its_parameters_have_moved() -> None:
+    model = _Positions()
+    program = capture(model, (torch.randn(2, 4),), {})
+    program.graph_module.to("meta")
+    moved = on_device(program.graph_module, program.device, torch.device("meta"))
+    assert moved(torch.randn(2, 4, device="meta"))[0].device.type == "meta"
+    (constant,) = [node for node in moved.graph.nodes if operator_name(node) == "arange"]
+    assert constant.kwargs["device"] == torch.device("meta")
+
+
+class _Angles(nn.Module):
+    """Positions in float32 whatever the caller's autocast, as rotary embeddings compute them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            at = torch.arange(x.shape[1], device=x.device).float()
+            angles = at[:, None] @ torch.ones(1, 4, device=x.device)
+        found: torch.Tensor = y.float() + angles
+        return found
+
+
+def test_blocks_under_autocast_follow_the_device_of_their_stage() -> None:
+    model, x = _Angles(), torch.randn(2, 600, 4)
+    program = capture(model, (x,), {})
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:1")
+    moved = on_device(program.graph_module, cpu, gpu)
+    (block,) = [node for node in moved.graph.nodes if node.target is call_with_autocast]
+    assert block.args[0] == "cuda"
+    back = on_device(moved, gpu, cpu)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(back(x)[0], model(x), rtol=0, atol=0)  # bfloat16 would round positions from 256 on
+
+
+class _Placed(nn.Module):
+    """Two layers, constants with and without a device, a buffer, and a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.linspace(1, 2, 4))
+        self.table = torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) * self.scale + torch.arange(4, device=x.device) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        found: torch.Tensor = self.b(y + self.table + torch.ones(4))
+        return found
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("placed", ["the model", "its first layer", "its inputs"])
+def test_capture_takes_a_model_and_inputs_on_several_devices_to_be_on_one(placed: str) -> None:
+    model, x = _Placed(), torch.randn(3, 4)
+    expected, state = model(x), copy.deepcopy(model.state_dict())
+    call = x.to(META) if placed == "its inputs" else x
+    if placed != "its inputs":
+        (model if placed == "the model" else model.a).to(META)
+    before = {name: t.device for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    program = capture(model, (call,), {}, device=torch.device("cpu"))
+    assert program.device == torch.device("cpu")
+    made = {node.meta["val"].device for node in compute_nodes(program.graph)}
+    assert made == {torch.device("cpu")}
+    assert {name: t.device for name, t in [*model.named_parameters(), *model.named_buffers()]} == before
+    with_values = torch.func.functional_call(program.graph_module, state, (x,))
+    torch.testing.assert_close(with_values[0], expected)
+
+
+def test_a_model_on_several_devices_is_captured_as_if_on_the_cpu() -> None:
+    model = _Placed()
+    model.a.to(META)
+    assert capture(model, (torch.randn(3, 4, device=META),), {}).device == torch.device("cpu")
+
+
+def test_a_model_without_tensors_is_captured_where_its_inputs_are() -> None:
+    program = capture(nn.Softmax(1), (torch.randn(3, 4, device=META),), {})
+    assert program.device == META

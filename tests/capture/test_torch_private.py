@@ -97,6 +97,15 @@ def test_a_running_backward_tells_whether_it_keeps_the_graph(retain: bool) -> No
     assert seen == [retain, retain]
 
 
+def test_a_backward_is_known_to_run_while_it_runs() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch_private.in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not torch_private.in_backward()
+
+
 def test_a_users_autograd_function_goes_through_the_call_only_inside_and_in_this_thread() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
@@ -182,6 +191,23 @@ def test_a_compiled_function_is_called_while_another_thread_compiles() -> None:
     assert all(isinstance(one, torch.Tensor) and not one.any() for one in seen), seen
 
 
+def test_the_seconds_of_compiling_count_backwards_and_outlive_a_reset() -> None:
+    def compiled_backward() -> tuple[float, float, float]:
+        layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        function = torch_private.compile_for_threads(layer.forward, "aot_eager")
+        start = torch_private.compile_seconds()
+        loss = function(torch.ones(2, 4)).sum()
+        forward = torch_private.compile_seconds()
+        loss.backward()
+        return start, forward, torch_private.compile_seconds()
+
+    for _ in range(2):
+        torch.compiler.reset()
+        start, forward, backward = compiled_backward()
+        assert start < forward < backward
+    assert torch_private.compile_seconds() == backward, "no compiling since"
+
+
 def test_other_classes_and_other_errors_are_not_registered() -> None:
     model, inputs = Returning(Opaque), {"x": torch.randn(2, 3)}
     assert not torch_private.register_output_type(export_error(model, inputs), model)
@@ -246,6 +272,20 @@ def test_a_backward_by_the_engine_is_torchs_backward() -> None:
         if not keep:
             with pytest.raises(RuntimeError, match="second time"):
                 torch_private.run_backward(roots, gradients, keep)
+
+
+def test_gradients_of_some_tensors_are_those_of_torch() -> None:
+    x, unused = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    y, gradient = x.sin(), torch.randn(3)
+    wanted = torch.autograd.grad([y], [x, unused], [gradient], retain_graph=True, allow_unused=True)
+    for keep in (True, False):
+        found = torch_private.run_gradients([y], [x, unused], [gradient], keep)
+        assert found[0] is not None
+        assert torch.equal(found[0], wanted[0])
+        assert found[1] is wanted[1] is None
+    with pytest.raises(RuntimeError, match="second time"):
+        torch_private.run_gradients([y], [x], [gradient], False)
+    assert x.grad is None
 
 
 def test_a_backward_of_what_needs_no_gradient_is_refused_as_torch_does() -> None:
@@ -341,3 +381,13 @@ def test_transforms_of_functions_and_forward_mode_are_seen() -> None:
         look(x)
     look(x)
     assert seen == [(False, False), (True, False), (True, False), (False, True), (False, False)]
+
+
+def test_fakes_on_one_device_are_made_of_tensors_that_stay_on_another() -> None:
+    meta, cpu, scalar = torch.empty(2, 3, device="meta"), torch.randn(3), nn.Parameter(torch.tensor(2.0))
+    with torch_private.fakes_on(torch.device("cpu")):
+        fakes = [FakeTensorMode().from_tensor(x) for x in (meta, cpu, scalar)]
+    assert [x.device.type for x in fakes] == ["cpu"] * 3
+    assert [x.shape for x in fakes] == [meta.shape, cpu.shape, scalar.shape]
+    assert meta.is_meta
+    assert FakeTensorMode().from_tensor(meta).device.type == "meta"

@@ -106,6 +106,7 @@ def test_a_value_that_is_no_json_is_refused_and_nothing_is_put(path: Path) -> No
         assert store.get("good") is None
 
 
+@pytest.mark.slow
 def test_processes_may_open_and_write_at_once(path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(2, timeout=60)
@@ -405,3 +406,57 @@ def test_text_that_is_no_json_counts_as_missing(path: Path) -> None:
 def test_a_part_without_a_stable_text_is_refused() -> None:
     with pytest.raises(TypeError):
         signature_key(object())
+
+
+PRECISIONS = {
+    "nothing set": "",
+    "older setting": "torch.backends.cuda.matmul.allow_tf32 = True",
+    "newer setting": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "float32 on cuDNN": "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "bfloat16 on a CPU": "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "older text": "torch.set_float32_matmul_precision('high')",
+}
+
+
+@pytest.mark.parametrize("setting", PRECISIONS.values(), ids=list(PRECISIONS))
+def test_float32_products_are_exact_inside_and_as_they_were_set_afterwards(setting: str) -> None:
+    script = f"""
+import torch
+from cost_models.measuring.environment import _FP32_PRECISIONS, _setting, full_float32, torch_environment
+
+def older():
+    seen = []
+    for read in (lambda: torch.backends.cuda.matmul.allow_tf32, lambda: torch.backends.cudnn.allow_tf32,
+                 torch.get_float32_matmul_precision):
+        try:
+            seen.append(read())
+        except RuntimeError:
+            seen.append("mixed with newer settings")
+    return seen
+
+{setting}
+before = torch_environment(), older()
+with full_float32():
+    assert all(_setting(name) == "ieee" for name in _FP32_PRECISIONS)
+assert (torch_environment(), older()) == before
+try:
+    with full_float32():
+        raise KeyError
+except KeyError:
+    assert (torch_environment(), older()) == before
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_setting_that_follows_a_general_one_follows_it_afterwards() -> None:
+    script = """
+import torch
+from cost_models.measuring.environment import full_float32
+torch.backends.fp32_precision = "tf32"
+with full_float32():
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+torch.backends.fp32_precision = "ieee"
+assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from cost_models import Cluster, Device, DeviceError, DeviceSpec, Group, Link, Network, known_devices, known_networks
 from cost_models.clusters import cluster as cluster_module
-from cost_models.hardware.device_specs import efficiency_of
+from cost_models.hardware.device_specs import efficiency_of, host_of
 from cost_models.kernels.efficiency_curves import Efficiency
+from cost_models.kernels.launches import host_costs
 from cost_models.kernels.roofline import Rates
 from cost_models.measuring.calibration import Calibration
 
@@ -45,8 +47,7 @@ networks = st.builds(
     efficiency=fractions,
     ramp=seconds,
     in_switch=st.floats(1, 2),
-    shared=st.booleans(),
-)
+) | st.builds(Network, names, seconds, positive, shared=st.just(True), cards=st.integers(1, 20))
 
 
 def unlike(value: DeviceSpec | Network) -> str:
@@ -128,8 +129,17 @@ def test_a_file_that_is_no_cluster_is_an_error(tmp_path: Path, text: str) -> Non
 def test_every_figure_of_a_known_device_has_a_source_that_ends_with_its_date(name: str) -> None:
     spec = known_devices()[name]
     figures = {"peak_flops", "memory", "bandwidth", "flops_efficiency", "bandwidth_efficiency", "launch"}
-    assert set(spec.sources) == figures
+    assert set(spec.sources) == figures | ({"host"} if spec.host != 1 else set())
     assert all(DATED.fullmatch(source) for source in spec.sources.values())
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "cuda-graphs"])
+def test_the_hosts_of_older_devices_take_longer_to_launch(mode: str) -> None:
+    older, newer = (host_of(known_devices()[name], mode) for name in ("A100-80", "H100"))
+    assert older is not None
+    assert newer == host_costs(mode)
+    assert older == newer.scaled(known_devices()["A100-80"].host)
+    assert older.scaled(0.5).kernel <= newer.kernel <= older.kernel
 
 
 @pytest.mark.parametrize("name", known_networks())
@@ -216,7 +226,26 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_line_rates_of_networks_follow_from_their_standards(name: str) -> None:
     links, gigabits = LINES[name]
-    assert known_networks()[name].line_rate == pytest.approx(links * gigabits * 1e9 / 8, rel=0.02)
+    found = known_networks()[name]
+    assert found.line_rate * found.cards == pytest.approx(links * gigabits * 1e9 / 8, rel=0.02)
+
+
+def test_a_node_has_the_cards_that_it_is_said_to_have() -> None:
+    own, shared = Cluster.preset("8xA100-80", nodes=2), Cluster.preset("8xA100-80", nodes=2, cards=2)
+    assert own.inter_node.reach(8, 8) == 8
+    assert [shared.inter_node.card(device, 8) for device in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert (own.cards, shared.cards, Cluster.preset("8xV100", nodes=2, inter_node="Ethernet25").cards) == (8, 2, 1)
+    assert {shared.card_of(device) for device in shared.devices[8:12]} == {(1, 0)}
+    assert len({own.card_of(device) for device in own.devices}) == 16
+    assert "each of 2 cards of a node" in str(shared)
+    assert Cluster.preset("8xV100", nodes=2).inter_node.reach(8, 8) == 4
+    assert Cluster.preset("8xA100-80", nodes=2, cards=8).seconds("all_reduce", 1 << 30, own.devices) == own.seconds(
+        "all_reduce", 1 << 30, own.devices
+    )
+    with pytest.raises(DeviceError, match="cards must be an integer >= 1, got 0"):
+        Cluster.preset("8xH100", nodes=2, cards=0)
+    with pytest.raises(DeviceError, match="cards must be 1 where shared is false"):
+        replace(own.inter_node, cards=2)
 
 
 @pytest.mark.parametrize("name", known_devices())
@@ -279,7 +308,7 @@ def test_the_shape_of_a_group_is_how_many_of_its_devices_each_node_has() -> None
     cluster = Cluster.preset("4xL4", nodes=3)
     group = cluster.group([cluster.devices[i] for i in (0, 1, 2, 4, 5)])
     assert (group.nodes, group.per_node, group.most, group.uneven, group.size) == (2, 2, 3, (2, 3), 5)
-    assert cluster.group(cluster.devices[2:6]) == Group(2, 2, cluster.intra_node, cluster.inter_node)
+    assert cluster.group(cluster.devices[2:6]) == Group(2, 2, cluster.intra_node, cluster.inter_node, devices=4)
     lone = [cluster.devices[i] for i in (0, 4, 5)]
     assert cluster.level(lone) == "inter_node"
     for wrong in ([], [cluster.devices[0]] * 2):

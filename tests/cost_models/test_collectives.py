@@ -1,6 +1,7 @@
 """Collectives: the formulas against a published table, against each other, and against what processes measure."""
 
 import csv
+import itertools
 import math
 import multiprocessing
 from dataclasses import replace
@@ -39,8 +40,15 @@ latencies = st.floats(1e-7, 1e-3)
 bandwidths = st.floats(1e8, 1e12)
 ramps = st.floats(0, 5)
 gains = st.floats(1, 2)
-networks = st.builds(
-    Network, st.just("a network"), latencies, bandwidths, ramp=ramps, in_switch=gains, shared=st.booleans()
+networks = st.builds(Network, st.just("a network"), latencies, bandwidths, ramp=ramps, in_switch=gains) | st.builds(
+    Network,
+    st.just("a network"),
+    latencies,
+    bandwidths,
+    ramp=ramps,
+    in_switch=gains,
+    shared=st.just(True),
+    cards=st.just(1) | st.integers(1, 70),
 )
 counts = st.integers(1, 64)
 
@@ -138,7 +146,7 @@ def test_a_group_inside_a_node_is_never_slower_than_one_across_slower_links(
     slower: float,
     ramp: float,
 ) -> None:
-    inside = replace(inside, shared=False)
+    inside = replace(inside, shared=False, cards=1)
     across = replace(
         inside,
         latency=inside.latency * later,
@@ -276,6 +284,26 @@ def test_equal_counts_make_an_even_group(
     assert Group.of([per_node] * nodes, inside, across) == Group(per_node, nodes, inside, across)
 
 
+@given(collectives, sizes, counts, st.integers(1, 5), networks, networks, latencies, latencies)
+def test_a_collective_starts_once_however_many_steps_and_bytes_it_has(
+    collective: Collective,
+    nbytes: int,
+    per_node: int,
+    nodes: int,
+    inside: Network,
+    across: Network,
+    start: float,
+    other: float,
+) -> None:
+    late = replace(inside, start=start), replace(across, start=other)
+    early, later = (
+        collective_seconds(collective, nbytes, Group(per_node, nodes, *both)) for both in ((inside, across), late)
+    )
+    within = per_node > 1 and not (collective == "send_recv" and nodes > 1)
+    waited = max(start * within, other * (nodes > 1))
+    assert later == pytest.approx(early + waited, rel=1e-9)
+
+
 def test_one_device_too_many_for_a_node_costs_more_than_a_full_second_node() -> None:
     """The ninth device fetches 8/9 of the tensor through one adapter; eight fetch a half through eight."""
     cluster = Cluster.preset("8xH100", nodes=2)
@@ -408,3 +436,49 @@ def test_processes_measure_every_collective_and_agree(tmp_path: Path) -> None:
     assert measured.times["all_reduce"][1] > measured.times["all_reduce"][0]  # 8000 times the bytes
     cluster = replace(Cluster.preset("2xcpu"), measured_collectives=(measured,))
     assert cluster.seconds("all_reduce", 1000, cluster.devices) == measured.times["all_reduce"][0]
+
+
+# -- adapters that devices share ---------------------------------------------------------------------------------------
+
+
+@given(collectives, sizes, st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), networks, networks)
+def test_more_adapters_never_make_a_collective_slower(
+    collective: Collective, nbytes: int, per_node: int, concurrent: int, others: int, inside: Network, across: Network
+) -> None:
+    devices = per_node * concurrent + others
+    seconds = [
+        collective_seconds(
+            collective,
+            nbytes,
+            Group(per_node, 2, inside, replace(across, shared=True, cards=cards), devices=devices),
+            concurrent,
+        )
+        for cards in range(1, 2 * devices)
+    ]
+    assert all(more <= fewer * (1 + 1e-12) for fewer, more in itertools.pairwise(seconds))
+    own = Group(per_node, 2, inside, replace(across, shared=False, cards=1), devices=devices)
+    assert collective_seconds(collective, nbytes, own, concurrent) == pytest.approx(seconds[devices - 1])
+
+
+@given(st.integers(1, 16), st.integers(1, 20), st.data())
+def test_adapters_reached_are_those_of_the_first_devices(devices: int, cards: int, data: st.DataObject) -> None:
+    network = Network("a network", 0.0, 1.0, shared=True, cards=cards)
+    n = data.draw(st.integers(1, devices))
+    if cards <= devices:
+        assert network.reach(n, devices) == len({network.card(device, devices) for device in range(n)})
+        assert len({network.card(device, devices) for device in range(devices)}) == cards
+    assert network.reach(devices, devices) == cards
+
+
+def test_groups_side_by_side_share_the_adapters_of_their_devices() -> None:
+    """Data-parallel groups of the eight ranks of a node: four adapters for all of them, or one each."""
+    across, inside = Network("a network", 0.0, 1.0, shared=True, cards=4), Network("free", 0.0, 1e30)
+
+    def seconds(per_node: int, concurrent: int) -> float:
+        return collective_seconds("all_gather", 2.0, Group(per_node, 2, inside, across, devices=8), concurrent)
+
+    assert seconds(1, 8) == pytest.approx(2.0)  # half an adapter each
+    assert seconds(1, 2) == pytest.approx(2.0)  # both at the first adapter
+    assert seconds(1, 1) == pytest.approx(1.0)
+    assert seconds(8, 1) == pytest.approx(0.25)
+    assert seconds(3, 1) == pytest.approx(0.5)

@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cost_models import DeviceError, parse_devices
+from autopar.analysis.batching import study
+from autopar.api import _tensors_of_training
+from autopar.capture.program import capture
+from autopar.costs.measured import Measured
+from cost_models import DeviceError, available_memory, parse_devices
 from cost_models.hardware import devices
+from cost_models.memory.training_memory import FRAGMENTATION, WORKSPACE
 
 GPU_MEMORY = 80 << 30
 
@@ -94,6 +101,60 @@ def test_workers_on_one_gpu_share_its_memory_and_others_keep_theirs() -> None:
     assert not first.shares_process_memory
 
 
+@pytest.fixture
+def counted_gpus(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of 1000 MiB: the driver has 100 free, and torch's allocator keeps 20 that no tensor uses."""
+    monkeypatch.setattr(devices, "available_memory", available_memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (100 << 20, 1000 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda place: 70 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda place: 50 << 20)
+
+
+@pytest.mark.usefixtures("counted_gpus")
+def test_what_a_job_holds_on_a_gpu_already_is_available_to_it() -> None:
+    with FakeTensorMode():
+        weight = torch.empty(4 << 20, device="cuda:0")  # 16 MiB
+        resident = [
+            weight,
+            weight.detach(),
+            weight.view(2, -1),
+            torch.empty(1 << 20, device="cuda:1"),
+            torch.empty(1 << 30),
+        ]
+        first, second = parse_devices(["cuda:0", "cuda:1"], resident)
+        halves = parse_devices(["cuda:0", "cuda:0"], resident)
+    assert (first.memory, second.memory) == ((100 + 20 + 16) << 20, (100 + 20 + 4) << 20)
+    assert [half.memory for half in halves] == [first.memory // 2] * 2
+
+
+@pytest.mark.usefixtures("counted_gpus")
+@pytest.mark.parametrize("optimizer", ["adam", "made"])
+def test_a_model_on_a_gpu_is_counted_once(optimizer: str) -> None:
+    """Parameters, gradients and the optimizer's states, which plans count, lie on the GPU before the plan is made."""
+    with FakeTensorMode():
+        model = nn.Module()
+        weight = model.weight = nn.Parameter(torch.empty(1 << 20, device="cuda:0"))  # 4 MiB
+        made = torch.optim.Adam(model.parameters())
+        made.state[weight] = {name: torch.empty_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        tensors = list(_tensors_of_training(model, made if optimizer == "made" else optimizer))
+        weight.grad = torch.empty_like(weight)
+        with_gradient = list(_tensors_of_training(model, made if optimizer == "made" else optimizer))
+        known = [parse_devices("cuda:0", some)[0].memory for some in (tensors, with_gradient)]
+    states = 8 if optimizer == "made" else 0
+    assert known == [(120 + 4 + states) << 20, (120 + 8 + states) << 20]
+
+
+@pytest.mark.usefixtures("counted_gpus")
+def test_plans_keep_back_workspaces_and_gaps_of_what_a_gpu_has() -> None:
+    (device,) = parse_devices("cuda:0")
+    x = torch.randn(4, 8)
+    program = capture(nn.Linear(8, 8), (x,), {})
+    source = Measured(program, study(program, [x]), [x], [device], training=True)
+    assert (
+        source.devices[0].memory <= device.memory - WORKSPACE["cuda"] - FRAGMENTATION["cuda"] * source.devices[0].memory
+    )
+
+
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 2), (64, 2)])
 def test_without_gpus_the_default_is_a_cpu_worker_a_core_up_to_two(
@@ -168,7 +229,17 @@ def test_a_device_is_found_by_its_name_or_the_names_are_listed() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_default_is_every_visible_gpu() -> None:
     parsed = parse_devices()
     assert [worker.torch_device.index for worker in parsed] == list(range(torch.cuda.device_count()))
     assert all(worker.memory > 0 for worker in parsed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_plan_has_the_same_memory_whether_its_model_lies_on_the_gpu_already() -> None:
+    before = parse_devices("cuda:0")[0].memory
+    model = nn.Linear(1 << 13, 1 << 13, device="cuda:0")  # 256 MiB
+    assert abs(parse_devices("cuda:0", model.parameters())[0].memory - before) < 64 << 20
+    assert parse_devices("cuda:0")[0].memory <= before - (192 << 20)

@@ -148,3 +148,25 @@ def test_what_shares_memory_shares_it_on_another_device() -> None:
     moved = private_copy(module, torch.device("meta"))
     assert moved.a is not moved.b  # each has a gradient of its own
     assert storage_key(moved.a) == storage_key(moved.b)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weight", [None, torch.bfloat16, torch.float32])
+def test_a_gpu_keeps_the_input_of_an_rms_norm_and_a_number_for_every_row(weight: torch.dtype | None) -> None:
+    scale = None if weight is None else torch.empty(8, dtype=weight, device="meta", requires_grad=True)
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x = torch.empty(4, 6, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with DeviceKernels("cuda"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = torch.nn.functional.rms_norm(x, (8,), scale)
+    rows = [t for t in saved if tuple(t.shape) == (4, 6)]
+    if weight == torch.float32:  # no kernel takes two dtypes
+        assert len(saved) > 3
+        return
+    assert [t.dtype for t in rows] == [torch.float32]
+    assert sorted(t.numel() for t in saved) == sorted([x.numel(), 24, *([8] if weight else [])])
+    out.backward(torch.empty_like(out))
+    assert x.grad is not None

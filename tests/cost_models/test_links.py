@@ -141,6 +141,7 @@ def test_pairs_on_the_same_hardware_are_measured_once(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copies_to_and_from_a_gpu_have_a_finite_bandwidth() -> None:
     for link in measure_links(parse_devices(["cpu", "cuda:0"])).values():
         assert link.latency > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +23,14 @@ from autopar.analysis.operators import compute_nodes
 from autopar.capture.program import Program, capture
 from cost_models import MeasurementCache, efficiency_of, known_devices, parse_devices, rates_of
 from cost_models.kernels import operator_work as work_module
-from cost_models.kernels.efficiency_curves import ComputeCurve, Efficiency, MemoryCurve, filled
+from cost_models.kernels.efficiency_curves import (
+    LARGEST_TILES,
+    TILES,
+    ComputeCurve,
+    Efficiency,
+    MemoryCurve,
+    filled,
+)
 from cost_models.kernels.kernel import COMPUTE_KINDS, MEMORY_KINDS, Kernel, formulas
 from cost_models.kernels.operator_work import OperatorWork, count, count_call
 from cost_models.kernels.roofline import Rates, busy_seconds, estimate, kernel_seconds
@@ -161,6 +170,9 @@ TOKENS = torch.empty(6, dtype=torch.long, device="meta")
         # Six rows of a table of a hundred are read; the gradient is as large as the table.
         (aten.embedding.default, (meta(100, 8), TOKENS), [(6 * 32 + 48, 192)], [(192 + 48, 3200)]),
         (aten.mm.default, (meta(2, 3), meta(3, 5)), [(24 + 60, 40)], [(40 + 24, 60), (40 + 60, 24)]),
+        # A byte of the mask for each number; nothing is dropped in the second.
+        (aten.dropout.default, (meta(5, 8), 0.1, True), [(160, 160 + 40)], [(160 + 40, 160)]),
+        (aten.dropout.default, (meta(5, 8), 0.1, False), [], []),
     ],
 )
 def test_bytes_are_those_that_the_kernels_touch(
@@ -169,6 +181,69 @@ def test_bytes_are_those_that_the_kernels_touch(
     found = bytes_of(function, *args)
     assert found[0] == forward
     assert sorted(found[1]) == sorted(backward)
+
+
+def test_a_loss_reads_the_classes_of_its_targets_alone() -> None:
+    few, many = (
+        bytes_of(aten.nll_loss_nd.default, meta(2, classes, 3), torch.zeros(2, 3, dtype=torch.long, device="meta"))
+        for classes in (10, 1000)
+    )
+    assert few[0] == many[0]
+    ((read, written),), ((more, gradient),) = few[1], many[1]
+    assert read == more
+    assert (written, gradient) == (2 * 10 * 3 * 4, 2 * 1000 * 3 * 4)
+
+
+@pytest.mark.parametrize(("weights", "times"), [(True, 2), (False, 1)])
+def test_gradients_of_a_norms_weights_read_its_input_once_more(weights: bool, times: int) -> None:
+    args = (meta(64, 8), [8], meta(8, grad=weights), meta(8, grad=weights))
+    ((read, written),) = bytes_of(aten.layer_norm.default, *args)[1]
+    x, vectors = 64 * 8 * 4, (2 * 64 + 2 * 8) * 4  # means and scales of rows, weight and bias
+    assert read == 2 * x * times + vectors
+    assert written == x + 2 * 8 * 4 * weights
+
+
+@pytest.mark.parametrize("words", [50257, 50258])
+@pytest.mark.parametrize("tokens", [255, 256])
+def test_odd_rows_slow_a_product_of_16_bits_whatever_its_other_sizes(words: int, tokens: int) -> None:
+    """Rows of tokens x words and of words x 64 numbers: of these the first alone may start at odd addresses."""
+    spec = known_devices()["A100-80"]
+    rates, efficiency = rates_of(spec), efficiency_of(spec)
+    for dtype, slow in ((torch.float16, words % 2 == 1), (torch.float32, False)):
+        args = (meta(tokens, 64, dtype=dtype), meta(words, 64, dtype=dtype))
+        _, work = count_call(aten.linear.default, args)
+        for kernel in (*work.forward, *work.backward):
+            usual = replace(kernel, aligned=True)
+            assert kernel.aligned == (not slow or dtype == torch.float32)
+            longer = busy_seconds(kernel, rates, efficiency) - busy_seconds(usual, rates, efficiency)
+            assert (longer > 0) == slow
+
+
+def test_attention_by_products_takes_what_was_measured() -> None:
+    """Dao et al., FlashAttention, 2022, figure 2: 41.7 ms on an A100 of 40 GB, where masking has its own kernels."""
+    spec = known_devices()["A100-40"]
+    rates, efficiency = rates_of(spec), efficiency_of(spec)
+    narrow, wide = meta(1024, 1024, 64, dtype=torch.float16), meta(1024, 64, 1024, dtype=torch.float16)
+    scores = meta(1024, 1024, 1024, dtype=torch.float16)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.bmm.default, (narrow, wide)),
+        (aten.softmax.int, (scores, -1)),
+        (aten.dropout.default, (scores, 0.1, True)),
+        (aten.bmm.default, (scores, narrow)),
+    ]
+    works = [count_call(*each)[1] for each in calls]
+    kernels = [kernel for work in works for kernel in (*work.forward, *work.backward)]
+    seconds = sum(busy_seconds(kernel, rates, efficiency) for kernel in kernels)
+    assert 0.7 * 41.7e-3 < seconds < 41.7e-3
+
+
+def test_a_device_without_units_for_16_bits_loses_nothing_by_odd_rows() -> None:
+    spec = known_devices()["cpu"]
+    _, work = count_call(aten.mm.default, (meta(64, 63, dtype=torch.bfloat16), meta(63, 65, dtype=torch.bfloat16)))
+    for kernel in (*work.forward, *work.backward):
+        same = [busy_seconds(k, rates_of(spec), efficiency_of(spec)) for k in (kernel, replace(kernel, aligned=True))]
+        assert not kernel.aligned
+        assert same[0] == same[1]
 
 
 @pytest.mark.parametrize(("wanted", "products"), [((True, True), 2), ((True, False), 1), ((False, False), 0)])
@@ -429,6 +504,37 @@ def test_a_product_of_less_than_one_wave_does_not_run_at_the_speed_of_a_full_one
     assert busy_seconds(one, rates, efficiency) > full
     if tiles * 32 <= rates.units:  # not even sums divided into 32 parts are enough for all units
         assert busy_seconds(one, rates, efficiency) > full * rates.units / (tiles * 32)
+
+
+@given(st.integers(1, 3), st.integers(65, 3000), st.integers(65, 3000), st.sampled_from([1, 80, 108]))
+def test_products_fill_whole_waves_of_tiles(count: int, rows: int, columns: int, units: int) -> None:
+    """Oracle: units that take a tile each as soon as they are free, and compute for the time of a whole tile."""
+    reuse = 40.0
+
+    def share(height: int, width: int) -> float:
+        free = [0] * units  # when each unit has finished its tiles
+        useful = 0
+        for row, column in itertools.product(range(0, rows, height), range(0, columns, width)):
+            for _ in range(count):
+                heapq.heapreplace(free, free[0] + 1)
+                useful += min(height, rows - row) * min(width, columns - column)
+        waves[height, width] = max(free)
+        return useful / (units * max(free) * max(height * width, (height + width) * reuse))
+
+    waves: dict[tuple[int, int], int] = {}
+    best = max(share(*tile) for tile in TILES)
+    found = filled((count, rows, columns), units, reuse=reuse)
+    if min(waves[tile] for tile in LARGEST_TILES) > 1:
+        assert found == pytest.approx(best)
+    else:  # thinner tiles may be better
+        assert best * (1 - 1e-12) <= found <= 1 + 1e-12
+
+
+def test_one_tile_more_than_a_wave_takes_another_wave() -> None:
+    # 9 x 12 tiles of 256 x 128 are one wave of the 108 multiprocessors of an A100.
+    assert filled((2304, 1536), 108) == 1.0
+    assert filled((2304, 1537), 108) < 1.0
+    assert filled((5000, 5000), 0) == 1.0  # the number of multiprocessors is not known
 
 
 @given(st.integers(64, 4096), st.integers(64, 4096), st.integers(1, 1 << 20), st.sampled_from([40, 80, 108, 132]))

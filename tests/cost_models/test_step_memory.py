@@ -139,6 +139,7 @@ def test_layers_that_run_again_need_what_real_ones_do(name: str, layers: str) ->
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor"])
+@pytest.mark.slow
 def test_the_step_of_other_optimizers_is_as_predicted(optimizer: str) -> None:
     model, inputs = MODELS["BERT"]()
     program, leaves = captured("BERT")
@@ -162,6 +163,7 @@ def test_garbage_of_earlier_work_does_not_count_as_freed_by_a_step() -> None:
     assert most == 500 * 1000 * 4
 
 
+@pytest.mark.slow
 def test_gradients_of_an_earlier_micro_batch_are_counted_from_the_start() -> None:
     model, inputs = MODELS["T5"]()
     program, leaves = captured("T5")
@@ -287,6 +289,7 @@ def test_the_peak_is_the_largest_moment_and_prints() -> None:
     assert sum(astuple(counted.peak)) == counted.peak.total
 
 
+@pytest.mark.slow
 def test_meta_inputs_and_parameters_do_as_well_as_real_ones() -> None:
     program, leaves = captured("T5")
     assert step_memory(on_meta(program.graph_module), leaves) == step_memory(

@@ -19,11 +19,8 @@ from cost_models.memory.training_memory import (
     MIXED_FULL_GRADIENTS,
     WORKSPACE,
     Precision,
-    activation_bytes,
-    backward_peak,
     bytes_per_element,
     precision_named,
-    recomputed_bytes,
     training_memory,
     usable_memory,
 )
@@ -96,31 +93,6 @@ def test_the_whole_is_the_sum_of_its_parts_and_the_reserve() -> None:
 def test_what_does_not_exist_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         training_memory([(2,)], **wrong)
-
-
-def test_a_storage_that_two_operators_keep_is_kept_once() -> None:
-    assert activation_bytes([{"a": 3, "b": 5}, {"b": 5}, {}], in_flight=2) == 16
-
-
-sizes = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8)
-
-
-@given(sizes)
-def test_the_peak_of_a_backward_is_that_of_a_walk_through_it(operators: list[tuple[int, int]]) -> None:
-    alive = peak = sum(saved for saved, _ in operators)
-    for saved, gradient in reversed(operators):
-        alive += gradient  # made while the activations are still there
-        peak = max(peak, alive)
-        alive -= saved
-    assert backward_peak([s for s, _ in operators], [g for _, g in operators]) == peak
-
-
-@given(sizes, st.integers(1, 4))
-def test_recomputation_needs_what_a_walk_through_it_finds(segments: list[tuple[int, int]], in_flight: int) -> None:
-    alive = peak = in_flight * sum(kept for kept, _ in segments)
-    for _, saved in reversed(segments):
-        peak = max(peak, alive + saved)
-    assert recomputed_bytes([k for k, _ in segments], [s for _, s in segments], in_flight) == peak
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("fp32", 16), ("bf16", 8), ("bf16-mixed", 18), ("fp16-mixed", 16)])

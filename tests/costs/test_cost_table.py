@@ -53,7 +53,7 @@ def test_every_size_is_measured_once(n_devices: int, batch: int, splittable: boo
     if n_microbatches is not None:
         n_microbatches = min(n_microbatches, max(batch, 1))
     program: Any = SimpleNamespace(batch_size=batch)
-    batching: Any = SimpleNamespace(splittable=splittable)
+    batching: Any = SimpleNamespace(splittable=splittable, least_rows=1)
     jobs = measured._sizes(parse_devices(["cpu"] * n_devices), program, batching, n_microbatches)
     by_workers: dict[int, list[int]] = defaultdict(list)
     for workers, size in jobs:

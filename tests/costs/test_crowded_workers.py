@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_times import FakeTimes
 from torch import nn
 
 import autopar
@@ -26,20 +27,6 @@ def model() -> nn.Module:
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "usable_cores", lambda: 2)
     monkeypatch.setattr(measured, "usable_cores", lambda: 2)
-
-
-class FakeTimes:
-    """Every operator takes `per_row` seconds a sample, times the next factor of `disturbed`."""
-
-    def __init__(self, per_row: float = 1e-3, disturbed: list[float] | None = None) -> None:
-        self.calls: list[tuple[int, int]] = []  # (workers, rows)
-        self.per_row, self.disturbed = per_row, iter(disturbed or [])
-
-    def __call__(self, module: Any, inputs: Any, loss: Any, rows: int, device: Any, **options: Any) -> GraphTimes:
-        self.calls.append((options["workers"], rows))
-        names = [n.name for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
-        one = self.per_row * rows * next(self.disturbed, 1.0)
-        return GraphTimes(rows, options["workers"], dict.fromkeys(names, one), dict.fromkeys(names, 2 * one))
 
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, times: FakeTimes, n_workers: int) -> autopar.Plan:
@@ -140,3 +127,33 @@ def test_a_model_of_tiny_operators_is_not_split(monkeypatch: pytest.MonkeyPatch,
         copy.deepcopy(layers), ["cpu", "cpu"], example_args=(torch.randn(64, width),), tune=0, cache=False
     )
     assert (len(plan.used_devices), plan.n_microbatches) == (1, 1)
+
+
+class SmallMemory(FakeTimes):
+    """A device whose memory holds passes of up to `most` samples."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __call__(self, module: Any, inputs: Any, loss: Any, rows: int, device: Any, **options: Any) -> GraphTimes:
+        if rows > self.most:
+            self.calls.append((options["workers"], rows))
+            raise torch.OutOfMemoryError(f"CUDA out of memory with {rows} samples")
+        return super().__call__(module, inputs, loss, rows, device, **options)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_sizes_that_do_not_fit_are_predicted_from_those_that_do_and_the_plan_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, whole = (plan_of(monkeypatch, times, 2) for times in (SmallMemory(8), FakeTimes()))
+    assert plan.predicted_step_time == pytest.approx(whole.predicted_step_time, rel=1e-3)
+    assert plan.single_device_time == pytest.approx(whole.single_device_time, rel=1e-3)
+    assert "32 samples at once do not fit the memory" in " ".join(str(plan).split())
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_model_of_which_no_pass_fits_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(autopar.InfeasibleError, match=r"does not hold a pass of 2 samples.*Cluster.preset"):
+        plan_of(monkeypatch, SmallMemory(0), 2)

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from fake_times import FakeTimes
 from torch import nn
 
 import autopar
+from autopar.analysis.example import capture_example
 from autopar.costs import measured
-from cost_models.measuring import cache
+from autopar.costs.call_signature import call_signature
+from cost_models import parse_devices
+from cost_models.measuring import cache, operator_times
 
 
 @pytest.fixture
@@ -96,3 +100,89 @@ def test_another_setting_of_torch_is_measured_by_itself(path: Path, measurements
     finally:
         torch.backends.cudnn.benchmark = before
     assert {"measure", "measure_links", "measure_accumulate"} == set(measurements)
+
+
+def test_costs_are_those_under_the_callers_autocast(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes: list[set[torch.dtype]] = []  # of the results of operators, by pass
+    real = operator_times.run_nodes
+
+    def seen(module: Any, inputs: Any, call: Any) -> Any:
+        mine: set[torch.dtype] = set()
+        dtypes.append(mine)
+
+        def recorded(node: Any, function: Any, args: Any, kwargs: Any) -> Any:
+            value = call(node, function, args, kwargs)
+            mine.add(value.dtype)
+            return value
+
+        return real(module, inputs, call=recorded)
+
+    monkeypatch.setattr(operator_times, "run_nodes", seen)
+    profile()
+    assert dtypes
+    assert all(found == {torch.float32} for found in dtypes)
+    for dtype in (torch.bfloat16, torch.float16):
+        dtypes.clear()
+        with torch.autocast("cpu", dtype=dtype):
+            profile()
+        assert dtypes
+        assert all(found == {dtype} for found in dtypes)
+
+
+def test_left_out_operators_are_replaced_by_values_of_the_dtype_that_autocast_gives_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of equal layers a few are measured; the next operator then reads a stand-in."""
+    stand_ins: list[torch.dtype] = []
+    real = measured.reduce_graph
+
+    def reduced(*args: Any) -> Any:
+        found = real(*args)
+        stand_ins.extend(shape.dtype for shape, _ in found.stand_ins)
+        return found
+
+    monkeypatch.setattr(measured, "reduce_graph", reduced)
+    monkeypatch.setattr(measured, "measure", FakeTimes())
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        autopar.profile(model, ["cpu"], example_args=(torch.randn(4, 8),), cache=False)
+    assert stand_ins
+    assert set(stand_ins) == {torch.bfloat16}
+
+
+def test_what_stages_send_under_autocast_has_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "measure", FakeTimes())
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def sent() -> list[int]:
+        profile = autopar.profile(model, ["cpu"], example_args=(torch.randn(4, 8),), cache=False)
+        return [cost.output_bytes for cost in profile.operators]
+
+    full = sent()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [2 * nbytes for nbytes in sent()] == full
+
+
+def test_each_autocast_is_measured_by_itself_and_once(path: Path, measurements: list[str]) -> None:
+    profile()
+    for dtype in (torch.bfloat16, torch.float16):
+        measurements.clear()
+        with torch.autocast("cpu", dtype=dtype):
+            profile()
+            assert "measure" in measurements
+            measurements.clear()
+            profile()
+        assert measurements == []
+    with torch.autocast("cpu", enabled=False):
+        profile()
+    assert measurements == []
+
+
+def test_steps_of_plans_are_remembered_for_each_autocast_by_itself() -> None:
+    devices = parse_devices(["cpu", "cpu"])
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+    example = capture_example(model, devices, (x,), {})
+    plain = call_signature(example, devices)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert call_signature(example, devices) != plain
+    assert call_signature(example, devices) == plain

@@ -124,6 +124,7 @@ def assert_same(mine: transformers.Trainer, plain: transformers.Trainer) -> None
 
 
 @families
+@pytest.mark.slow
 def test_a_trainer_with_default_arguments_trains_evaluates_saves_and_resumes(family: Family, tmp_path: Path) -> None:
     plain = trainer(model_of(family), family, tmp_path / "plain", save_steps=2)
     plain.train()

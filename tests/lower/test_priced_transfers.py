@@ -18,7 +18,7 @@ from test_sharded_models import case_of
 from torch import fx, nn
 
 from autopar import Cluster, PipelinedModule, Plan
-from autopar.analysis.operators import captured_device, on_device, operator_keys
+from autopar.analysis.operators import on_device, operator_keys
 from autopar.capture.program import Program, capture
 from autopar.lower import collectives
 from autopar.lower.collectives import LOCAL, MOVES, move_between
@@ -164,7 +164,7 @@ def chosen(
     program: Program, leaves: Sequence[Any], rows: int, mesh: tuple[int, ...], room: float, cluster: Cluster
 ) -> tuple[ShardingProblem, Sharding]:
     """The best strategies for micro-batches of `rows` samples; `room`: part of the bytes of the fastest ones."""
-    module = on_device(copy.deepcopy(program.graph_module), captured_device(program), META).to(META)
+    module = on_device(copy.deepcopy(program.graph_module), program.device, META).to(META)
     meta = [x[:rows].to(META) if isinstance(x, torch.Tensor) else x for x in leaves]
     grid = make_mesh(mesh, [d.name for d in cluster.devices[: math.prod(mesh)]], NAMES[: len(mesh)])
     problem = ShardingProblem(ShardingTask(module, meta, rows, cluster), grid)
@@ -190,6 +190,7 @@ MORE = [(name, mesh) for name in ("gpt2", "bert", "llama", "t5", "resnet") for m
 @pytest.mark.parametrize(
     ("name", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str
 )
+@pytest.mark.slow
 def test_collectives_run_as_they_were_priced(name: str, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     if name in SMALL:
         build, inputs = SMALL[name]

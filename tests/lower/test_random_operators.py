@@ -173,3 +173,16 @@ def test_mixed_seeds_of_neighbouring_steps_micro_batches_and_stages_differ() -> 
     seeds = {mix_seed(step, m, stage) for step in range(20) for m in range(20) for stage in range(20)}
     assert len(seeds) == 20**3
     assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_a_stage_seeds_no_generator_of_a_device_that_its_operators_do_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` would seed all GPUs of the process."""
+    seeded_gpus: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded_gpus.append)
+    model = nn.Sequential(nn.Linear(4, 4), nn.RReLU())
+    pm = autopar.parallelize(model, ["cpu"], plan=Plan.from_split({"0": 0}, n_microbatches=2), cache=False)
+    before = torch.get_rng_state()
+    first = pm(torch.ones(4, 4))
+    assert not seeded_gpus
+    torch.set_rng_state(before)
+    assert torch.equal(pm(torch.ones(4, 4)), first), "the caller's generator decides"

@@ -15,7 +15,7 @@ from shardings import at_random, one_stage, pipelined, staged
 from torch import nn
 
 from autopar import PipelinedModule, Plan
-from autopar.analysis.operators import captured_device, on_device, operator_keys
+from autopar.analysis.operators import on_device, operator_keys
 from autopar.capture.program import Program, capture
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.solution import whole_graph_sharding
@@ -51,7 +51,7 @@ def chosen(
     program: Program, inputs: dict[str, Any], rows: int, mesh: tuple[int, ...]
 ) -> tuple[ShardingProblem, Sharding]:
     """The fastest strategies for micro-batches of `rows` samples."""
-    module = on_device(copy.deepcopy(program.graph_module), captured_device(program), META).to(META)
+    module = on_device(copy.deepcopy(program.graph_module), program.device, META).to(META)
     leaves = [x[:rows].to(META) if isinstance(x, torch.Tensor) else x for x in program.bind((), inputs)[0]]
     cluster = Cluster.preset(f"{math.prod(mesh)}xH100")
     task, grid = ShardingTask(module, leaves, rows, cluster), make_mesh(mesh, [d.name for d in cluster.devices])

@@ -442,6 +442,21 @@ def test_an_operator_before_its_input_is_refused_with_both_names() -> None:
     assert reads in plan.stages[1].operators
 
 
+def test_operators_that_contradict_the_split_of_modules_are_refused_with_both_stages() -> None:
+    by_hand = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)
+    priced = autopar.plan(mlp(), ["cpu", "cpu"], plan=by_hand, example_args=(torch.randn(8, 16),))
+    moved = priced.stages[0].operators[-1]
+
+    def move(data: Data) -> None:
+        data["stages"][1]["operators"].insert(0, data["stages"][0]["operators"].pop())
+
+    pm = autopar.parallelize(mlp(), ["cpu", "cpu"], plan=edited(priced, move))
+    with pytest.raises(PlanError, match=re.escape(f"stage 1 lists '{moved}', which the plan's split")):
+        pm(torch.randn(8, 16))
+    pm = autopar.parallelize(mlp(), ["cpu", "cpu"], plan=priced)
+    assert pm(torch.randn(8, 16)).shape[0] == 8
+
+
 class SplitsAndWrites(nn.Module):
     """A tuple of tensors, and a write through a view that others read."""
 

@@ -42,16 +42,18 @@ def graph_of(problem: Problem) -> AtomGraph:
 
 def least(problem: Problem, counts: tuple[int, ...]) -> float:
     """By trying all partitions over the problem's cuts."""
-    fitting = (s for s in all_partitions(problem, counts) if lacking(problem, s, sum(counts)) <= 0)
+    fitting = (s for s in all_partitions(problem, counts) if lacking(problem, s, counts) <= 0)
     return min((objective(problem, s) for s in fitting), default=math.inf)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None)
 @given(problems(most=6), st.booleans(), st.integers(4, 8), st.sampled_from([0, 100_000]))
 def test_a_partition_is_never_worse_than_along_one_order_and_its_bound_is_true(
     problem: Problem, sum_counts: bool, limit: int, listed: int
 ) -> None:
-    problem = replace(problem, sum_counts=sum_counts)
+    blocks = problem.blocks if sum_counts or problem.weight is None else None  # see `test_partition`
+    problem = replace(problem, sum_counts=sum_counts, blocks=blocks)
     counts = problem.counts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cut_selection, "_LISTED", listed)
@@ -72,8 +74,10 @@ def test_a_partition_is_never_worse_than_along_one_order_and_its_bound_is_true(
 
 @settings(max_examples=examples(25), deadline=None)
 @given(problems(most=5), st.booleans())
+@pytest.mark.slow
 def test_no_partition_with_a_cut_is_better_than_the_bound_of_the_cut(problem: Problem, sum_counts: bool) -> None:
-    problem = replace(problem, sum_counts=sum_counts)
+    blocks = problem.blocks if sum_counts or problem.weight is None else None  # see `test_partition`
+    problem = replace(problem, sum_counts=sum_counts, blocks=blocks)
     cuts = problem.space.cuts
     bounds = cut_bounds(problem, problem.counts, cuts)
     sets = [frozenset(np.flatnonzero(row).tolist()) for row in cuts]
@@ -103,7 +107,8 @@ def test_the_usual_orders_are_by_number_depth_first_and_breadth_first(pairs: Seq
 def test_the_plan_of_a_model_is_never_worse_than_along_one_order(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    monkeypatch.setattr("autopar.planner.inter_op.candidates.most_cuts", lambda counts, most: min(most, 60))
+    for module in ("search_space", "candidates"):
+        monkeypatch.setattr(f"autopar.planner.inter_op.{module}.most_cuts", lambda counts, most: min(most, 60))
     options = SearchOptions(loss_inside=True, schedule=schedule, n_microbatches=8, max_replicas=1)
     for seed in range(2):
         costs = synthetic_costs(Case(4, (3,), 16), seed)

@@ -11,11 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_oracle import closed_sets
 
+from autopar.planner.inter_op import cut_tables
 from autopar.planner.inter_op.cut_selection import PartitionResult, cuts_worth_looking_at, refine
-from autopar.planner.inter_op.cuts import AtomGraph, CyclicGraph, all_cuts, cuts_near, first_cuts, merged_graph
+from autopar.planner.inter_op.cut_tables import tables
+from autopar.planner.inter_op.cuts import (
+    AtomGraph,
+    CyclicGraph,
+    all_cuts,
+    cuts_near,
+    first_cuts,
+    line_cuts,
+    merged_graph,
+)
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
-from autopar.planner.inter_op.stage_bytes import Value
+from autopar.planner.inter_op.stage_bytes import Shared, Value
 
 
 def graph_of(n: int, edges: set[tuple[int, int]], weight: list[float] | None = None) -> AtomGraph:
@@ -33,6 +43,33 @@ def graphs(draw: st.DrawFn, most: int = 7) -> AtomGraph:
 
 def as_sets(cuts: np.ndarray) -> list[frozenset[int]]:
     return [frozenset(np.flatnonzero(row).tolist()) for row in cuts]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9))
+def test_tables_along_an_order_are_those_of_any_cuts(seed: int, n: int) -> None:
+    random = np.random.default_rng(seed)
+
+    def atoms() -> tuple[int, ...]:
+        return tuple(random.choice(n, size=random.integers(0, n + 1), replace=False).tolist())
+
+    def shared() -> tuple[Shared, ...]:
+        return tuple(Shared(float(nbytes), atoms()) for nbytes in random.exponential(1e9, 4))
+
+    every = line_cuts(n)[:, random.permutation(n)]
+    cuts = every[np.unique([0, *random.integers(0, n + 1, 5), n])]
+    values = tuple(Value(a, atoms(), *random.choice([0.0, 0.3, 7.0], 2)) for a in range(n))
+    weights = random.choice([0.0, 1.0, 5.5], n)
+    fields = {"values": values, "transient": weights, "core": weights[::-1], "recomputed": atoms(), "unrepeatable": ()}
+    fields |= {name: shared() for name in ("resident", "gradients", "saved", "rebuilt", "once")}
+    found = tables(cuts, **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut_tables, "_is_order", lambda cuts: False)
+        expected = tables(cuts, **fields)
+    for name in ("received", "received_gradient", "sent", "tied_gradients", "transient", "core", *fields):
+        if name in vars(expected):
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9, abs=1e-3), name
+    assert (found.must_recompute == expected.must_recompute).all()
 
 
 def assert_cuts(graph: AtomGraph, cuts: np.ndarray) -> None:

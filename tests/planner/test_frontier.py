@@ -12,10 +12,9 @@ from torch.nn import functional
 
 from autopar import Cluster
 from autopar.analysis.example import example_ahead
-from autopar.analysis.operators import captured_device, on_device
+from autopar.analysis.operators import on_device
 from autopar.capture.program import capture
 from autopar.costs.estimated import estimate_costs
-from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
 from autopar.planner.inter_op.meshes import Meshes, subject_of
 from autopar.planner.intra_op.frontier import frontier
 from autopar.planner.intra_op.sharding_task import ShardingTask
@@ -41,7 +40,7 @@ def problem(rows: int = ROWS) -> ShardingProblem:
     with META:
         model, x = Mlp().train(), torch.empty(rows, 1024)
     program = capture(model, (x,), {})
-    module = on_device(program.graph_module, captured_device(program), META)
+    module = on_device(program.graph_module, program.device, META)
     task = ShardingTask(module, [x], rows, CLUSTER, n_microbatches=M)
     return ShardingProblem(task, make_mesh((4,), [device.name for device in CLUSTER.devices[:4]]))
 
@@ -82,9 +81,8 @@ def test_the_meshes_of_a_cluster_offer_them_too() -> None:
     of_devices = estimate_costs(example, CLUSTER)
 
     def solutions(limit: float | None) -> list[Sharding]:
-        found = Meshes(of_devices, subject_of(example, "adamw"), limit).of(4, [M], [(4,)])
-        assert found is not None
-        return [one.solution for one in found.configurations if isinstance(one, MeshConfiguration)]
+        found = Meshes(of_devices, subject_of(example, "adamw"), limit).configurations(4, M)
+        return [one.solution for one in found if one.solution.mesh.shape == (4,)]
 
     fastest = solutions(None)[0]
     limit = 0.7 * in_flight(fastest, M)

@@ -12,6 +12,11 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, Plan, PlanError
+from autopar.analysis.example import example_ahead, resized
+from autopar.options import PlanOptions
+from autopar.planner.hand_plan.by_hand import plan_by_hand
+from autopar.planner.hand_plan.shared_work import SharedWork
+from autopar.report.sharding import stored_words
 
 HIDDEN, LENGTH, VOCABULARY, BATCH = 16, 6, 24, 8
 
@@ -76,6 +81,8 @@ def by_hand(devices: Any, model: nn.Module | None = None, **degrees: Any) -> Pla
         ({"tensor": 2, "pipeline": 2, "micro_batch": 2, "schedule": "gpipe"}, 4),
         ({"tensor": 2, "pipeline": 2, "chunks": 2, "micro_batch": 2}, 4),
         ({"data": 2, "pipeline": 2, "zero": 1, "recompute": "full", "micro_batch": 2}, 4),
+        ({"zero": 2, "micro_batch": 1}, 2),
+        ({"zero": 2, "tensor": 2, "data": 2, "pipeline": 2, "micro_batch": 2}, 8),
         ({"zero": 3}, 2),
         ({"tensor": 2, "data": 2, "zero": 3}, 4),
         ({"pipeline": 4, "schedule": "zb-h1"}, 4),
@@ -97,12 +104,15 @@ def test_a_plan_by_hand_trains_like_the_plain_model(degrees: dict[str, Any], dev
     pm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [
         {"tensor": 4, "pipeline": 2},
         {"tensor": 2, "pipeline": 2, "micro_batch": 2, "zero": 1, "recompute": "full"},
         {"tensor": 4, "sequence_parallel": True},
+        {"zero": 2, "micro_batch": 1},
+        {"zero": 2, "tensor": 2},
         {"zero": 3},
         {"tensor": 2, "pipeline": 2, "chunks": 2},
     ],
@@ -122,6 +132,7 @@ def collectives(plan: Plan, axis: str, *, once: bool) -> list[str]:
     return [one.collective for one in exchanges if one.axis == axis and one.once is once]
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_adds_up_twice_a_layer_in_each_direction() -> None:
     """Shoeybi et al., Megatron-LM, 2019: two all-reduces in the forward, two in the backward, of each layer."""
     layers = 4
@@ -155,6 +166,7 @@ def test_every_matrix_is_cut_by_the_tensor_degree() -> None:
     assert matrices <= cut
 
 
+@pytest.mark.slow
 def test_zero_cuts_what_its_stage_says_over_the_replicas() -> None:
     cluster = Cluster.preset("8xH100")
     plans = [by_hand(cluster, zero=zero) for zero in (0, 1, 3)]
@@ -186,8 +198,8 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
         (
             {"tensor": 3, "pipeline": 2, "zero": 5, "recompute": "some", "chunks": 2, "schedule": "1f1b"},
             [
-                "zero must be one of 0, 1, 3, got 5",
-                "recompute must be one of none, full, got 'some'",
+                "zero must be one of 0, 1, 2, 3, got 5",
+                "recompute must be one of none, selective, full, stage, got 'some'",
                 "tensor=3 x pipeline=2 x data=1 are 6 devices, not 8",
                 "chunks=2 needs schedule='interleaved-1f1b', got '1f1b'",
             ],
@@ -259,3 +271,105 @@ def test_packed_projections_are_noted_and_exact() -> None:
     pm = autopar.parallelize(model, ["cpu"] * 2, plan=plan)
     torch.testing.assert_close(pm(x), plain(x), rtol=1e-5, atol=1e-6)
     pm.close()
+
+
+# -- ZeRO --------------------------------------------------------------------------------------------------------------
+
+
+def zero_plan(zero: int, model: nn.Module | None = None, **degrees: Any) -> Plan:
+    example = (torch.zeros(16, 64, dtype=torch.long),)
+    cluster = Cluster.preset("4xH100")
+    return Plan.by_hand(model or Language(8), cluster, example_args=example, zero=zero, **{"micro_batch": 2, **degrees})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{}, {"tensor": 2}, {"pipeline": 2, "micro_batch": 1}, {"micro_batch": 4}])
+def test_each_stage_of_zero_holds_no_more_than_the_one_before(degrees: dict[str, Any]) -> None:
+    peaks = [max(stage.peak_memory or 0 for stage in zero_plan(zero, **degrees).stages) for zero in (0, 1, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 4
+
+
+@pytest.mark.slow
+def test_zero_2_scatters_gradients_for_every_micro_batch_and_zero_1_once() -> None:
+    one, two = (zero_plan(zero) for zero in (1, 2))
+
+    def scatters(plan: Plan) -> set[bool]:
+        exchanges = [e for stage in plan.stages if stage.sharding is not None for e in stage.sharding.exchanges]
+        return {e.once for e in exchanges if e.collective == "reduce_scatter"}
+
+    assert scatters(one) == {True}
+    assert scatters(two) == {False}
+    sharding = two.stages[0].sharding
+    assert sharding is not None
+    assert dict(sharding.texts[1])["blocks.0.up.weight"] == "R / S0 / S0"
+    assert stored_words(sharding.stored["blocks.0.up.weight"], sharding.axes, ()).startswith("gradient and state over")
+    loaded = Plan.from_json(two.to_json())
+    assert loaded == two
+
+
+@pytest.mark.slow
+def test_zero_2_takes_as_long_as_zero_1_with_one_micro_batch_and_longer_with_more() -> None:
+    for micro_batch, longer in ((4, False), (1, True)):
+        one, two = (
+            zero_plan(zero, micro_batch=micro_batch, launch="cuda-graphs").predicted_step_time or 0.0 for zero in (1, 2)
+        )
+        if longer:
+            assert two > one
+        else:
+            assert two == pytest.approx(one, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_plans_that_share_work_have_the_price_of_plans_alone() -> None:
+    """Equal plans, whatever was priced before: other batches, clusters, micro-batches and degrees."""
+    model, options = Language(), PlanOptions(optimizer="adam")
+    largest = example_ahead(model, (tokens(16),), {})
+    shared = SharedWork(largest, options)
+    defaults = {"schedule": None, "chunks": 1, "zero": 0, "recompute": "none", "sequence_parallel": False}
+    for batch, cluster, degrees in (
+        (16, "8xH100", {"tensor": 2, "pipeline": 2, "data": 2, "micro_batch": 2}),
+        (8, "8xH100", {"tensor": 2, "pipeline": 2, "data": 2, "micro_batch": 2}),
+        (16, "4xH100", {"tensor": 2, "pipeline": 1, "data": 2, "micro_batch": 4, "zero": 1}),
+        (16, "8xH100", {"tensor": 2, "pipeline": 2, "data": 2, "micro_batch": 1, "zero": 2}),
+        (16, "8xH100", {"tensor": 1, "pipeline": 4, "data": 2, "micro_batch": 2, "recompute": "full"}),
+        (16, "8xH100", {"tensor": 4, "pipeline": 1, "data": 2, "micro_batch": 8, "zero": 3}),
+        (8, "8xA100-80", {"tensor": 4, "pipeline": 1, "data": 2, "micro_batch": 1, "sequence_parallel": True}),
+        (16, "8xH100", {"tensor": 2, "pipeline": 2, "data": 2, "micro_batch": 2}),
+    ):
+        example = resized(largest, (tokens(batch),), {})
+        assert example is not None
+        wanted, nodes = defaults | degrees, Cluster.preset(cluster)
+        found = plan_by_hand(example, nodes, options, wanted, shared=shared)
+        alone = plan_by_hand(example_ahead(model, (tokens(batch),), {}), nodes, options, wanted)
+        assert found.predicted_step_time == alone.predicted_step_time
+        assert [stage.peak_memory for stage in found.stages] == [stage.peak_memory for stage in alone.stages]
+        assert [stage.sharding for stage in found.stages] == [stage.sharding for stage in alone.stages]
+
+
+def test_a_call_of_one_sample_needs_a_capture_of_its_own() -> None:
+    example = example_ahead(Language(), (tokens(),), {})
+    assert resized(example, (tokens(1),), {}) is None
+    assert resized(example, (tokens()[:, :3],), {}) is None
+
+
+class Shifted(Language):
+    """With a buffer that is added to what is embedded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(LENGTH, HIDDEN))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_zero_cuts_parameters_and_no_buffers() -> None:
+    plan = by_hand(Cluster.preset("2xH100"), Shifted(), zero=3)
+    assert plan.stages[0].sharding is not None
+    stored = dict(plan.stages[0].sharding.parameters)
+    assert "head.weight" in stored
+    assert "shift" not in stored

@@ -68,8 +68,8 @@ def sharded(model: nn.Module, x: torch.Tensor, mesh: tuple[int, ...], wanted: Ma
 def kept_bytes(configuration: MeshConfiguration) -> float:
     """Of all operators on one device; operators that share a storage count it once."""
     storages: dict[Any, float] = {}
-    for _, data in configuration.graph.nodes(data=True):
-        for storage, nbytes in data["cost"].saved.items():
+    for operator in configuration.operators.values():
+        for storage, nbytes in operator.saved.items():
             storages[storage] = max(nbytes, storages.get(storage, 0.0))
     return sum(storages.values())
 
@@ -122,7 +122,7 @@ def test_a_gathered_copy_is_kept_besides_the_parts_it_was_gathered_from() -> Non
     x = torch.randn(SAMPLES, LENGTH, HIDDEN)
     wanted = {"relu": "S1 -> S1", "linear_1": "R S0 -> S2", "layer_norm": "S1 R R -> S1"}
     configuration = sharded(Block(), x, (N,), wanted)
-    saved = {n: data["cost"].saved for n, data in configuration.graph.nodes(data=True)}
+    saved = {n: operator.saved for n, operator in configuration.operators.items()}
     whole = x.numel() * 4
     part = whole / N
     assert list(saved["relu"].values()) == [part]

@@ -4,6 +4,7 @@ these."""
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,10 @@ import autopar
 from autopar import Cluster, InfeasibleError, InputError, Plan
 from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
+from autopar.planner.arrangement import Arrangement, Conditions
+from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.meshes import Meshes, subject_of
+from autopar.planner.predict import as_plan, predicted_step
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 
@@ -119,10 +123,41 @@ def test_a_plan_of_meshes_runs_and_has_the_original_gradients(name: str, shards:
         return make_plan(meshes, SearchOptions(n_microbatches=2, memory_limit=memory_limit))
 
     ahead = of_meshes(0.7 * max(stage.peak_memory or 0 for stage in of_meshes(None).stages))
+    assert all(stage.shards == shards for stage in ahead.stages)
+    assert_runs_like_the_model(ahead, model, call)
+
+
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2), (1, 2, 1)])
+def test_stages_of_different_widths_run_and_have_the_original_gradients(widths: tuple[int, ...]) -> None:
+    case = next(case for case in CASES if case.name == "gpt2")
+    model, call = case.model().eval(), case.inputs(4)
+    example = example_ahead(model, (), call, batch_dim=None)
+    alone = estimate_costs(example, Cluster.preset("4xH100"))
+    configuration = Meshes(alone, subject_of(example, "adamw"), memory_limit=1e5).configurations(2, 2)[-1]
+    costs = replace(alone, configurations=(configuration,))
+    atoms = Searching(costs, SearchOptions(n_microbatches=2)).atoms
+    ends = [len(atoms.nodes) * i // len(widths) for i in range(len(widths) + 1)]
+    first = [sum(widths[:i]) for i in range(len(widths) + 1)]
+    names = [device.name for device in costs.devices]
+    arrangement = Arrangement(
+        tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends)),
+        tuple((costs.group(tuple(names[a:b])),) for a, b in itertools.pairwise(first)),
+        2,
+        "1f1b",
+        (False,) * len(widths),
+        tuple(configuration.name if width == 2 else configuration.kind for width in widths),
+    )
+    step = predicted_step(costs, atoms, arrangement, Conditions())
+    plan = as_plan(costs, atoms, arrangement, step, step.timeline())
+    assert tuple(stage.shards for stage in plan.stages) == widths
+    assert_runs_like_the_model(plan, model, call)
+
+
+def assert_runs_like_the_model(ahead: Plan, model: nn.Module, call: dict[str, Any]) -> None:
+    """On four CPU workers."""
     names = dict(zip(ahead.devices, [f"cpu:{i}" for i in range(4)], strict=True))
     stages = tuple(replace(s, devices=tuple(names[d] for d in s.devices)) for s in ahead.stages)
     plan = replace(ahead, stages=stages, devices=tuple(names.values()), device_kinds=())
-    assert all(stage.shards == shards for stage in plan.stages)
     shardings = [stage.sharding for stage in plan.stages if stage.sharding is not None]
     assert any(one.strategies or one.parameters for one in shardings)
     whole = copy.deepcopy(model)
@@ -133,11 +168,6 @@ def test_a_plan_of_meshes_runs_and_has_the_original_gradients(name: str, shards:
     sum_of_squares(original).backward()
     assert_same_gradients(gradients(model), gradients(whole))
     pm.close()
-
-
-def test_shards_are_limited_for_clusters_alone() -> None:
-    with pytest.raises(InputError, match="devices at hand"):
-        autopar.plan(nn.Linear(2, 2), ["cpu"], example_args=(torch.randn(2, 2),), max_shards=1)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2"])

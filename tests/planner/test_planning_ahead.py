@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def squared(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, bert, t5])
+@pytest.mark.slow
 def test_a_model_without_weights_gets_the_plan_of_the_model(build: Any) -> None:
     real, ahead = build().train(), on_meta(build)
     inputs = call_of(build)
@@ -56,14 +58,18 @@ def test_a_model_without_weights_gets_the_plan_of_the_model(build: Any) -> None:
         for model, kwargs in ((real, inputs), (ahead, given))
     )
     assert all(p.is_meta for p in ahead.parameters())
-    assert [_without_copies(s.operators) for s in other.stages] == [_without_copies(s.operators) for s in one.stages]
-    assert other.predicted_step_time == pytest.approx(one.predicted_step_time, rel=0.05)
-    assert [s.parameter_bytes for s in other.stages] == [s.parameter_bytes for s in one.stages]
+    ours, others = (sorted(key for stage in plan.stages for key in stage.operators) for plan in (one, other))
+    assert _without_copies(ours) == _without_copies(others)
+    assert len(other.stages) == len(one.stages)
+    assert other.predicted_step_time == pytest.approx(one.predicted_step_time, rel=0.02)
+    if ours == others:  # copies have a price, so that another cut may be as good
+        assert [stage.operators for stage in other.stages] == [stage.operators for stage in one.stages]
+        assert [stage.parameter_bytes for stage in other.stages] == [stage.parameter_bytes for stage in one.stages]
     assert other.model == one.model
     assert any("2xH100" in note for note in other.notes)
 
 
-def _without_copies(operators: tuple[str, ...]) -> list[str]:
+def _without_copies(operators: Sequence[str]) -> list[str]:
     """Whether attention's result is laid out in order depends on the device's kernel."""
     return [key for key in operators if "/contiguous#" not in key]
 

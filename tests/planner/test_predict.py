@@ -14,7 +14,7 @@ from autopar import Plan
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
 from autopar.costs.operator_cost import OperatorCost, Weight
-from autopar.costs.python_overhead import ACTION_OVERHEAD
+from autopar.costs.python_overhead import ACTION_OVERHEAD, SPLIT_OVERHEAD
 from autopar.plan.plan import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.predict import predict
@@ -87,6 +87,36 @@ def test_a_pipeline_of_two_takes_both_stages_and_the_slower_one_for_every_furthe
     )
     assert found.predicted_step_time == pytest.approx(expected)
     assert found.single_device_time == pytest.approx(3 * sum(seconds))
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+def test_a_backward_in_two_parts_costs_python_for_every_operator(n_microbatches: int) -> None:
+    stage_of = {f"n{i}": int(i >= 2) for i in range(5)}
+    whole, parts = (
+        predict(
+            line_of(0.1, 0.2, 0.3, 0.2, 0.1),
+            dataclasses.replace(two_stages(n_microbatches), schedule=schedule),
+            stage_of,
+            INSIDE,
+        )
+        for schedule in ("1f1b", "zb-h1")
+    )
+    for operators, before, after in zip((2, 3), whole.stages, parts.stages, strict=True):
+        assert after.forward_time == before.forward_time
+        assert after.backward_time == pytest.approx((before.backward_time or 0) + operators * SPLIT_OVERHEAD)
+
+
+def test_bubbles_are_filled_where_that_gains_more_than_python_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(seconds: float) -> str:
+        options = SearchOptions(n_microbatches=4, max_replicas=1, loss_inside=True)
+        plan = make_plan(line_of(*[4 * seconds] * 12), options)
+        assert len(plan.stages) == 2
+        return plan.schedule
+
+    assert chosen(1e-2) == "zb-h1"
+    assert chosen(4e-5) == "1f1b"
+    monkeypatch.setattr("autopar.planner.inter_op.atom_times.SPLIT_OVERHEAD", 0.0)
+    assert chosen(4e-5) == "zb-h1"
 
 
 def test_operators_of_a_stage_need_not_be_neighbours() -> None:

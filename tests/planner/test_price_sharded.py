@@ -48,6 +48,7 @@ def numbers(plan: Plan) -> list[Any]:
 
 
 @pytest.mark.parametrize("place", range(len(SPACES)))
+@pytest.mark.slow
 def test_a_plan_of_the_search_keeps_its_price_whichever_way_it_comes(found: list[Plan], place: int) -> None:
     plan = found[place]
     assert any(stage.sharding is not None for stage in plan.stages)
@@ -57,6 +58,7 @@ def test_a_plan_of_the_search_keeps_its_price_whichever_way_it_comes(found: list
         assert [stage.sharding for stage in priced.stages] == [stage.sharding for stage in plan.stages]
 
 
+@pytest.mark.slow
 def test_an_edited_plan_is_priced_as_what_it_has_become(found: list[Plan]) -> None:
     plan = found[0]
     data = json.loads(plan.to_json())

@@ -20,16 +20,19 @@ from autopar import Cluster
 from autopar.analysis.example import example_ahead
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
+from autopar.costs.device_group import DeviceGroup
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.gradient_reduction import BUCKET, bucketed, reduction_seconds
 from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
+from autopar.planner.inter_op.device_pools import neighbours
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
 from autopar.planner.inter_op.meshes import Meshes, subject_of
 from autopar.planner.inter_op.problem import Problem
-from autopar.planner.inter_op.stage_costs import Costs, Mode
+from autopar.planner.inter_op.stage_costs import Costs
+from autopar.planner.inter_op.stage_tables import Mode
 from autopar.planner.predict import as_plan, predicted_step
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search_options import SearchOptions
@@ -64,13 +67,19 @@ def mlp_on_meshes(samples: int, m: int) -> CostGraph:
 def objective(problem: Problem, kind: int, replicas: int) -> float:
     """Of the plan of one stage."""
     costs, mode = Costs(problem, problem.counts), Mode(kind, recompute=False)
-    return float(costs.terms[mode].fill[0, -1] + costs.max_term(mode, replicas)[0, -1])
+    return float((costs.terms[mode].fill + costs.max_term(mode, replicas))[costs.pair(0, -1)])
 
 
 def one_stage(searching: Searching, replicas: int, m: int, schedule: str, name: str = "") -> Arrangement:
     everything = tuple(range(len(searching.atoms.nodes)))
     names = (name,) if name else ()
-    return Arrangement((everything,), (searching.costs.groups[:replicas],), m, schedule, (False,), names)
+    return Arrangement((everything,), (meshes_of(searching.costs)[:replicas],), m, schedule, (False,), names)
+
+
+def meshes_of(costs: CostGraph) -> tuple[DeviceGroup, ...]:
+    """The meshes of a cost graph whose meshes have one width, or its devices."""
+    width = max((one.width for one in costs.configurations), default=1)
+    return tuple(neighbours(costs, costs.groups, width))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -85,9 +94,9 @@ def test_a_mesh_does_its_collectives_of_a_step_once_however_few_micro_batches_it
     work = sum(w.forward + w.backward for w in configuration.solution.work.values())
     moving = sum(c.seconds for c in configuration.solution.collectives if not c.once)
     rounds = m // replicas
-    held = sum(w.nbytes / configuration.graph.nodes[n]["cost"].parameters[key].parts
+    held = sum(w.nbytes / configuration.operators[n].parameters[key].parts
                for n, o in costs.operators.items() for key, w in o.parameters.items())  # fmt: skip
-    reduced = reduction_seconds(costs, held, costs.groups[:replicas])
+    reduced = reduction_seconds(costs, held, meshes_of(costs)[:replicas])
     assert (reduced > 0) is (replicas > 1)
     by_hand = rounds * (work + moving + 2 * ACTION_OVERHEAD) + once + reduced
     arrangement = one_stage(searching, replicas, m, "1f1b", configuration.name)
@@ -212,7 +221,8 @@ def test_a_tied_weight_lies_in_both_stages_and_its_gradient_is_added_up_once_a_s
         found = Costs(searching.problem(m, "1f1b", searching.full), (2,))
         cuts = found.problem.space.cuts
         middle = next(i for i, row in enumerate(cuts) if row.tolist() == [True, True, False, False])
-        prices.append([found.max_term(Mode(0, False), 1)[i, j] for i, j in ((0, middle), (middle, -1), (0, -1))])
+        term, stages = found.max_term(Mode(0, False), 1), ((0, middle), (middle, -1), (0, -1))
+        prices.append([term[found.pair(*stage)] for stage in stages])
     differences = np.subtract(prices[1], prices[0])
     assert differences[:2] == pytest.approx([exchange] * 2, rel=1e-2)
     assert differences[2] == 0.0  # both readers in one stage
@@ -251,7 +261,7 @@ def test_a_tied_weight_on_meshes_is_reduced_once_in_every_stage_that_has_it() ->
     n = len(searching.atoms.nodes)
     cut = next(a for a, nodes in enumerate(searching.atoms.nodes) if "linear_1" in nodes)  # the head
     whole = tuple(range(n))
-    groups, twice = costs.groups, (configuration.name,) * 2
+    groups, twice = meshes_of(costs), (configuration.name,) * 2
     one = Arrangement((whole,), (groups[:1],), m, "1f1b", (False,), twice[:1])
     two = Arrangement((whole[:cut], whole[cut:]), (groups[:1], groups[1:2]), m, "1f1b", (False, False), twice)
     steps = [predicted_step(costs, searching.atoms, a, INSIDE) for a in (one, two)]
@@ -282,7 +292,8 @@ def test_the_objective_of_a_pipeline_is_the_simulated_step_of_gpipe_and_never_be
     found, mode = Costs(problem, problem.counts), Mode(0, recompute=False)
     middle = next(i for i, row in enumerate(problem.space.cuts) if row.tolist() == [a < cut for a in range(n)])
     stages = [(0, middle), (middle, len(problem.space.cuts) - 1)]
-    price = sum(found.terms[mode].fill[at] for at in stages) + max(found.max_term(mode, 1)[at] for at in stages)
+    price = sum(found.terms[mode].fill[found.pair(*at)] for at in stages)
+    price += max(found.max_term(mode, 1)[found.pair(*at)] for at in stages)
     arrangement = two_stages(searching, cut, m)
     arrangement = replace(arrangement, schedule=schedule)
     step = predicted_step(costs, searching.atoms, arrangement, INSIDE).timeline().step_time

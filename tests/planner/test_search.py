@@ -230,6 +230,7 @@ def test_a_memory_limit_below_any_operator_names_stage_and_lack() -> None:
     assert states == pytest.approx(2 * weights, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_only_plans_that_do_not_fit_are_called_infeasible() -> None:
     """With a link this slow, the search drops plans on two devices early; with one stage and one replica there are
     none."""

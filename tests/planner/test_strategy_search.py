@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from autopar import InfeasibleError
-from autopar.analysis.operators import captured_device, on_device
+from autopar.analysis.operators import on_device
 from autopar.capture.program import capture
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.gradient_reduction import BUCKET
@@ -31,7 +31,7 @@ META = torch.device("meta")
 def task_of(model: nn.Module, rows: int, *args: torch.Tensor, cluster: Cluster, **options: Any) -> ShardingTask:
     """A training step of `model`, which returns its loss, on inputs of so many samples."""
     program = capture(model, args, {}, trace_equal_layers_once=True)
-    module = on_device(program.graph_module, captured_device(program), META)
+    module = on_device(program.graph_module, program.device, META)
     return ShardingTask(module, [x[:rows].to(META) for x in args], rows, cluster, **options)
 
 

@@ -20,7 +20,8 @@ from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
 from autopar.planner.inter_op.meshes import subject_of
-from autopar.planner.inter_op.stage_costs import Costs, Mode
+from autopar.planner.inter_op.stage_costs import Costs
+from autopar.planner.inter_op.stage_tables import Mode
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.planner.predict import as_plan, predicted_step
@@ -80,19 +81,20 @@ def data_parallel(stored: Stored, *, frozen: bool = False) -> Found:
     program = SplitProgram(costs, folded, nodes, subject.storages)
     kind = CLUSTER.devices[0].kind
     own = mesh_configuration("mesh", kind, program, task, GraphFacts(task), solution, fastest=True)
-    return Found(replace(costs, configurations=(own,), meshes=(tuple(MESH.devices),)), task, solution, own)
+    return Found(replace(costs, configurations=(own,), alone=False), task, solution, own)
 
 
 def step_of(found: Found, recompute: bool) -> Timeline:
     """Of one stage on the mesh."""
     searching = Searching(found.costs, SearchOptions(loss_inside=True, optimizer="none"))
     everything = tuple(range(len(searching.atoms.nodes)))
-    arrangement = Arrangement((everything,), (found.costs.groups,), M, "1f1b", (recompute,), ("mesh",))
+    mesh = found.costs.group(tuple(MESH.devices))
+    arrangement = Arrangement((everything,), ((mesh,),), M, "1f1b", (recompute,), ("mesh",))
     step = predicted_step(found.costs, searching.atoms, arrangement, Conditions(optimizer="none", loss_inside=True))
     timeline = step.timeline()
     problem = searching.problem(M, "1f1b", searching.full)
     costs, mode = Costs(problem, problem.counts), Mode(0, recompute)
-    objective = costs.terms[mode].fill[0, -1] + costs.max_term(mode, 1)[0, -1]
+    objective = (costs.terms_of(mode, 1).fill + costs.max_term(mode, 1))[costs.pair(0, -1)]
     assert objective == pytest.approx(timeline.step_time), "the search's objective is the simulated step"
     plan = as_plan(found.costs, searching.atoms, arrangement, step, timeline)
     assert plan.stages[0].sharding is not None
@@ -155,5 +157,5 @@ def test_the_peak_holds_the_whole_weight_and_gradient_of_the_operator_that_runs(
 
 def _transient(found: Found, node: str) -> float:
     """Bytes of a micro-batch while an operator runs."""
-    cost = found.configuration.graph.nodes[node]["cost"]
+    cost = found.configuration.operators[node]
     return (cost.allocated_bytes + cost.output_bytes + cost.gradient_bytes) / M

@@ -6,6 +6,7 @@ import copy
 import json
 import threading
 from collections.abc import Mapping
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autopar import Comparison, InputError, Plan, PlanError
 from autopar.report.tables import WIDTH
 from autopar.runtime.memory_watch import MemoryWatch
 from cost_models import parse_devices
+from cost_models.hardware.devices import operator_threads
 
 BATCH = 8
 CPUS = parse_devices(["cpu", "cpu"])
@@ -45,6 +47,14 @@ def test_the_peak_of_a_linear_layers_step_is_known() -> None:
         layer(x).backward(torch.ones(20, 50))
     (peak,) = watch.peaks.values()
     assert 4 * (20 * 50 + 50 * 50 + 20 * 50 + 50 * 50) <= peak <= 4 * (2 * 50 * 50 + 4 * 20 * 50)
+
+
+def test_gradients_of_one_tensor_are_added_up_in_place_as_autograd_does_when_nobody_watches() -> None:
+    embedding, rows = nn.Embedding(1000, 10), torch.randint(1000, (5,))  # a gradient of 40,000 bytes
+    watch = MemoryWatch(CPUS[:1])
+    with watch.step([]), watch("cpu:0"):
+        (embedding(rows).sum() + embedding(rows).tanh().sum()).backward()
+    assert 3 * 40_000 <= watch.peaks["cpu:0"] < 3.5 * 40_000, "the weight and two gradients"
 
 
 def test_every_worker_counts_its_own_storages_whoever_frees_them() -> None:
@@ -209,3 +219,26 @@ def test_what_does_not_fit_is_refused() -> None:
         autopar.compare(
             model, ["cpu"], {"two": Plan.from_split({"body": 0, "head": 1}, n_microbatches=1)}, example_args=(x,)
         )
+
+
+class _SaysThreads(nn.Linear):
+    """A layer that writes down how many threads its operators have."""
+
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.get_num_threads())
+        return super().forward(x)
+
+
+def test_a_plan_that_runs_the_model_itself_has_the_callers_threads_as_it_has_when_it_is_followed() -> None:
+    model, x = nn.Sequential(_SaysThreads(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    alone = Plan.from_split({"": 0}, n_microbatches=1)
+    with operator_threads(3):
+        autopar.parallelize(model, ["cpu", "cpu"], plan=alone)(x)
+        assert _SaysThreads.seen[-1] == 3
+        _SaysThreads.seen.clear()
+        autopar.compare(model, ["cpu", "cpu"], {"alone": alone}, example_args=(x,), repeats=1, cache=False)
+        assert torch.get_num_threads() == 3
+    of_a_device = CPUS[0].threads
+    assert _SaysThreads.seen[-6:] == [of_a_device, 3, of_a_device, 3, of_a_device, 3]

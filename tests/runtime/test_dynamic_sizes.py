@@ -81,6 +81,7 @@ def test_one_more_capture_serves_every_other_length(traced: list[str]) -> None:
     assert traced == ["examine", "capture_symbolic"]
 
 
+@pytest.mark.slow
 def test_with_dynamic_the_first_capture_serves_all_lengths(traced: list[str]) -> None:
     for dynamic in (True, {"ids": 1}, {"ids": (1,), "mask": 1}, {"ids": True, "mask": True}):
         traced.clear()
@@ -220,6 +221,7 @@ def test_a_python_float_that_changes_stays_exact_is_said_once_and_does_not_fill_
     assert len(pm._signatures._captures.known) == 4
 
 
+@pytest.mark.slow
 def test_buckets_have_plans_of_their_own() -> None:
     pm, original = pair(Tagger(), dynamic={"ids": {1: (8, 20)}}, cache=False)
     used = {}

@@ -166,6 +166,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     launcher.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", _ENDS)
 def test_a_program_that_never_closes_its_module_ends(how: str, results: dict[str, Path]) -> None:
     _, wanted_status, wanted_output = _ENDS[how]

@@ -98,6 +98,41 @@ def test_the_code_shown_is_the_models_alone() -> None:
     assert shown.split('"')[1] == __file__, "the outermost frame"
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm"),
+    ],
+    ids=str,
+)
+def test_an_error_of_a_gpu_says_that_another_operator_may_be_its_cause(
+    error: RuntimeError, blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(output: torch.Tensor, _: object) -> torch.Tensor:
+        if in_worker():
+            raise type(error)(*error.args)
+        return mean_square(output, _)
+
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1" if blocking else "0")
+    with pytest.raises(type(error)) as caught:
+        pipelined().train_step(*call(), target=torch.zeros(6), loss_fn=failing)
+    text = " ".join(caught.value.__notes__)
+    assert "forward of stage 1" in text
+    assert ("may not be the culprits" in text) is not blocking
+    assert ("CUDA_LAUNCH_BLOCKING=1" in text) is not blocking
+
+
+def test_other_errors_do_not_blame_the_gpu() -> None:
+    pm = pipelined()
+    pm(*call())
+    with pytest.raises(IndexError) as caught:
+        pm(*call(0))
+    assert "CUDA" not in " ".join(caught.value.__notes__)
+
+
 @pytest.mark.parametrize("how", ["backward", "train_step"])
 def test_a_backward_that_fails_names_its_stage_and_the_next_call_works(how: str) -> None:
     pm = pipelined()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import assert_same_gradients, gradients
+from pretend_gpus import PretendGpus, pipelined
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -138,6 +140,24 @@ def test_a_profile_shows_the_plans_predictions_and_is_recorded_beside_them(own_h
     data = json.loads(found.to_json())
     assert data["seconds"] == found.seconds
     assert [one["waiting"] for one in data["stages"]] == [one.waiting for one in found.stages]
+
+
+def test_a_step_that_waited_for_its_gpu_is_not_recorded_beside_the_prediction(
+    own_history: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(recall())
+    plan = Plan.from_split(SPLIT, n_microbatches=4, devices=["cuda:0", "cuda:1"])
+    plan = dataclasses.replace(plan, predicted_step_time=0.01, batch_size=8, training=True)
+    gpus = PretendGpus(monkeypatch)
+    pm = pipelined(net().eval(), plan, record=True)
+    with gpus.recording():
+        pm.train_step(X, target=Y, loss_fn=mse_loss, profile=True)
+    pm.close()
+    gpus.close()
+    assert pm.last_profile is not None
+    assert pm.last_profile.synchronized
+    assert pm.last_profile.predicted is not None
+    assert len(recall()) == before
 
 
 def test_a_prediction_for_another_batch_is_not_compared(own_history: Path) -> None:

@@ -140,6 +140,7 @@ def generated(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("build", [models.gpt2, models.t5, models.llama], ids=lambda build: build.__name__)

@@ -87,6 +87,7 @@ def test_the_fastest_is_followed_and_the_plan_says_what_was_measured(
     pm.train_step(X, target=Y, loss_fn=F.mse_loss)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 def test_of_equally_fast_plans_the_one_with_fewest_devices_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock({"automatic": 0.996, "plain model": 1.0}, monkeypatch)
@@ -99,6 +100,7 @@ def test_of_equally_fast_plans_the_one_with_fewest_devices_is_followed(monkeypat
     assert "*hand" in plan.notes[-1], "a number of plans to tune means the fastest, by however little"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 def test_measured_steps_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({"automatic": 1.0, "without replicas": 2.0, "plain model": 3.0, "one device": 4.0}, monkeypatch)

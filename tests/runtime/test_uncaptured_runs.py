@@ -222,6 +222,7 @@ def test_hooks_around_and_inside_run_once_per_microbatch() -> None:
     pm.close()
 
 
+@pytest.mark.slow
 def test_the_model_that_is_one_operator_runs_on_one_device_and_the_plan_says_why() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:

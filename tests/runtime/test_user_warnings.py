@@ -35,6 +35,7 @@ def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean().sqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planned", ["by hand", "by the search"])
 def test_every_warning_is_given_once_over_all_calls_lengths_modes_and_copies(planned: str) -> None:
     plan = Plan.from_split({"first": 0, "last": 1}, n_microbatches=2) if planned == "by hand" else None

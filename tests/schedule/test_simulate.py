@@ -1,4 +1,4 @@
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -21,7 +21,8 @@ plain_names = st.sampled_from(["gpipe", "1f1b"])
 
 
 def longest_path(case: Case) -> float:
-    """The step time from a graph of the same dependencies: a node an action, weights in seconds from start to start."""
+    """The step time from a graph of the same dependencies: a node an action or a transfer that takes time, weights in
+    seconds from start to start. A transfer starts after the one before it on the link of its slots."""
     schedule = case.schedule if case.barrier is None else phased(case.schedule)
     graph = nx.DiGraph()
 
@@ -43,11 +44,26 @@ def longest_path(case: Case) -> float:
                 graph.add_edge("all forwards", action, weight=0.0)
             elif schedule.training and case.barrier is not None:
                 after(action, "all forwards", case.barrier)
-    for transfer in case.transfers:
-        for i in range(schedule.n_microbatches):
-            after(Action(F, transfer.source, i), Action(F, transfer.target, i), transfer.forward[i])
-            if schedule.training:
-                after(Action(back, transfer.target, i), Action(back, transfer.source, i), transfer.backward[i])
+    carried: dict[tuple[int, int], tuple[object, float]] = {}  # by link: its last transfer so far
+    for slot, table in enumerate(schedule.actions):
+        for action in table:
+            for transfer in case.transfers if action.phase in (F, back) else ():
+                ends, seconds = (transfer.source, transfer.target), transfer.forward
+                if action.phase is back:
+                    ends, seconds = ends[::-1], transfer.backward
+                reader, i = action._replace(stage=ends[1]), action.microbatch
+                if action.stage != ends[0]:
+                    continue
+                if not seconds[i]:
+                    after(action, reader)
+                    continue
+                sent, link = (action, ends), (slot, schedule.slot_of(ends[1], i))
+                after(action, sent)
+                if link in carried:
+                    before, taken = carried[link]
+                    graph.add_edge(before, sent, weight=taken)
+                carried[link] = sent, seconds[i]
+                graph.add_edge(sent, reader, weight=seconds[i])
     for group in set(schedule.placement):
         ends = [
             times.finish + times.optimizer
@@ -75,8 +91,8 @@ class Ticker:
         self.until: list[int | None] = [0] * len(self.todo)  # when a slot ends what it does; None: waits for a link
         self.doing: list[Action | None] = [None] * len(self.todo)
         self.outbox: list[deque[tuple[Action, Transfer]]] = [deque() for _ in self.todo]
-        self.queue: dict[str, deque[tuple[int, Action, Transfer]]] = {"a": deque(), "b": deque()}
-        self.link_until = {"a": 0, "b": 0}
+        self.queue: dict[object, deque[tuple[int, Action, Transfer]]] = defaultdict(deque)
+        self.link_until: dict[object, int] = defaultdict(int)
         self.ended: dict[Action, int] = {}
         self.arrived: dict[tuple[Action, int], int] = {}  # (result, stage that receives it) -> when
         self.sends: set[tuple[int, Action, int, int, int]] = set()
@@ -109,17 +125,16 @@ class Ticker:
                     self.arrived[action, self.receiver(action, transfer)] = self.now
                 elif not transfer.overlap:
                     self.outbox[slot].append((action, transfer))
-                elif transfer.link is None:
-                    self.send(slot, action, transfer)
                 else:
-                    self.queue[transfer.link].append((slot, action, transfer))
+                    self.queue[self.link(slot, action, transfer)].append((slot, action, transfer))
         if self.outbox[slot]:
             action, transfer = self.outbox[slot].popleft()
-            if transfer.link is None:
-                self.send(slot, action, transfer)
-            else:
-                self.until[slot] = None
-                self.queue[transfer.link].append((slot, action, transfer))
+            self.until[slot] = None
+            self.queue[self.link(slot, action, transfer)].append((slot, action, transfer))
+
+    def link(self, slot: int, action: Action, transfer: Transfer) -> object:
+        """That of the two slots, unless the transfer shares one."""
+        return transfer.link or (slot, self.case.schedule.slot_of(self.receiver(action, transfer), action.microbatch))
 
     def send(self, slot: int, action: Action, transfer: Transfer) -> int:
         end = self.now + self.duration(action, transfer)
@@ -221,6 +236,7 @@ def test_a_link_carries_one_transfer_at_a_time(case: Case) -> None:
 @settings(deadline=None)
 @given(cases(links=True))
 def test_neither_sharing_a_link_nor_waiting_for_it_ever_starts_anything_earlier(case: Case) -> None:
+    case = replace(case, transfers=[replace(t, link="a") for t in case.transfers])
     shared = {event.action: event.start for event in case.run().events}
     for change in ({"link": None}, {"link": None, "overlap": True}):
         alone = replace(case, transfers=[replace(t, **change) for t in case.transfers]).run()
@@ -306,10 +322,17 @@ def test_a_sender_that_cannot_overlap_computes_nothing_while_it_sends() -> None:
     schedule = make_schedule("gpipe", 2, (1, 1), training=False)
     stages = [StageTimes((1.0, 1.0), ())] * 2
     overlapped = Transfer(0, 1, (3.0, 3.0), ())
-    assert simulate(schedule, stages, [overlapped]).step_time == 2 + 3 + 1
+    assert simulate(schedule, stages, [overlapped]).step_time == 1 + 3 + 3 + 1
     timeline = simulate(schedule, stages, [replace(overlapped, overlap=False)])
     assert timeline.step_time == 1 + 3 + 1 + 3 + 1
     assert timeline.busy == (8, 2)
+
+
+def test_the_link_of_two_slots_carries_one_transfer_at_a_time_in_each_direction() -> None:
+    schedule = make_schedule("gpipe", 3, (1, 1))
+    stages = [StageTimes((1.0,) * 3, (1.0,) * 3)] * 2
+    timeline = simulate(schedule, stages, [Transfer(0, 1, (3.0,) * 3, (2.0,) * 3)])
+    assert [(s.start, s.end) for s in timeline.sends] == [(1, 4), (4, 7), (7, 10), (12, 14), (14, 16), (16, 18)]
 
 
 def test_a_deadlock_is_refused_with_what_each_slot_waits_for() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from autopar import Cluster
-from autopar.analysis.operators import captured_device, on_device
+from autopar.analysis.operators import on_device
 from autopar.capture.program import capture
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 def flat(model: nn.Module, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
     program = capture(model, (x,), {})
-    return on_device(program.graph_module, captured_device(program), META), x
+    return on_device(program.graph_module, program.device, META), x
 
 
 def seconds_on_one_device(model: nn.Module, x: torch.Tensor) -> dict[str, tuple[float, float]]:

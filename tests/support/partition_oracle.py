@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from autopar.costs.gradient_reduction import ReductionCurve
-from autopar.planner.inter_op.atom_times import PassSeconds
-from autopar.planner.inter_op.problem import DeviceKind, Gradients, Launches, Problem, Space
+from autopar.costs.sends import Lane
+from autopar.plan.recompute import Recompute
+from autopar.planner.inter_op.atom_times import Behind, CoreSeconds, PassSeconds
+from autopar.planner.inter_op.problem import DeviceKind, Gradients, Launches, Overlapping, Problem, Space
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Phase
 from cost_models import HostCosts
+from cost_models.collectives.overlap import SLOWDOWN
 from cost_models.memory.optimizer_step import NO_STEP, OptimizerRates, StepShare
 
 
@@ -31,7 +35,7 @@ class OracleStage:
     atoms: frozenset[int]
     kind: int
     replicas: int
-    recompute: bool
+    recompute: int  # a `Recompute`
 
 
 Stages = tuple[OracleStage, ...]
@@ -72,9 +76,57 @@ def pass_times(problem: Problem, stage: OracleStage) -> tuple[float, float, floa
         return max(kernels, launches + start) if kernels else max(kernels, launches)
 
     (f, b, w), (lf, lb, lw) = map(total, arrays), map(total, launched)
+    if stage.recompute == Recompute.SELECTIVE and problem.cores is not None:
+        b += total(problem.cores.kernels)
+        if problem.launches is not None or problem.overlapping is not None:  # else times have no host apart
+            lb += total(problem.cores.host)
+    nf, nb, nw = network_times(problem, stage)
+    if stage.recompute == Recompute.SELECTIVE and problem.cores is not None and problem.overlapping is not None:
+        nb += total(problem.cores.network)
+    full = stage.recompute == Recompute.FULL and problem.blocks is not None
+    if full and problem.blocks is not None:
+        b += total(problem.blocks.kernels)
+        if problem.launches is not None or problem.overlapping is not None:
+            lb += total(problem.blocks.host)
+        nb += total(problem.blocks.network) if problem.overlapping is not None else 0.0
     if problem.weight is None:
-        return longer(f, lf), longer(b, lb), 0.0
-    return longer(f, lf), longer(b - w, lb - lw) + longer(w, lw), longer(w, lw)
+        return max(longer(f, lf), nf), max(longer(b, lb), nb), 0.0
+    weight = max(longer(w, lw), nw)
+    return max(longer(f, lf), nf), max(longer(b - w, lb - lw), nb - nw) + weight, 0.0 if full else weight
+
+
+def network_times(problem: Problem, stage: OracleStage) -> tuple[float, float, float]:
+    """Of all collectives in a forward, a backward and its weight part; 0 where none runs behind kernels."""
+    if problem.overlapping is None:
+        return 0.0, 0.0, 0.0
+    forward, backward, weight = (
+        float(sum(array[stage.kind, a] for a in stage.atoms)) for array in problem.overlapping.network
+    )
+    return forward, backward, weight
+
+
+def not_hidden(problem: Problem, stage: OracleStage, reduction: float) -> float:
+    """What a step takes longer by `reduction` and by collectives once a step that run behind passes.
+
+    The last of the gradients and the first of the parameters, a bucket of each, have nothing to run behind. While the
+    others run, kernels do 1 / (1 + SLOWDOWN) of their work.
+    """
+    if problem.overlapping is None:
+        return reduction
+    kind, (gradients, parameters, buckets) = problem.kinds[stage.kind], problem.overlapping.behind
+    g, p = (float(sum(array[stage.kind, a] for a in stage.atoms)) for array in (gradients, parameters))
+    bucket = float(buckets[stage.kind])
+    if problem.overlapping.reductions:
+        g, reduction = g + reduction, 0.0
+        bucket += kind.bucket(stage.replicas)
+    plain = replace(stage, recompute=Recompute.NONE)  # gradients are there when the backward proper makes them
+    (forward, backward, weight), (nf, nb, nw) = pass_times(problem, plain), network_times(problem, stage)
+    total = reduction
+    for seconds, taken in ((g, backward - nb if problem.weight is None else weight - nw), (p, forward - nf)):
+        apart = min(bucket, seconds)
+        done_meanwhile = (seconds - apart) / (1 + SLOWDOWN)
+        total += apart + max(0.0, seconds - apart - taken, seconds - apart - done_meanwhile)
+    return total
 
 
 def optimizer_time(problem: Problem, stage: OracleStage) -> float:
@@ -87,15 +139,49 @@ def stage_time(problem: Problem, stage: OracleStage) -> float:
     kind, share = problem.kinds[stage.kind], problem.bytes_share
     forward, backward, _ = pass_times(problem, stage)
     seconds = forward + backward
-    seconds += forward if stage.recompute else 0.0
+    seconds += forward if stage.recompute == Recompute.STAGE else 0.0
     actions = 1 if not problem.backward.any() else 2 if problem.weight is None else 3
     seconds += actions * problem.overhead_of(stage.recompute)
-    values = received(problem, stage)
-    for nbytes in (sum(v.nbytes for v in values), sum(v.grad_nbytes for v in values)):
-        if nbytes > 0:
-            seconds += kind.latency + nbytes * share * kind.seconds_per_byte
+    seconds += sum(arriving(problem, stage, backward) for backward in (False, True))
     sent = [v for v in space_of(problem, stage).values if v.producer in stage.atoms and set(v.consumers) - stage.atoms]
     return float(seconds + sum(v.nbytes for v in sent) * share * kind.send_seconds_per_byte)
+
+
+def each_more(problem: Problem, stage: OracleStage) -> float:
+    """Seconds of every micro-batch but the first. Sends behind passes: a forward goes on while the next input comes."""
+    if not problem.sends_behind:
+        return stage_time(problem, stage)
+    kind = problem.kinds[stage.kind]
+    forward, backward, _ = pass_times(problem, stage)
+    backward += forward if stage.recompute == Recompute.STAGE else 0.0
+    overhead = problem.overhead_of(stage.recompute)
+    sent = [v for v in space_of(problem, stage).values if v.producer in stage.atoms and set(v.consumers) - stage.atoms]
+    forward += overhead + sum(v.nbytes for v in sent) * problem.bytes_share * kind.send_seconds_per_byte
+    backward += overhead if problem.backward.any() else 0.0
+    there, back = (arriving(problem, stage, way) for way in (False, True))
+    if problem.schedule == "interleaved-1f1b":
+        return float(max(forward + backward, there, back))
+    return float(max(forward, there) + max(backward, back))
+
+
+def arriving(problem: Problem, stage: OracleStage, backward: bool) -> float:
+    """Seconds of what comes in before a pass; between nodes each value whole or scattered, as is faster."""
+    lane, known = problem.kinds[stage.kind].lane(stage.replicas), space_of(problem, stage).lane
+    values = [(v, v.grad_nbytes if backward else v.nbytes) for v in received(problem, stage)]
+    if not any(nbytes for _, nbytes in values):
+        return 0.0
+    seconds = lane.latency
+    for value, nbytes in values:
+        if lane.across and known and value.copies > 1 and nbytes:
+            nbytes = min(nbytes, nbytes / value.copies + value.gather / known)
+        seconds += nbytes * lane.seconds_per_byte * problem.bytes_share
+    return seconds
+
+
+def lanes(latency: float, seconds_per_byte: float, more: float, most: int) -> Callable[[int], Lane]:
+    """Of stages that lie in a node with up to `most` replicas, and fill nodes with more."""
+    inside, across = Lane(latency, seconds_per_byte), Lane(latency + 0.5, seconds_per_byte + more, across=True)
+    return lambda replicas: inside if replicas <= most else across
 
 
 def shared_bytes(items: tuple[Shared, ...], atoms: frozenset[int]) -> float:
@@ -103,12 +189,14 @@ def shared_bytes(items: tuple[Shared, ...], atoms: frozenset[int]) -> float:
 
 
 @cache
-def most_in_flight(schedule: str, n_microbatches: int, replicas: int, after: int, devices: int) -> int:
+def most_in_flight(schedule: str, n_microbatches: int, replicas: int, after: int, groups: int) -> int:
     """Micro-batches that a replica holds at most, counted in the schedule's table.
 
-    The stage has `after` of the `devices` behind it, and all others before it.
+    The stage has `after` of the `groups`, devices or meshes, behind it, and all others before it.
     """
-    before = devices - replicas - after
+    if schedule == "interleaved-1f1b":  # counted as on the first of as many ranks as there can be
+        replicas, after = 1, groups - 1
+    before = groups - replicas - after
     ranks = [*([before] if before else []), replicas, *[1] * after]
     table = make_schedule(schedule, n_microbatches, ranks)
     most = 0
@@ -121,16 +209,31 @@ def most_in_flight(schedule: str, n_microbatches: int, replicas: int, after: int
     return most
 
 
-def needed_bytes(problem: Problem, stages: Stages, index: int, devices: int) -> float:
+def most_groups(problem: Problem, counts: tuple[int, ...]) -> int:
+    """Devices or meshes that a plan has at most."""
+    kinds = list(zip(problem.kinds, problem.pools, strict=True))
+    widths = [[kind.width for kind, own in kinds if own == pool] for pool in range(len(counts))]
+    return sum(max(count // width for width in own) for count, own in zip(counts, widths, strict=True))
+
+
+def needed_bytes(problem: Problem, stages: Stages, index: int, groups: int) -> float:
     stage, share = stages[index], problem.bytes_share
     after = sum(later.replicas for later in stages[index + 1 :])
-    held = most_in_flight(problem.schedule, problem.n_microbatches, stage.replicas, after, devices)
+    held = most_in_flight(problem.schedule, problem.n_microbatches, stage.replicas, after, groups)
     space = space_of(problem, stage)
     arriving = sum(v.nbytes for v in received(problem, stage))
     saved = shared_bytes(space.saved, stage.atoms)
     once = shared_bytes(space.resident, stage.atoms) + share * max(space.transient[a] for a in stage.atoms)
-    if stage.recompute:
+    if stage.recompute == Recompute.STAGE:
         return float(once + share * saved + held * (share * arriving))
+    if stage.recompute == Recompute.FULL:
+        assert space.block is not None
+        once = shared_bytes(space.resident, stage.atoms) + share * max(space.block[a] for a in stage.atoms)
+        return float(once + held * (share * (shared_bytes(space.kept, stage.atoms) + arriving)))
+    if stage.recompute == Recompute.SELECTIVE:
+        assert space.core is not None
+        once += share * max(space.core[a] for a in stage.atoms)
+        saved -= shared_bytes(space.rebuilt, stage.atoms)
     return float(once + held * (share * (saved + arriving)))
 
 
@@ -142,7 +245,7 @@ def objective(problem: Problem, stages: Stages) -> float:
         delayed = min(2 * (weight + problem.overhead_of(stage.recompute)), time) if problem.weight is not None else 0.0
         gradient = shared_bytes(space_of(problem, stage).gradients, stage.atoms)
         kind = problem.kinds[stage.kind]
-        reduction = float(kind.reduction(stage.replicas, Gradients(np.array(gradient))))
+        reduction = not_hidden(problem, stage, float(kind.reduction(stage.replicas, Gradients(np.array(gradient)))))
         reduction += 0.0 if problem.once is None else sum(problem.once[stage.kind, a] for a in stage.atoms)
         reduction += shared_bytes(space_of(problem, stage).once, stage.atoms) + optimizer_time(problem, stage)
         tied = sum(
@@ -152,20 +255,36 @@ def objective(problem: Problem, stages: Stages) -> float:
         )
         reduction += float(kind.exchanged(Gradients(np.array(tied))))
         total += (time - delayed) if problem.sum_counts else 0.0
-        slowest = max(slowest, (math.ceil(m / stage.replicas) - 1) * time + delayed + reduction)
+        slowest = max(slowest, (math.ceil(m / stage.replicas) - 1) * each_more(problem, stage) + delayed + reduction)
     return total + slowest
 
 
-def lacking(problem: Problem, stages: Stages, devices: int) -> float:
-    memory = [problem.kinds[s.kind].memory for s in stages]
-    return max(needed_bytes(problem, stages, i, devices) - memory[i] for i in range(len(stages)))
+def lacking(problem: Problem, stages: Stages, counts: tuple[int, ...]) -> float:
+    """Bytes that a device of some stage lacks. Zero-bubble schedules hold as with as many groups as possible."""
+    memory, groups = [problem.kinds[s.kind].memory for s in stages], most_groups(problem, counts)
+    return max(needed_bytes(problem, stages, i, groups) - memory[i] for i in range(len(stages)))
+
+
+def allowed(space: Space, again: Recompute, atoms: frozenset[int], may: bool, must: bool) -> bool:
+    """Whether a stage may recompute so, and gains anything by it."""
+    if again == Recompute.STAGE:
+        return may
+    if again == Recompute.FULL:
+        return not atoms.isdisjoint(space.layered) and atoms.isdisjoint(space.outside)
+    return not must and (again == Recompute.NONE or shared_bytes(space.rebuilt, atoms) > 0)
 
 
 def all_partitions(problem: Problem, counts: tuple[int, ...]) -> Iterator[Stages]:
     """Every chain of the problem's cuts with every choice of devices that hints allow, whether or not it fits."""
     cuts = [frozenset(np.flatnonzero(row).tolist()) for row in problem.space.cuts]
     most = min(problem.max_replicas, problem.n_microbatches)
-    recompute = (False, True) if problem.may_recompute or problem.space.recomputed else (False,)
+    modes = [Recompute.NONE]
+    if problem.may_recompute or problem.space.recomputed:
+        modes.append(Recompute.STAGE)
+    if problem.may_recompute and problem.cores is not None:
+        modes.append(Recompute.SELECTIVE)
+    if problem.may_recompute and problem.blocks is not None:
+        modes.append(Recompute.FULL)
     everything = cuts[-1]
 
     def extend(done: frozenset[int], left: tuple[int, ...], place: int) -> Iterator[Stages]:
@@ -182,10 +301,12 @@ def all_partitions(problem: Problem, counts: tuple[int, ...]) -> Iterator[Stages
             if pins - {place}:
                 continue
             for kind, pool in enumerate(problem.pools):
-                for replicas in range(1, min(most, left[pool]) + 1):
-                    rest = (*left[:pool], left[pool] - replicas, *left[pool + 1 :])
-                    for again in recompute:
-                        if may if again else not must:
+                width = problem.kinds[kind].width
+                for replicas in range(1, min(most, left[pool] // width) + 1):
+                    rest = (*left[:pool], left[pool] - replicas * width, *left[pool + 1 :])
+                    for again in modes:
+                        space = problem.kinds[kind].space or problem.space
+                        if allowed(space, again, atoms, may, must):
                             stage = OracleStage(atoms, kind, replicas, again)
                             for later in extend(cut, rest, place + 1):
                                 yield (stage, *later)
@@ -194,11 +315,11 @@ def all_partitions(problem: Problem, counts: tuple[int, ...]) -> Iterator[Stages
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
+def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool = False) -> Problem:
     """Small problems over all cuts of a small graph, with small whole costs, where ties, zeros and memory limits that
-    just fit are common."""
+    just fit are common. `widths`: kinds are meshes of up to three devices, and a pool has several."""
     n = draw(st.integers(1, most))
-    counts = draw(st.sampled_from([(1,), (2,), (4,), (1, 1), (2, 1), (1, 3)]))
+    counts = draw(st.sampled_from([(4,), (5,), (3, 2)] if widths else [(1,), (2,), (4,), (1, 1), (2, 1), (1, 3)]))
     pools = draw(st.sampled_from([(0,), (0, 0)])) if len(counts) == 1 else draw(st.sampled_from([(0, 1), (0, 1, 0)]))
     whole = st.integers(0, 9).map(float)
     atoms = st.integers(0, n - 1)
@@ -210,31 +331,49 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
     values = []
     for producer in range(n - 1):
         consumers = draw(st.lists(st.integers(producer + 1, n - 1), max_size=3))
-        values.append(Value(producer, tuple(consumers), draw(whole), draw(whole)))
+        alike = draw(st.sampled_from([(1, 0.0), (2, 0.5), (4, 0.0), (4, 2.0)]))
+        values.append(Value(producer, tuple(consumers), draw(whole), draw(whole), *alike))
     edges = {(v.producer, c) for v in values for c in v.consumers}
     if line:
         edges |= {(a, a + 1) for a in range(n - 1)}
     shared = st.lists(st.builds(Shared, whole, st.lists(atoms, max_size=3).map(tuple)), max_size=4).map(tuple)
     share = st.builds(StepShare, whole, whole, st.just(1.0))
     stepped = st.lists(st.builds(Stepped, share, st.lists(atoms, max_size=3).map(tuple)), max_size=2).map(tuple)
+
+    def rebuilt(saved: tuple[Shared, ...]) -> dict[str, object]:
+        """Some of what is saved, and what of it is there at once; less than all of it."""
+        some = tuple(saved[: draw(st.integers(0, len(saved)))])
+        total = sum(one.nbytes for one in some)
+        return {"rebuilt": some, "core": np.minimum(array(n), total)}
+
+    def layers() -> dict[str, Any]:
+        """What stages keep and have at work that make layers again, of which some atoms have operators."""
+        return {"kept": draw(shared), "block": array(n)}
+
     memory = st.one_of(st.integers(0, 120).map(float), st.just(math.inf))
     third = st.integers(0, 9).map(lambda thirds: thirds / 3)
     m = draw(st.sampled_from([1, 2, 3, 4, 8]))
     pinned = draw(st.one_of(st.just(()), st.lists(st.tuples(atoms, st.integers(0, 2)), max_size=2).map(tuple)))
     pinned = tuple({atom: (atom, place) for atom, place in pinned}.values())
+    kept = draw(shared)
     space = Space(
         cuts=cut_matrix(n, closed_sets(n, edges)),
         values=tuple(values),
         resident=draw(shared),
         gradients=draw(shared),
-        saved=draw(shared),
+        saved=kept,
         transient=array(n),
+        **rebuilt(kept),
+        **layers(),
+        layered=draw(st.lists(atoms, max_size=3).map(tuple)),
+        outside=draw(st.lists(atoms, max_size=1).map(tuple)),
         stepped=draw(stepped),
         pinned=_gathered(pinned),
         recomputed=draw(st.one_of(st.just(()), st.lists(atoms, max_size=2).map(tuple))),
         unrepeatable=draw(st.one_of(st.just(()), st.lists(atoms, max_size=1).map(tuple))),
+        lane=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"]))
     backward = array(len(pools), n)
 
     weight = np.minimum(array(len(pools), n), backward) if schedule == "zb-h1" else None
@@ -244,35 +383,59 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5) -> Problem:
         each = PassSeconds(array(len(pools), n), back, np.minimum(array(len(pools), n), back))
         return Launches(each, array(len(pools)))
 
+    def overlapping() -> Overlapping:
+        back = array(len(pools), n)
+        network = PassSeconds(array(len(pools), n), back, np.minimum(array(len(pools), n), back))
+        once = array(len(pools), n), array(len(pools), n), array(len(pools))
+        return Overlapping(network, Behind(*once), draw(st.booleans()))
+
+    forward = array(len(pools), n)
+    launches, overlap = launched() if draw(st.booleans()) else None, overlapping() if draw(st.booleans()) else None
+
+    def again() -> CoreSeconds[np.ndarray]:
+        """Some of what a forward does."""
+        nothing = np.zeros((len(pools), n))
+        host = nothing if launches is None else launches.each.forward
+        network = nothing if overlap is None else overlap.network.forward
+        return CoreSeconds(*(np.minimum(array(len(pools), n), of) for of in (forward, host, network)))
+
     def other() -> Space:
         """The same cuts and hints, other bytes."""
         held = {name: draw(shared) for name in ("resident", "gradients", "saved", "once")} | {"stepped": draw(stepped)}
+        held |= rebuilt(held["saved"]) | layers()
         sent = tuple(replace(v, nbytes=draw(whole), grad_nbytes=draw(whole)) for v in space.values)
-        return replace(space, values=sent, transient=array(n), **held)
+        return replace(space, values=sent, transient=array(n), lane=draw(st.sampled_from([0.0, 0.25])), **held)
 
     return Problem(
         space=space,
-        forward=array(len(pools), n),
+        forward=forward,
         backward=backward,
         weight=weight,
-        launches=launched() if draw(st.booleans()) else None,
+        launches=launches,
+        overlapping=overlap,
         n_microbatches=m,
         schedule=schedule,
         kinds=tuple(
             DeviceKind(
-                *(str(kind), counts[pool], draw(memory), draw(third), draw(third), draw(third), draw(third)),
+                *(str(kind), counts[pool], draw(memory), *received, draw(third), draw(third)),
+                lanes=lanes(*received, draw(third), draw(st.integers(0, 1))) if draw(st.booleans()) else None,
                 pool=pool,
                 space=other() if pools.count(pool) > 1 else None,
+                width=draw(st.integers(1, 3)) if widths else 1,
                 all_reduce=draw(st.sampled_from([None, all_reduce])),
                 exchange=draw(st.sampled_from([None, all_reduce(2)])),
                 optimizer=draw(st.sampled_from([None, OptimizerRates(2.0, HostCosts(1, 0, 1, 0, 0.5, 0.25))])),
             )
             for kind, pool in enumerate(pools)
+            for received in [(draw(third), draw(third))]
         ),
         overhead=draw(st.sampled_from([0.0, 0.5])),
+        cores=again() if draw(st.booleans()) else None,
+        blocks=again() if draw(st.booleans()) else None,
         once=draw(st.sampled_from([None, array(len(pools), n)])),
-        max_replicas=draw(st.integers(1, 4)),
+        max_replicas=1 if schedule == "interleaved-1f1b" else draw(st.integers(1, 4)),
         may_recompute=draw(st.booleans()),
+        sends_behind=schedule in ("gpipe", "interleaved-1f1b") and draw(st.booleans()),
         share=draw(st.sampled_from([1.0, 0.5])),  # whole bytes and halves: sums that fit exactly do so in floats, too
     )
 

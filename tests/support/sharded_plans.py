@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from autopar import Plan
-from autopar.analysis.operators import captured_device, on_device, operator_keys
+from autopar.analysis.operators import on_device, operator_keys
 from autopar.capture.program import capture
 from autopar.plan.plan import Stage
 from autopar.planner.explainers import Explainer, with_explainer
@@ -66,7 +66,7 @@ def problem_of(name: str) -> tuple[ShardingProblem, dict[str, str]]:
         }[name]().train()
         x = torch.empty(8, 512, 1024) if name == "mlp" else torch.zeros(8, 512, dtype=torch.long)
     program = capture(model, (x,), {}, trace_equal_layers_once=True)
-    module = on_device(program.graph_module, captured_device(program), META)
+    module = on_device(program.graph_module, program.device, META)
     cluster = Cluster.preset("4xH100")
     mesh = make_mesh((2, 2), [device.name for device in cluster.devices], ("data", "model"))
     keys = {node.name: key for node, key in operator_keys(program).items()}

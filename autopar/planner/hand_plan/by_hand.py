@@ -9,41 +9,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.analysis.blocks import Blocks
 from autopar.analysis.example import Example
-from autopar.analysis.operators import operator_keys
-from autopar.capture.repeated_layers.fold import fold
+from autopar.capture.program import module_path
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
-from autopar.costs.estimated import estimate_costs
 from autopar.errors import PlanError
+from autopar.hints.module_paths import few, nearest
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
 from autopar.planner.hand_plan.degrees import Degrees, degrees_of
-from autopar.planner.hand_plan.layers import layers_of, stages_of_layers, stages_without_operators
+from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.mesh_strategies import by_degrees
+from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.inter_op.meshes import Subject, subject_of
-from autopar.planner.intra_op.sharding_task import GraphFacts
-from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.predict import predict
-from autopar.planner.search_options import recipe_of, search_options
+from autopar.planner.search_options import assumptions_of, search_options
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import StageSharding
 from cost_models import Cluster, Device, bytes_text
 
 
 def plan_by_hand(
-    example: Example, cluster: Cluster, options: PlanOptions, wanted: Mapping[str, Any], progress: Progress = SILENT
+    example: Example,
+    cluster: Cluster,
+    options: PlanOptions,
+    wanted: Mapping[str, Any],
+    progress: Progress = SILENT,
+    shared: SharedWork | None = None,
 ) -> Plan:
     """The plan with the degrees `wanted`, see `degrees_of`, for a call of a model on all devices of `cluster`.
 
-    Raises PlanError that lists every degree that contradicts another, the cluster or the model.
+    `shared`: of earlier plans of the model under the same options. Raises PlanError that lists every degree that
+    contradicts another, the cluster or the model.
     """
-    recipe = recipe_of(example, options)
+    shared = shared or SharedWork(example, options)
     example, search = search_options(example, options, len(cluster.devices))
     program = example.program
-    layers = layers_of(example.model, program)
+    layers = shared.layers
     degrees = degrees_of(
         n_devices=len(cluster.devices),
         batch=max(1, program.batch_size),
@@ -52,30 +56,30 @@ def plan_by_hand(
         **wanted,
     )
     n_stages = degrees.n_stages
+    recompute, how = _recompute(degrees, example)
     names = [device.name for device in cluster.devices]
     plan = Plan.from_split(
         stages_of_layers(layers, n_stages),
         n_microbatches=degrees.n_microbatches,
         schedule=degrees.schedule,
         devices=[[names[i] for i in degrees.devices(stage % degrees.pipeline)] for stage in range(n_stages)],
-        recompute=range(n_stages) if degrees.recompute == "full" else (),
+        recompute=dict.fromkeys(range(n_stages), recompute),
     )
     stage_of = {node.name: stage for node, stage in plan.assign(program, example.batching.storages).items()}
     empty = stages_without_operators(stage_of, n_stages)
     if empty:
         raise PlanError(f"stages {', '.join(map(str, empty))} of pipeline={degrees.pipeline} have no operators")
     _check_one_kind(plan, cluster)
-    costs = estimate_costs(example, cluster, recipe, n_microbatches=degrees.n_microbatches, progress=progress)
-    subject = subject_of(example, options.optimizer_name)
+    costs = shared.costs(example, cluster, degrees.n_microbatches, progress)
     if degrees.mesh:
         mesh = StageSharding(degrees.mesh, degrees.axes)
         plan = replace(plan, stages=tuple(replace(stage, sharding=mesh) for stage in plan.stages))
-        costs, configurations, not_followed = _on_meshes(plan, degrees, costs, subject, example, progress)
+        costs, configurations, not_followed = _on_meshes(plan, degrees, costs, shared, example, progress)
     else:
         configurations, not_followed = (), ()
     priced = predict(costs, plan, stage_of, search.conditions, configurations)
     estimated = f"estimated from the data sheets of {cluster.title}, not measured"
-    notes = (f"by hand: {_text(degrees)}", *not_followed, *_lacking(priced, costs), estimated)
+    notes = (f"by hand: {_text(degrees)}", *how, *not_followed, *_lacking(priced, costs), estimated)
     return replace(
         priced,
         split=(),
@@ -83,6 +87,7 @@ def plan_by_hand(
         device_kinds=tuple(device.kind for device in cluster.devices),
         notes=notes,
         model=fingerprint(example.model),
+        assumed=assumptions_of(shared.recipe, options.optimizer_name),
     )
 
 
@@ -99,7 +104,21 @@ def plan_by_hand_for_workers(
     why = "the shards of CPU workers run one after another"
     alone = replace(plan, stages=stages, devices=tuple(names.values())).without_predictions(why)
     kinds = tuple(worker.kind for worker in workers)
-    return replace(alone, device_kinds=kinds, notes=(*plan.notes[:-1], *alone.notes))
+    return replace(alone, device_kinds=kinds, assumed=None, notes=(*plan.notes[:-1], *alone.notes))
+
+
+def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]]:
+    """What all stages do, by its name, and notes about layers that do otherwise."""
+    if degrees.recompute != "full" or not example.training:
+        return degrees.recompute, ()
+    blocks = Blocks(example.program, example.batching.storages)
+    if not blocks.layers:
+        return "stage", ("the model repeats no layers: with recompute='full' its stages run again as one",)
+    kept = [min(layer, key=lambda n: n.name) for layer in blocks.layers if layer not in blocks.all]
+    paths = dict.fromkeys(path for node in kept if (path := nearest(module_path(node), example.program.layers)))
+    if not paths:
+        return "full", ()
+    return "full", (f"kept, because they cannot run again as they have run: {few(list(paths))}",)
 
 
 def _check_one_kind(plan: Plan, cluster: Cluster) -> None:
@@ -132,40 +151,39 @@ def _text(degrees: Degrees) -> str:
 
 
 def _on_meshes(
-    plan: Plan, degrees: Degrees, costs: CostGraph, subject: Subject, example: Example, progress: Progress
+    plan: Plan, degrees: Degrees, costs: CostGraph, shared: SharedWork, example: Example, progress: Progress
 ) -> tuple[CostGraph, tuple[str, ...], tuple[str, ...]]:
     """The cost graph over the meshes of all stages, the name of every stage's configuration, and notes."""
-    builder = _Configurations(degrees, costs, subject, example)
+    builder = _Configurations(degrees, costs, shared, example)
     names = []
     for number, stage in enumerate(plan.stages[: degrees.pipeline]):
         progress(f"strategies of stage {number}", number / degrees.pipeline)
         names.append(builder.of(stage).name)
-    meshes = tuple(stage.devices for stage in plan.stages[: degrees.pipeline])
-    on_meshes = replace(costs, configurations=tuple(builder.found.values()), meshes=meshes)
+    on_meshes = replace(costs, configurations=tuple(builder.found.values()))
     return on_meshes, tuple(names * degrees.chunks), tuple(builder.notes)
 
 
 class _Configurations:
     """The stage configurations of a plan: one for all stages whose devices lie on nodes in the same way."""
 
-    def __init__(self, degrees: Degrees, costs: CostGraph, subject: Subject, example: Example) -> None:
+    def __init__(self, degrees: Degrees, costs: CostGraph, shared: SharedWork, example: Example) -> None:
         assert costs.cluster is not None, "hand plans are priced on the links of a cluster"
         self.found: dict[tuple[object, ...], MeshConfiguration] = {}
         self.notes: dict[str, None] = {}
         self._degrees, self._costs, self._cluster = degrees, costs, costs.cluster
-        folded = fold(subject.module)
-        self._program = subject.program(costs, folded)
-        self._task = subject.task(costs, folded, degrees.n_microbatches)
-        self._facts = GraphFacts(self._task)
+        self._shared = shared
+        self._program = shared.subject.program(costs, shared.folded)
+        task = shared.subject.task(costs, shared.folded, degrees.n_microbatches)
+        self._task = replace(task, scatters=degrees.zero == 2)
+        self._facts = shared.facts(self._task)
         self._batch_dims: Mapping[str, int | None] = example.batching.batch_dims
-        self._keys = {node.name: key for node, key in operator_keys(example.program).items()}
 
     def of(self, stage: Stage) -> MeshConfiguration:
         pattern = self._pattern(stage.devices)
         if pattern not in self.found:
             mesh = make_mesh(self._degrees.mesh, stage.devices, self._degrees.axes)
-            problem = ShardingProblem(self._task, mesh, self._facts)
-            sharding, notes = by_degrees(problem, self._degrees, self._batch_dims, self._keys)
+            problem = self._shared.problem(self._task, mesh, pattern)
+            sharding, notes = by_degrees(problem, self._degrees, self._batch_dims, self._shared.keys)
             self.notes.update(dict.fromkeys(notes))
             name = f"by hand, {len(self.found)}"
             kind = next(d.kind for d in self._costs.devices if d.name == stage.devices[0])

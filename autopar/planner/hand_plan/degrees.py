@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.plan.recompute import RECOMPUTE
 from autopar.schedule.builders import SCHEDULES
 
 DEGREES = (
@@ -22,8 +23,7 @@ DEGREES = (
 )
 """What a plan by hand can fix."""
 
-RECOMPUTE = ("none", "full")
-ZERO = (0, 1, 3)
+ZERO = (0, 1, 2, 3)
 
 _INTERLEAVED = "interleaved-1f1b"
 
@@ -99,7 +99,7 @@ def degrees_of(
     for name, known in (("schedule", SCHEDULES), ("zero", ZERO), ("recompute", RECOMPUTE)):
         if isinstance(chosen[name], bool) or chosen[name] not in known:
             problems.append(f"{name} must be one of {', '.join(map(str, known))}, got {chosen[name]!r}")
-            chosen[name] = default if name == "schedule" else known[0]
+            chosen[name] = default if name == "schedule" else next(iter(known))
     if type(sequence_parallel) is not bool:
         problems.append(f"sequence_parallel must be True or False, got {sequence_parallel!r}")
         sequence_parallel = False

@@ -1,7 +1,6 @@
 """The layers of a model, and the stages that they make.
 
-Layers are what the model repeats: the items of its outermost module lists. A model without any has its modules with
-parameters as layers.
+Layers are what the model repeats (`capture.layers`). A model without any has its modules with parameters as layers.
 
     GPT-2        transformer.h.0 .. transformer.h.11
     ResNet-50    layer1.0 .. layer4.2
@@ -10,14 +9,12 @@ parameters as layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from autopar.analysis.operators import compute_nodes
 from autopar.capture.program import Program, module_path
-
-_FEWEST = 2  # equal modules in a row that count as layers
 
 
 def layers_of(model: nn.Module, program: Program) -> tuple[str, ...]:
@@ -27,25 +24,11 @@ def layers_of(model: nn.Module, program: Program) -> tuple[str, ...]:
         parts = module_path(node).split(".")
         for depth in range(1, len(parts) + 1):
             first.setdefault(".".join(parts[:depth]), place)
-    repeated = [path for path in _repeated(model, "") if path in first]
+    repeated = [path for path in program.layers if path in first]
     with_parameters = [
         path for path, module in model.named_modules() if path in first and list(module.parameters(recurse=False))
     ]
     return tuple(sorted(repeated or with_parameters, key=first.__getitem__))
-
-
-def _repeated(module: nn.Module, path: str) -> Iterator[str]:
-    """Outermost modules that stand in a list with others of their class and with parameters."""
-    children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
-    numbered = [(name, child) for name, child in children if name.isdecimal()]
-    classes = {type(child) for _, child in numbered}
-    is_list = len(numbered) >= _FEWEST and len(classes) == 1 and not isinstance(numbered[0][1], nn.Sequential)
-    for name, child in children:
-        own = f"{path}.{name}" if path else name
-        if is_list and name.isdecimal():
-            yield own
-        else:
-            yield from _repeated(child, own)
 
 
 def stages_of_layers(layers: Sequence[str], n_stages: int) -> Mapping[str, int]:

@@ -2,6 +2,7 @@
 
     axis "data"      every operator is cut along its samples; parameters lie whole, or cut as ZeRO says:
                      zero=0  parameters and optimizer's state whole      zero=1  state cut      zero=3  both cut
+                     zero=2  as zero=1, and each micro-batch's gradients are scattered to where the state lies
     axis "tensor"    every matrix is cut, by columns or by rows; samples are not.
                      Between two operators a tensor may only be added up (an all-reduce); with sequence_parallel it may
                      also be gathered and scattered, so that normalizations, dropouts and sums work on parts
@@ -49,8 +50,8 @@ def by_degrees(
     for name, (variable, costs) in problem.options.items():
         own = np.array([offences.of_strategy(name, one) for one in costs.strategies])
         seconds[variable] += _OFFENCE * (own - own.min())  # an operator without a rule has one strategy
-    for variable, options in problem.stored_options.values():
-        seconds[variable] += _OFFENCE * offences.of_storage(options)
+    for name, (variable, options) in problem.stored_options.items():
+        seconds[variable] += _OFFENCE * offences.of_storage(name, options)
     edges = [replace(edge, seconds=edge.seconds + _OFFENCE * offences.of_moves(use)) for edge, use, _ in problem.uses]
     found = problem.with_penalties(seconds, edges)
     return found, tuple(offences.notes(found))

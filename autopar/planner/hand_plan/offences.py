@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,12 +39,12 @@ class Offences:
     batch_dims: Mapping[str, int | None]  # by node
     keys: Mapping[str, str]  # node -> operator key
 
-    @property
+    @cached_property
     def data(self) -> int | None:
         """The axis of the replicas."""
         return 0 if self.degrees.data > 1 else None
 
-    @property
+    @cached_property
     def tensor(self) -> int | None:
         """The axis that cuts tensors."""
         return len(self.degrees.mesh) - 1 if self.degrees.tensor > 1 else None
@@ -78,17 +79,39 @@ class Offences:
             return bool(heads) and one.axes[self.tensor] not in heads
         return _adds_up(node, rule, one.axes[self.tensor])
 
-    def of_storage(self, options: tuple[Stored, ...]) -> np.ndarray:
-        """[options] of how a parameter lies along the replicas: as near to ZeRO's stage as its sizes allow."""
+    def of_storage(self, name: str, options: tuple[Stored, ...]) -> np.ndarray:
+        """[options] of how a parameter lies along the replicas: as near to ZeRO's stage as its sizes allow.
+
+        ZeRO cuts no buffers: they have no gradient and no state.
+        """
         if self.data is None:
             return np.zeros(len(options))
-        zero, axis = self.degrees.zero, self.data
+        zero, axis = self.degrees.zero if name in self._trained else 0, self.data
         wanted = (zero == 3, zero >= 1)  # whether parameter and state are cut
         offences = [sum((x[axis] >= 0) != w for x, w in zip((o.layout, o.state), wanted, strict=True)) for o in options]
+        offences = [n + (o.scattered != (zero == 2)) for n, o in zip(offences, options, strict=True)]
         return np.array(offences) - min(offences)
 
+    @cached_property
+    def _trained(self) -> set[str]:
+        named = self.problem.task.module.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if parameter.requires_grad}
+
     def of_moves(self, use: TensorUse) -> np.ndarray:
-        """[layouts made, layouts read] of moving a tensor, and its gradient, along the tensor axis."""
+        """[layouts made, layouts read] of moving a tensor, and its gradient, along the tensor axis.
+
+        Equal uses share one array.
+        """
+        key = (use.outs, use.ins, use.origin, use.gradient, use.reader == OUTPUT)
+        if key not in self._moves:
+            self._moves[key] = self._of_moves(use)
+        return self._moves[key]
+
+    @cached_property
+    def _moves(self) -> dict[tuple[object, ...], np.ndarray]:
+        return {}
+
+    def _of_moves(self, use: TensorUse) -> np.ndarray:
         offences = np.zeros((len(use.outs), len(use.ins)))
         if self.tensor is None or use.origin == "input" or use.reader == OUTPUT:
             return offences

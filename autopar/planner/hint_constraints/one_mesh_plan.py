@@ -130,3 +130,14 @@ def checked_alone(example: Example, **others: object) -> None:
     used = [name for name, value in others.items() if value]
     if used and asks_for_sharding(example):
         raise PlanError(f"{', '.join(used)}: hints of shard() ask for one plan, there is nothing to try it against")
+
+
+def checked_width(plan: Plan, max_shards: int | None) -> Plan:
+    """`plan`, which follows hints. Raises PlanError where they ask for meshes of more than `max_shards` devices."""
+    widest = max(stage.shards for stage in plan.stages)
+    if max_shards is not None and max_shards < widest:
+        raise PlanError(
+            f"max_shards={max_shards}, but with hints of shard() {widest} devices form a mesh; leave it out, "
+            f"give at least {widest}, or fewer devices"
+        )
+    return plan

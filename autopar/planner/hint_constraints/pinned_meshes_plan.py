@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.analysis.example import Example
 from autopar.analysis.node_values import observe
-from autopar.analysis.operators import captured_device, on_device, operator_keys
+from autopar.analysis.operators import on_device, operator_keys
 from autopar.errors import PlanError
 from autopar.hints.module_hints import read_hints
 from autopar.lower.stages import StageProgram, lower
@@ -127,7 +127,7 @@ class _StagePlanner:
         mesh = make_mesh(hints.shape, [self.cluster.devices[i].name for i in group], hints.names)
         in_flight = min(self.m, self.pinned.n_stages - lowered.index) if self.options.loss_inside else self.m
         leaves = [self.values[node.name] for node in lowered.module.graph.nodes if node.op == "placeholder"]
-        graph = private_copy(on_device(lowered.module, captured_device(self.example.program), META), META)
+        graph = private_copy(on_device(lowered.module, self.example.program.device, META), META)
         task = ShardingTask(
             graph,
             leaves,

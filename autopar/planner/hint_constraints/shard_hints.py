@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from autopar.analysis.node_values import observe
-from autopar.analysis.operators import captured_device, on_device
+from autopar.analysis.operators import on_device
 from autopar.analysis.rules.table import bind
 from autopar.capture.program import Program, describe
 from autopar.capture.shard_regions import ShardCall
@@ -84,7 +84,7 @@ def microbatch_on_meta(program: Program, n_microbatches: int) -> tuple[fx.GraphM
             continue
         shape = [rows if d == one.batch_dim else size for d, size in enumerate(one.shape)]
         inputs.append(torch.empty(shape, dtype=one.dtype, device=META))
-    module = on_device(program.graph_module, captured_device(program), META)
+    module = on_device(program.graph_module, program.device, META)
     return private_copy(module, META), inputs, rows
 
 

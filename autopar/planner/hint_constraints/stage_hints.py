@@ -6,7 +6,7 @@ model --read_hints--> Hints (module paths) --resolve--> ResolvedHints (operators
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -49,6 +49,8 @@ def resolve(
     free = replicable_nodes(program)
     line = [node for node in compute_nodes(program.graph) if node not in free]
     modules = {node.name: module_path(node) for node in line}
+    if not hints:
+        return ResolvedHints(hints, {}, frozenset(), (), modules)
     pins = dict(hints.stages)
     stage_of = {name: pins[_pin(path, pins)] for name, path in modules.items() if nearest(path, pins) is not None}
     recomputed = frozenset(_inside(hints.recompute, modules))
@@ -69,11 +71,16 @@ def resolve(
     return resolved
 
 
-def violations(plan_stage_of: Mapping[str, int], plan_recompute: Sequence[bool], resolved: ResolvedHints) -> list[str]:
+def violations(
+    plan_stage_of: Mapping[str, int],
+    plan_recompute: Sequence[bool],
+    resolved: ResolvedHints,
+    again: Collection[str] = (),
+) -> list[str]:
     """Where a plan does not do what the hints ask; empty if it does.
 
     `plan_stage_of`: node name -> stage, of every operator (`Plan.assign`). `plan_recompute`: for every stage, whether
-    it recomputes.
+    all of it recomputes. `again`: operators of other stages that run again with their layers.
     """
     hints, modules = resolved.hints, resolved.modules
     pins = dict(hints.stages)
@@ -90,7 +97,8 @@ def violations(plan_stage_of: Mapping[str, int], plan_recompute: Sequence[bool],
         if len(stages) > 1:
             problems.append(f"{_quoted(paths)} are to be kept together, the plan runs them in {_stages(stages)}")
     for path in hints.recompute:
-        keeping = {s for name in _inside([path], modules) if not plan_recompute[s := plan_stage_of[name]]}
+        inside = (name for name in _inside([path], modules) if name not in again)
+        keeping = {s for name in inside if not plan_recompute[s := plan_stage_of[name]]}
         if keeping:
             problems.append(f"'{path}' is to be recomputed, the plan does not recompute {_stages(keeping)}")
     return problems

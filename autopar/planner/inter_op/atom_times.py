@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
+from autopar.costs.python_overhead import SPLIT_OVERHEAD
+from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atoms import Atoms
+from cost_models.collectives.overlap import CONTENTION, left_over, overlapped_pass
 from cost_models.kernels.launches import Seconds, overlapped_seconds
 
 
@@ -21,20 +25,92 @@ class PassSeconds(NamedTuple, Generic[Seconds]):
 
 
 def passes(
-    kernels: PassSeconds[Seconds], host: PassSeconds[Seconds], start: float | np.ndarray, *, split: bool
+    kernels: PassSeconds[Seconds],
+    host: PassSeconds[Seconds],
+    start: float | np.ndarray,
+    network: PassSeconds[Seconds] | None = None,
+    *,
+    split: bool,
 ) -> PassSeconds[Seconds]:
-    """The passes of a stage by the sums of its kernels and of their launches, in the objective and in the simulator.
+    """The passes of a stage by the sums of its kernels, of their launches and of its collectives, in the objective and
+    in the simulator: the longest of the three.
 
-    `start`: s of the host at the start of each pass. `split`: the backward runs as two passes, the second for the
-    gradients of parameters. A repeated forward is a pass of its own, too.
+    `start`: s of the host at the start of each pass. `network`: of all collectives, where some run behind kernels;
+    without, none does. `split`: the backward runs as two passes, the second for the gradients of parameters. A repeated
+    forward is a pass of its own, too.
     """
-    weight = overlapped_seconds(kernels.weight, host.weight, start)
-    if split:
-        inputs = kernels.backward - kernels.weight, host.backward - host.weight
-        backward = overlapped_seconds(*inputs, start) + weight
-    else:
-        backward = overlapped_seconds(kernels.backward, host.backward, start)
-    return PassSeconds(overlapped_seconds(kernels.forward, host.forward, start), backward, weight)
+
+    if split:  # the first part in the place of the whole
+        kernels, host = (each._replace(backward=each.backward - each.weight) for each in (kernels, host))
+        network = network and network._replace(backward=network.backward - network.weight)
+    taken = PassSeconds(*(overlapped_seconds(k, h, start) for k, h in zip(kernels, host, strict=True)))
+    if network is not None:
+        taken = PassSeconds(*(overlapped_pass(t, n) for t, n in zip(taken, network, strict=True)))
+    return taken._replace(backward=taken.backward + taken.weight) if split else taken
+
+
+class CoreSeconds(NamedTuple, Generic[Seconds]):
+    """Seconds of a micro-batch to run the cores of attention once, forward; or all layers."""
+
+    kernels: Seconds
+    host: Seconds
+    network: Seconds  # of collectives, where some run behind kernels
+
+
+def with_cores(
+    kernels: PassSeconds[Seconds],
+    host: PassSeconds[Seconds],
+    network: PassSeconds[Seconds] | None,
+    cores: CoreSeconds[Seconds],
+) -> tuple[PassSeconds[Seconds], PassSeconds[Seconds], PassSeconds[Seconds] | None]:
+    """Kernels, launches and collectives of a stage whose backward runs `cores` again, as it gets there."""
+
+    def longer(seconds: PassSeconds[Seconds], again: Seconds) -> PassSeconds[Seconds]:
+        return seconds._replace(backward=seconds.backward + again)
+
+    return (
+        longer(kernels, cores.kernels),
+        longer(host, cores.host),
+        None if network is None else longer(network, cores.network),
+    )
+
+
+def in_one_part(taken: PassSeconds[Seconds]) -> PassSeconds[Seconds]:
+    """A backward that runs layers again does not come in parts: each part would run them again. It counts as long as
+    its parts, which is never shorter than that of a stage that keeps everything."""
+    return taken._replace(weight=0 * taken.weight)
+
+
+class Behind(NamedTuple, Generic[Seconds]):
+    """Seconds once a step of collectives that run behind a pass."""
+
+    gradients: Seconds  # behind the last backward
+    parameters: Seconds  # behind the first forward
+    bucket: Seconds  # of either; for the last of the gradients and the first of the parameters nothing runs
+
+
+def seconds_once(
+    behind: Behind[Seconds], taken: PassSeconds[Seconds], network: PassSeconds[Seconds], *, split: bool
+) -> Seconds:
+    """What collectives add to a step that run behind the passes `taken`, in the objective and in the simulator.
+
+    `network`: of other collectives in these passes; no two run at once. With a `split` backward, gradients of
+    parameters come from its second part.
+    """
+    last = taken.weight - network.weight if split else taken.backward - network.backward
+    added = left_over(behind.gradients, last, behind.bucket)
+    return added + left_over(behind.parameters, taken.forward - network.forward, behind.bucket)
+
+
+@dataclass(frozen=True)
+class OverlappedAtoms:
+    """Seconds of collectives, where some run behind kernels; see `OverlappedTimes`."""
+
+    network: PassSeconds[np.ndarray]  # [n] of all collectives for one micro-batch
+    hidden: PassSeconds[np.ndarray]  # [n] of those behind kernels
+    gradients: np.ndarray  # [n] once a step
+    parameters: np.ndarray  # [n] once a step
+    bucket: float
 
 
 class AtomTimes(NamedTuple):
@@ -44,12 +120,55 @@ class AtomTimes(NamedTuple):
     host: PassSeconds[np.ndarray]  # [n] of the host, to launch them
     start: float  # of the host, at the start of each pass of a stage
     once: np.ndarray  # [n] once a step, however many micro-batches: collectives inside of a mesh
+    cores: CoreSeconds[np.ndarray]  # [n] of attention
+    blocks: CoreSeconds[np.ndarray]  # [n] of all layers
+    overlapped: OverlappedAtoms | None = None
+    splitting: np.ndarray | float = 0.0  # [n] of Python, more than these where a backward comes in two parts
 
-    def stage(self, inside: Sequence[int], *, split: bool = False) -> PassSeconds[float]:
-        """The passes of a stage with the atoms `inside`."""
-        atoms = list(inside)
-        kernels, host = (PassSeconds(*(float(t[atoms].sum()) for t in times)) for times in (self.kernels, self.host))
-        return passes(kernels, host, self.start, split=split)
+    def under(self, schedule: str) -> AtomTimes:
+        """The times of a schedule's actions. Python divides backwards that come in two parts; half of what that takes
+        counts to each part."""
+        if schedule != "zb-h1":
+            return self
+        forward, backward, weight = self.kernels
+        return self._replace(kernels=PassSeconds(forward, backward + self.splitting, weight + self.splitting / 2))
+
+    def stage(
+        self, inside: Sequence[int], *, split: bool = False, recompute: Recompute = Recompute.NONE
+    ) -> PassSeconds[float]:
+        """The passes of a stage with the atoms `inside`. `recompute`: what the backward runs again as it gets there; a
+        whole forward is a pass of its own."""
+        kernels, host = (_summed(times, inside) for times in (self.kernels, self.host))
+        network = None if self.overlapped is None else _summed(self.overlapped.network, inside)
+        if recompute in (Recompute.SELECTIVE, Recompute.FULL):
+            full, atoms = recompute == Recompute.FULL, list(inside)
+            again = CoreSeconds(*(float(of[atoms].sum()) for of in (self.blocks if full else self.cores)))
+            kernels, host, network = with_cores(kernels, host, network, again)
+        taken = PassSeconds(*map(float, passes(kernels, host, self.start, network, split=split)))
+        return in_one_part(taken) if recompute == Recompute.FULL else taken
+
+    def network(self, inside: Sequence[int]) -> PassSeconds[float]:
+        """Of all collectives in the passes of a stage, where some run behind kernels."""
+        return _NO_NETWORK if self.overlapped is None else _summed(self.overlapped.network, inside)
+
+    def hidden(self, inside: Sequence[int]) -> float:
+        """What a micro-batch of a stage would take longer if no collective ran behind kernels."""
+        if self.overlapped is None:
+            return 0.0
+        lost = 1 - CONTENTION
+        exposed = PassSeconds(*(k + lost * h for k, h in zip(self.kernels, self.overlapped.hidden, strict=True)))
+        alone, taken = self._replace(kernels=exposed, overlapped=None).stage(inside), self.stage(inside)
+        return max(0.0, float(alone.forward + alone.backward - taken.forward - taken.backward))
+
+    def behind(self, inside: Sequence[int]) -> Behind[float]:
+        """Of the collectives inside of a stage's mesh."""
+        if self.overlapped is None:
+            return Behind(0.0, 0.0, 0.0)
+        atoms, own = list(inside), self.overlapped
+        return Behind(float(own.gradients[atoms].sum()), float(own.parameters[atoms].sum()), own.bucket)
+
+
+_NO_NETWORK = PassSeconds(0.0, 0.0, 0.0)
 
 
 def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: float) -> AtomTimes:
@@ -60,16 +179,43 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     table = costs.table(name, workers)
     nothing = np.zeros(len(table.nodes))
 
-    def sums(forward: np.ndarray, backward: np.ndarray, loss: tuple[float, float]) -> PassSeconds[np.ndarray]:
-        share = atoms.weight_shares(costs, table.nodes)
-        f, b, w = (atoms.sums(table.nodes, times) for times in (forward, backward, backward * share))
+    def sums(
+        forward: np.ndarray,
+        backward: np.ndarray,
+        loss: tuple[float, float] = (0.0, 0.0),
+        weight: np.ndarray | None = None,
+    ) -> PassSeconds[np.ndarray]:
+        if weight is None:
+            weight = backward * atoms.weight_shares(costs, table.nodes)
+        f, b, w = (atoms.sums(table.nodes, times) for times in (forward, backward, weight))
         f[-1] += loss[0]
         b[-1] += loss[1]
         return PassSeconds(f, b, w)
 
     host = table.host
-    launches = sums(nothing, nothing, (0.0, 0.0)) if host is None else sums(host.forward, host.backward, host.loss)
+    launches = sums(nothing, nothing) if host is None else sums(host.forward, host.backward, host.loss)
     once = nothing if table.once is None else table.once
-    return AtomTimes(
-        sums(*table.at(rows)), launches, 0.0 if host is None else host.start, atoms.sums(table.nodes, once)
+    overlapped = None
+    if table.overlapped is not None:
+        own = table.overlapped
+        networks = sums(*own.network, weight=own.weight)
+        gradients, parameters = (atoms.sums(table.nodes, times) for times in (own.gradients, own.parameters))
+        overlapped = OverlappedAtoms(networks, sums(*own.hidden), gradients, parameters, own.bucket)
+    start = 0.0 if host is None else host.start
+    forward, backward, loss = table.at(rows)
+    network = nothing if table.overlapped is None else table.overlapped.network[0]
+    launched = nothing if host is None else host.forward
+    cores, blocks = (
+        CoreSeconds(*(atoms.sums(table.nodes, seconds * inside) for seconds in (forward, launched, network)))
+        for inside in (atoms.of_cores(costs, table.nodes), atoms.of_blocks(costs, table.nodes))
     )
+    kernels = sums(forward, backward, loss, table.weight)
+    # Stages on meshes never divide backwards, and where launches have prices, these are of other systems, too.
+    splits = host is None and name not in costs.configuration
+    splitting = atoms.sums(table.nodes, np.where(backward > 0, SPLIT_OVERHEAD, 0.0)) if splits else 0.0
+    return AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), cores, blocks, overlapped, splitting)
+
+
+def _summed(times: PassSeconds[np.ndarray], inside: Sequence[int]) -> PassSeconds[float]:
+    atoms = list(inside)
+    return PassSeconds(*(float(t[atoms].sum()) for t in times))

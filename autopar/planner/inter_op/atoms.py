@@ -8,7 +8,7 @@ any time join a neighbour (`small_atoms`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,12 +16,31 @@ import networkx as nx
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.operator_cost import Weight
+from autopar.costs.device_group import StageConfiguration
+from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.errors import InputError
 from autopar.planner.inter_op.constraints import NO_CONSTRAINTS, Constraints
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.small_atoms import join_small_atoms
 from autopar.planner.inter_op.stage_bytes import Shared, Value
+
+
+@dataclass(frozen=True)
+class Cores:
+    """What stages that recompute selectively make again: cores of attention, one after the other."""
+
+    rebuilt: tuple[Shared, ...]  # those of `Atoms.saved` that are not kept
+    working: np.ndarray  # [n] bytes of `rebuilt` that are there at once while an atom's backward runs
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What stages that recompute layer by layer keep, and what they make again."""
+
+    kept: tuple[Shared, ...]  # what enters layers, and what operators outside of them save
+    working: np.ndarray  # [n] bytes that an operator of the atom needs while it runs, with what its layer makes again
+    atoms: tuple[int, ...]  # those with operators of layers
+    outside: tuple[int, ...] = ()  # atoms that are to be recomputed and have operators outside of layers
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,8 @@ class Atoms:
     parameters: tuple[tuple[Shared, Weight], ...]
     saved: tuple[Shared, ...]
     transient: np.ndarray  # [n] bytes
+    cores: Cores  # of attention
+    layers: Layers
     pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage)
     recomputed: tuple[int, ...] = ()
     unrepeatable: tuple[int, ...] = ()  # their stage may not recompute
@@ -59,6 +80,26 @@ class Atoms:
     def graph(self, weight: np.ndarray) -> AtomGraph:
         """The graph that is cut. `weight`: seconds of each atom, [n]."""
         return AtomGraph(len(self.nodes), self.edges, weight, self.values)
+
+    def of_cores(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
+        """Whether each node belongs to the core of an attention, [nodes]."""
+        if names not in self._in_cores:
+            self._in_cores[names] = np.array([costs.operators[name].core is not None for name in names])
+        return self._in_cores[names]
+
+    def of_blocks(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
+        """Whether each node belongs to a layer that may run again, [nodes]."""
+        if names not in self._in_blocks:
+            self._in_blocks[names] = np.array([costs.operators[name].block is not None for name in names])
+        return self._in_blocks[names]
+
+    @cached_property
+    def _in_blocks(self) -> dict[tuple[str, ...], np.ndarray]:
+        return {}
+
+    @cached_property
+    def _in_cores(self) -> dict[tuple[str, ...], np.ndarray]:
+        return {}
 
     @cached_property
     def _columns(self) -> dict[tuple[str, ...], np.ndarray]:
@@ -99,8 +140,15 @@ def gather_all(
     order: Sequence[tuple[str, str]] = (),
 ) -> Atoms:
     """`gather`, also under every stage configuration."""
-    own = {c.name: gather(replace(costs, graph=c.graph), nodes, constraints, order) for c in costs.configurations}
-    return replace(gather(costs, nodes, constraints, order), by_configuration=own)
+    return with_configurations(gather(costs, nodes, constraints, order), costs, costs.configurations, constraints)
+
+
+def with_configurations(
+    atoms: Atoms, costs: CostGraph, new: Iterable[StageConfiguration], constraints: Constraints = NO_CONSTRAINTS
+) -> Atoms:
+    """The same atoms, also under these stage configurations."""
+    own = {c.name: gather(costs, atoms.nodes, constraints, operators=c.operators) for c in new}
+    return replace(atoms, by_configuration={**atoms.by_configuration, **own})
 
 
 def _nothing_to_divide(costs: CostGraph) -> str:
@@ -119,42 +167,110 @@ def gather(
     nodes: Sequence[tuple[str, ...]],
     constraints: Constraints = NO_CONSTRAINTS,
     order: Iterable[tuple[str, str]] = (),
+    operators: Mapping[str, OperatorCost] | None = None,
 ) -> Atoms:
     """The groups `nodes` of all operators that are not replicable as atoms, with what they share and send.
 
-    `order`: pairs (node, node that runs later). The last group returns the model's outputs.
+    `order`: pairs (node, node that runs later). `operators`: their costs if not those of `costs`. The last group
+    returns the model's outputs.
     """
+    operators = operators or costs.operators
     atom_of = {name: i for i, atom in enumerate(nodes) for name in atom}
     saved: dict[Hashable, float] = {}
     savers: dict[Hashable, set[int]] = defaultdict(set)
     parameters: dict[str, Weight] = {}
     readers: dict[str, set[int]] = defaultdict(set)
     transient = np.zeros(len(nodes))
-    for name, operator in costs.operators.items():
+    kept: set[Hashable] = set()  # by an operator outside of the core that makes it
+    of_core: dict[Hashable, int] = {}
+    for name, operator in operators.items():
         if name not in atom_of:
             continue
         atom = atom_of[name]
         for storage, nbytes in operator.saved.items():
             saved[storage] = max(nbytes, saved.get(storage, 0.0))
             savers[storage].add(atom)
+            if operator.core is None or storage not in operator.rebuilt:
+                kept.add(storage)
+            else:
+                of_core[storage] = operator.core
         for parameter, weight in operator.parameters.items():
             parameters[parameter] = weight
             readers[parameter].add(atom)
-        working = operator.allocated_bytes + operator.output_bytes + operator.gradient_bytes
-        transient[atom] = max(transient[atom], working)
+        transient[atom] = max(transient[atom], _transient(operator))
     pairs = {(atom_of[a], atom_of[b]) for a, b in order if a in atom_of and b in atom_of}
     stage_of, recompute = constraints.stage_of, constraints.recompute
     return Atoms(
         tuple(nodes),
         frozenset((a, b) for a, b in pairs if a != b),
-        _values(costs, atom_of),
+        _values(costs, operators, atom_of),
         tuple((Shared(w.held, tuple(sorted(readers[p]))), w) for p, w in parameters.items()),
         tuple(Shared(n, tuple(sorted(savers[s]))) for s, n in saved.items()),
         transient,
+        _cores(costs, atom_of, saved, savers, {s: core for s, core in of_core.items() if s not in kept}),
+        _layers(costs, operators, atom_of, recompute),
         tuple(sorted({(atom_of[name], stage) for name, stage in stage_of.items() if name in atom_of})),
         tuple(sorted({atom_of[name] for name in recompute if name in atom_of})),
-        tuple(sorted({atom for name, atom in atom_of.items() if not costs.operators[name].repeatable})),
+        tuple(sorted({atom for name, atom in atom_of.items() if not operators[name].repeatable})),
     )
+
+
+def _cores(
+    costs: CostGraph,
+    atom_of: Mapping[str, int],
+    saved: Mapping[Hashable, float],
+    savers: Mapping[Hashable, set[int]],
+    of_core: Mapping[Hashable, int],
+) -> Cores:
+    """`of_core`: storage -> the core that makes it, if no operator outside of that keeps it."""
+    together: dict[int, float] = defaultdict(float)
+    for storage, number in of_core.items():
+        together[number] += saved[storage]
+    working = np.zeros(max(atom_of.values(), default=-1) + 1)
+    for name, atom in atom_of.items():
+        core = costs.operators[name].core
+        working[atom] = max(working[atom], 0.0 if core is None else together[core])
+    return Cores(tuple(Shared(saved[s], tuple(sorted(savers[s]))) for s in of_core), working)
+
+
+def _layers(
+    costs: CostGraph, operators: Mapping[str, OperatorCost], atom_of: Mapping[str, int], recompute: Collection[str]
+) -> Layers:
+    """What enters a layer counts to the stage of its maker; others have it among what they receive."""
+    kept: dict[Hashable, float] = {}
+    keepers: dict[Hashable, set[int]] = defaultdict(set)
+    made: dict[int, dict[Hashable, float]] = defaultdict(dict)  # block -> what its operators save
+
+    def keep(storage: Hashable, nbytes: float, atom: int) -> None:
+        kept[storage] = max(nbytes, kept.get(storage, 0.0))
+        keepers[storage].add(atom)
+
+    for name, operator in operators.items():
+        if name not in atom_of:
+            continue
+        if operator.block is None:
+            for storage, nbytes in operator.saved.items():
+                keep(storage, nbytes, atom_of[name])
+            continue
+        made[operator.block].update(operator.saved)
+        for source in costs.graph.predecessors(name):
+            if operators[source].block != operator.block:
+                for storage, nbytes in operators[source].results.items():
+                    keep(storage, nbytes, atom_of.get(source, atom_of[name]))
+    largest = {number: sum(n for s, n in saved.items() if s not in kept) for number, saved in made.items()}
+    working = np.zeros(max(atom_of.values(), default=-1) + 1)
+    for name, atom in atom_of.items():
+        number = operators[name].block
+        working[atom] = max(working[atom], _transient(operators[name]) + (0.0 if number is None else largest[number]))
+    layered = {atom for name, atom in atom_of.items() if operators[name].block is not None}
+    outside = {atom_of[name] for name in recompute if name in atom_of and operators[name].block is None}
+    shared = tuple(Shared(n, tuple(sorted(keepers[s]))) for s, n in kept.items())
+    return Layers(shared, working, tuple(sorted(layered)), tuple(sorted(outside)))
+
+
+def _transient(operator: OperatorCost) -> float:
+    """Bytes while it runs."""
+    return operator.allocated_bytes + operator.output_bytes + operator.gradient_bytes
 
 
 def _seconds(costs: CostGraph) -> dict[str, float]:
@@ -188,7 +304,7 @@ def _merged(
     return [tuple(c) for c in sorted(components, key=lambda c: place[c[0]])]
 
 
-def _values(costs: CostGraph, atom_of: Mapping[str, int]) -> tuple[Value, ...]:
+def _values(costs: CostGraph, operators: Mapping[str, OperatorCost], atom_of: Mapping[str, int]) -> tuple[Value, ...]:
     """The values that atoms read of each other; the last atom reads the model's outputs, to return them."""
     graph = costs.graph
     outputs = set(graph.graph["outputs"])
@@ -200,7 +316,8 @@ def _values(costs: CostGraph, atom_of: Mapping[str, int]) -> tuple[Value, ...]:
             consumers.add(last)
         consumers.discard(atom)
         if consumers:
-            operator = costs.operators[name]
+            operator = operators[name]
             gradient = operator.gradient_bytes if costs.training else 0.0
-            values.append(Value(atom, tuple(sorted(consumers)), operator.output_bytes, gradient))
+            readers = tuple(sorted(consumers))
+            values.append(Value(atom, readers, operator.output_bytes, gradient, operator.copies, operator.gather))
     return tuple(values)

@@ -6,18 +6,22 @@ c, so that stages on D devices in all, on at most R each, have
 
     max p_s >= (m - R) (w + c) / D,   sum_s f_s >= w + c - (delayed work)
 
-where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m. A cut
+where kinds of different speed count by the work that they do in a second; with v stages on a device m v for m. On
+meshes of several devices all devices of a mesh are busy with the stage: w and c count once for each of them. As
+f_s + p_s >= m / r t_s, too, the objective is at least m (w + c) / D, which is more where replicas are many. A cut
 divides the devices, too. What crosses it is sent by a stage before it, and received by one after it:
 
     D devices:   D1 before | D2 after     max p_s >= (m - R) max((w1 + sent) / D1, (w2 + received) / D2)
 
-The least of that over all ways to divide the devices is a bound on all plans with this cut.
+The least of that over all ways to divide the devices is a bound on all plans with this cut. Where transfers run behind
+passes, c counts in the sum of the fills alone.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +34,33 @@ def relaxed_bound(problem: Problem, counts: Sequence[int]) -> float:
     everything, nothing = np.ones((1, problem.n_atoms)), np.zeros(1)
     relaxed = _Relaxed(problem, counts)
     slowest = relaxed.busy(np.array(counts), everything, nothing, nothing)
-    return float((relaxed.fills(nothing, nothing) + relaxed.rounds * slowest)[0])
+    return float(relaxed.seconds(relaxed.fills(nothing, nothing), slowest)[0])
+
+
+def work_bound(problem: Problem, counts: Sequence[int]) -> float:
+    """Seconds in which `counts` devices of each pool can do the work of all micro-batches at best, however they are
+    scheduled; a bound on every simulated step, too."""
+    everything, nothing = np.ones((1, problem.n_atoms)), np.zeros(1)
+    busy = _Relaxed(problem, counts).busy(np.array(counts), everything, nothing, nothing)
+    return float(problem.n_microbatches * busy[0])
+
+
+class LeastTerms(NamedTuple):
+    """What no plan is below, in seconds."""
+
+    largest: float  # its largest max term
+    fills: float  # the sum of its fills
+    before: np.ndarray  # [n_cuts] the fills of the stages before each cut
+    after: np.ndarray  # [n_cuts] of those after it
+
+
+def least_terms(problem: Problem, counts: Sequence[int]) -> LeastTerms:
+    """Bounds on all plans on at most `counts` devices. All that is 0 where fills do not count."""
+    relaxed, nothing = _Relaxed(problem, counts), np.zeros(1)
+    slowest = relaxed.busy(np.array(counts), np.ones((1, problem.n_atoms)), nothing, nothing)
+    cuts, each = problem.space.cuts.astype(float), relaxed.fill_of_atoms()
+    before, after = np.maximum(cuts @ each, 0.0), np.maximum((1 - cuts) @ each, 0.0)
+    return LeastTerms(float(relaxed.rounds * slowest[0]), float(after[0]), before, after)
 
 
 def cut_bounds(problem: Problem, counts: Sequence[int], cuts: np.ndarray) -> np.ndarray:
@@ -50,16 +80,27 @@ class _Relaxed:
         self._pools = np.array(problem.pools)
         self._every = problem.least_work
         n_pools = len(self._counts)
-        self._work = np.array([self._every[self._pools == pool].min(axis=0) for pool in range(n_pools)])
+        self._widths = np.array([kind.width for kind in problem.kinds])
+        device_seconds = self._every * self._widths[:, None]
+        self._work = np.array([device_seconds[self._pools == pool].min(axis=0) for pool in range(n_pools)])
         totals = self._work.sum(axis=1)
         self._speed = np.where(totals > 0, 1 / np.where(totals > 0, totals, 1.0), 1.0)
         kinds = problem.kinds
-        self._send = self._cheapest([kind.send_seconds_per_byte for kind in kinds])  # [n_pools] s per byte
-        self._receive = self._cheapest([kind.seconds_per_byte for kind in kinds])
-        most_replicas = min(problem.max_replicas, problem.n_microbatches, int(self._counts.max()))
+        send, receive = (
+            np.array([getattr(kind, name) for kind in kinds]) for name in ("send_seconds_per_byte", "seconds_per_byte")
+        )
+        self._send, self._receive = self._cheapest(send), self._cheapest(receive)  # [n_pools] s per byte
+        # The same, counted for each device of a mesh.
+        self._busy_send, self._busy_receive = (
+            self._cheapest(send * self._widths),
+            self._cheapest(receive * self._widths),
+        )
+        most_meshes = int((self._counts[self._pools] // self._widths).max())
+        most_replicas = min(problem.max_replicas, problem.n_microbatches, most_meshes)
         self.rounds = max(problem.n_microbatches * problem.chunks - most_replicas, 0)
-        # Where kinds differ in what they send, transfers count as free.
-        self._values = () if any(kind.space for kind in kinds) else problem.space.values
+        # Where kinds differ in what they send, and for values that may be scattered, transfers count as free.
+        values = () if any(kind.space for kind in kinds) else problem.space.values
+        self._values = tuple(value for value in values if value.copies == 1)
 
     def with_cuts(self, cuts: np.ndarray) -> np.ndarray:
         """`cut_bounds`."""
@@ -72,8 +113,17 @@ class _Relaxed:
             np.minimum(slowest, np.maximum(early, late), out=slowest)
         possible = np.isfinite(slowest)  # one device has no cut but those at its ends
         both = later + earlier
-        seconds = self.fills(both[0], both.sum(axis=0)) + self.rounds * np.where(possible, slowest, 0.0)
+        seconds = self.seconds(self.fills(both[0], both.sum(axis=0)), np.where(possible, slowest, 0.0))
         return np.where(possible, seconds, np.inf)
+
+    def seconds(self, fills: np.ndarray, slowest: np.ndarray) -> np.ndarray:
+        """[n] seconds of a step at least, with the sum of the fills and what the slowest device does for a
+        micro-batch."""
+        found = fills + self.rounds * slowest
+        problem = self._problem
+        if problem.sum_counts and problem.chunks == 1:
+            found = np.maximum(found, problem.n_microbatches * slowest)
+        return np.asarray(found)
 
     def busy(self, counts: np.ndarray, atoms: np.ndarray, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
         """[n] seconds a micro-batch that the slowest of `counts` devices is busy at least, with these atoms [n, atoms]
@@ -87,17 +137,26 @@ class _Relaxed:
             return np.where(atoms.any(axis=1), np.inf, 0.0)
         multiplier = self._speed[used] / (self._speed[used] @ counts[used])
         seconds = (multiplier[:, None] * self._work[used]).min(axis=0)
-        transfers = (multiplier * self._send[used]).min() * sent + (multiplier * self._receive[used]).min() * received
-        return np.asarray(atoms @ seconds + transfers)
+        send, receive = (multiplier * each[used] for each in (self._busy_send, self._busy_receive))
+        if self._problem.sends_behind:
+            return np.asarray(atoms @ seconds)
+        return np.asarray(atoms @ seconds + send.min() * sent + receive.min() * received)
 
     def fills(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
         """[n] seconds of the first micro-batch at least."""
         problem, used = self._problem, np.flatnonzero(self._counts)
         if not problem.sum_counts:
             return np.zeros(len(sent))
-        work = (self._every - 2 * problem.most_delayed)[np.isin(self._pools, used)].min(axis=0).sum()
         transfers = self._send[used].min() * sent + self._receive[used].min() * received
-        return np.maximum(work + transfers, 0.0) / problem.chunks
+        return np.maximum(self.fill_of_atoms().sum() + transfers / problem.chunks, 0.0)
 
-    def _cheapest(self, seconds: Sequence[float]) -> np.ndarray:
-        return np.array([np.array(seconds)[self._pools == pool].min() for pool in range(len(self._counts))])
+    def fill_of_atoms(self) -> np.ndarray:
+        """[atoms] s that add up to no more than the fills of any stages; fewer than 0 where much may be delayed."""
+        problem, used = self._problem, np.flatnonzero(self._counts)
+        if not problem.sum_counts:
+            return np.zeros(problem.n_atoms)
+        work = (self._every - 2 * problem.most_delayed)[np.isin(self._pools, used)].min(axis=0)
+        return np.asarray(work / problem.chunks)
+
+    def _cheapest(self, seconds: np.ndarray) -> np.ndarray:
+        return np.array([seconds[self._pools == pool].min() for pool in range(len(self._counts))])

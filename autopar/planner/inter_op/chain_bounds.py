@@ -49,7 +49,7 @@ def chain_bounds(
     n is the number of cuts that can be afforded with `effort`, a share of the most there is. None where the sum of
     stages counts or stages have replicas.
     """
-    if problem.sum_counts or problem.max_replicas > 1 or any(kind.space for kind in problem.kinds):
+    if problem.sum_counts or problem.max_replicas > 1 or any(kind.space or kind.width > 1 for kind in problem.kinds):
         return None
     cuts = cuts[: _affordable(problem, cuts, best, effort)]
     sizes = cuts.sum(axis=1)
@@ -111,7 +111,8 @@ def _stages(problem: Problem, cuts: np.ndarray, least: np.ndarray, best: float) 
         arriving, leaving = values.received(rows, columns), values.sent(rows, columns)
         for kind, seconds, mine in zip(problem.kinds, work, found, strict=True):
             load = seconds[None, columns] - seconds[rows, None]
-            load += kind.seconds_per_byte * arriving + kind.send_seconds_per_byte * leaving
+            if not problem.sends_behind:
+                load += kind.seconds_per_byte * arriving + kind.send_seconds_per_byte * leaving
             load *= rounds
             start, stop = np.nonzero(follows & (load < best))
             mine.append((start + top, stop + top, load[start, stop]))
@@ -134,6 +135,8 @@ class _Transfers:
     def __init__(self, problem: Problem, cuts: np.ndarray) -> None:
         total: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         for value in problem.space.values:
+            if value.copies > 1:
+                continue  # it may be scattered
             key = (value.producer, tuple(sorted(set(value.consumers) - {value.producer})))
             nbytes = np.array([value.nbytes, value.nbytes + value.grad_nbytes]) * problem.bytes_share
             if nbytes.any():

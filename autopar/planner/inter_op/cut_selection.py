@@ -29,7 +29,8 @@ from autopar.planner.inter_op.cuts import (
 )
 from autopar.planner.inter_op.orders import usual_orders
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import Problem, Solution
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.solution import Solution
 
 # Most entries in the tables of one dynamic program: cuts^2 / 2 x vectors of device counts x kinds.
 _WORK = 2e7

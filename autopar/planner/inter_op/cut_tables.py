@@ -16,12 +16,13 @@ which is one matrix product for all pairs of cuts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from autopar.planner.inter_op.memory_formula import Activations
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
 from cost_models.memory.optimizer_step import StepShare
 
@@ -31,17 +32,38 @@ Blocks = frozenset[int]
 _Key = TypeVar("_Key")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The pairs of cuts between which a stage may lie, by first cut: all before the first is before the second, and
+    more."""
+
+    start: np.ndarray  # [n_pairs] cut
+    stop: np.ndarray  # [n_pairs] cut
+    flat: np.ndarray  # [n_pairs] start x n_cuts + stop
+    number: np.ndarray  # [n_cuts, n_cuts] of the pair; -1 for none
+
+    @classmethod
+    def of(cls, follows: np.ndarray) -> Pairs:
+        """`follows`: bool [n_cuts, n_cuts]."""
+        start, stop = np.nonzero(follows)
+        number = np.full(follows.shape, -1, dtype=np.int32)
+        number[start, stop] = np.arange(len(start))
+        return cls(start, stop, np.flatnonzero(follows), number)
+
+    def take(self, table: np.ndarray) -> np.ndarray:
+        """What `table` [n_cuts, n_cuts] has for each pair."""
+        return np.asarray(table.reshape(-1)[self.flat])
+
+
+@dataclass(frozen=True, eq=False)
 class Tables:
-    """Entry [i, j] belongs to the stage between cuts i and j; it has no meaning where j does not follow i.
+    """For every pair of cuts what the stage between them has, [n_pairs]. Bytes are those of the whole batch."""
 
-    Bytes are those of the whole batch.
-    """
-
-    follows: np.ndarray  # bool [n_cuts, n_cuts]: all before cut i is before cut j, and more
+    pairs: Pairs
     received: np.ndarray  # bytes forward
     received_gradient: np.ndarray  # bytes backward
-    messages: np.ndarray  # 0, 1 or 2: directions in which anything is received
+    received_across: np.ndarray  # bytes forward as they count between nodes (`Value.scattered`)
+    gradient_across: np.ndarray  # bytes backward, likewise
     sent: np.ndarray  # bytes forward, of values that another stage reads, each once
     resident: np.ndarray  # bytes
     gradients: np.ndarray  # bytes to reduce once a step
@@ -50,8 +72,22 @@ class Tables:
     transient: np.ndarray  # bytes
     once: np.ndarray  # s once a step
     stepped: StepShare | None  # arrays like the others: what the optimizer does once a step; None: nothing
+    rebuilt: np.ndarray  # bytes of `saved` that cores of attention make
+    core: np.ndarray  # bytes of these that one core makes at most
+    kept: np.ndarray  # bytes that stay where layers run again one by one
+    block: np.ndarray  # bytes at work there, see `Activations`
+    layered: np.ndarray  # bool: whether there are any such layers
     must_recompute: np.ndarray  # bool
+    must_as_one: np.ndarray  # bool: where running layers again does not suffice for that
     may_recompute: np.ndarray  # bool
+
+    def arriving(self, across: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that come in forward and backward. `across`: from another node."""
+        return (self.received_across, self.gradient_across) if across else (self.received, self.received_gradient)
+
+    @property
+    def activations(self) -> Activations[np.ndarray]:
+        return Activations(self.saved, self.received, self.transient, self.rebuilt, self.core, self.kept, self.block)
 
 
 def tables(
@@ -62,9 +98,16 @@ def tables(
     gradients: Sequence[Shared],
     saved: Sequence[Shared],
     transient: np.ndarray,
+    lane: float = 0.0,
     once: Sequence[Shared] = (),
     stepped: Sequence[Stepped] = (),
+    rebuilt: Sequence[Shared] = (),
+    core: np.ndarray | None = None,
+    kept: Sequence[Shared] = (),
+    block: np.ndarray | None = None,
+    layered: Iterable[int] = (),
     recomputed: Iterable[int],
+    outside: Iterable[int] = (),
     unrepeatable: Iterable[int],
 ) -> Tables:
     """All tables for `cuts`; the other arguments are the fields of a `Space`.
@@ -72,31 +115,51 @@ def tables(
     O(n_cuts^2 x (items over several blocks of atoms that no cut separates)) operations.
     """
     over_blocks, block_of = _blocks(cuts)
-    touching = _Touching(over_blocks)
-    traffic = _traffic(touching, block_of, values)
+    n_blocks, nothing = over_blocks.shape[1], np.zeros(cuts.shape[1])
+    touching = (_TouchingAlongOrder if _is_order(over_blocks) else _Touching)(over_blocks)
+    pairs = Pairs.of(touching.follows)
+
+    def weighed(weights: Mapping[Blocks, tuple[float, ...]]) -> list[np.ndarray]:
+        return [pairs.take(table) for table in touching.weigh(weights)]
 
     def shared(items: Sequence[Shared]) -> np.ndarray:
-        return touching.weigh(_grouped((_block_set(block_of, item.atoms), (item.nbytes,)) for item in items))[0]
+        return weighed(_grouped((_block_set(block_of, item.atoms), (item.nbytes,)) for item in items))[0]
 
     def any_of(atoms: Iterable[int]) -> np.ndarray:
-        return touching.weigh({frozenset({block}): (1.0,) for block in _block_set(block_of, atoms)})[0] > 0.5
+        blocks = _block_set(block_of, atoms)
+        if not blocks:
+            return np.zeros(len(pairs.start), dtype=bool)
+        return weighed({frozenset({block}): (1.0,) for block in blocks})[0] > 0.5
 
+    def moved(sent: Sequence[Value]) -> _Traffic:
+        return _Traffic(*(pairs.take(table) for table in _traffic(touching, block_of, sent)))
+
+    traffic = across = moved(values)
+    if lane and any(value.copies > 1 for value in values):
+        across = moved([value.scattered(lane) for value in values])
     return Tables(
-        follows=touching.follows,
+        pairs=pairs,
         received=traffic.received,
         received_gradient=traffic.received_gradient,
-        messages=traffic.messages,
+        received_across=across.received,
+        gradient_across=across.received_gradient,
         sent=traffic.sent,
         resident=shared(resident),
         gradients=shared(gradients),
-        tied_gradients=_tied(touching, block_of, gradients),
+        tied_gradients=pairs.take(_tied(touching, block_of, gradients)),
         saved=shared(saved),
-        transient=touching.largest(_block_maximum(block_of, transient, over_blocks.shape[1])),
+        transient=pairs.take(touching.largest(_block_maximum(block_of, transient, n_blocks))),
         once=shared(once),
-        stepped=StepShare(*touching.weigh(_grouped((_block_set(block_of, s.atoms), s.share) for s in stepped)))
+        stepped=StepShare(*weighed(_grouped((_block_set(block_of, s.atoms), s.share) for s in stepped)))
         if stepped
         else None,
+        rebuilt=shared(rebuilt),
+        core=pairs.take(touching.largest(_block_maximum(block_of, nothing if core is None else core, n_blocks))),
+        kept=shared(kept),
+        block=pairs.take(touching.largest(_block_maximum(block_of, nothing if block is None else block, n_blocks))),
+        layered=any_of(layered),
         must_recompute=any_of(recomputed),
+        must_as_one=any_of(outside),
         may_recompute=~any_of(unrepeatable),
     )
 
@@ -113,11 +176,10 @@ def _tied(touching: _Touching, block_of: np.ndarray, gradients: Sequence[Shared]
 
 
 class _Traffic(NamedTuple):
-    """The tables of what stages receive and send, as in `Tables`."""
+    """What stages receive and send, as in `Tables`; at first as tables [n_cuts, n_cuts]."""
 
     received: np.ndarray
     received_gradient: np.ndarray
-    messages: np.ndarray
     sent: np.ndarray
 
 
@@ -150,7 +212,6 @@ def _traffic(touching: _Touching, block_of: np.ndarray, values: Sequence[Value])
     return _Traffic(
         received=np.where(any_forward, forward, 0.0),
         received_gradient=np.where(any_backward, backward, 0.0),
-        messages=any_forward.astype(float) + any_backward,
         sent=np.where(n_sent, with_producer[0] - inside[0], 0.0),
     )
 
@@ -191,7 +252,7 @@ class _Touching:
         inside = self._cuts @ self._cuts.T  # [i, j]: blocks before both cuts; float32 is exact up to 2^24 of them
         self.follows = (inside == sizes[:, None]) & (sizes[:, None] < sizes[None, :])
 
-    def weigh(self, items: dict[Blocks, tuple[float, ...]]) -> np.ndarray:
+    def weigh(self, items: Mapping[Blocks, tuple[float, ...]]) -> np.ndarray:
         """[n_weights, n_cuts, n_cuts]: the summed weights of the items that have any block in the stage, each once."""
         n = len(self._cuts)
         n_weights = len(next(iter(items.values()))) if items else 1
@@ -220,7 +281,7 @@ class _Touching:
                         result[index] -= (same * w[:, index]) @ same.T
         return np.maximum(result, 0.0)
 
-    def contain(self, items: dict[Blocks, tuple[float, ...]]) -> np.ndarray:
+    def contain(self, items: Mapping[Blocks, tuple[float, ...]]) -> np.ndarray:
         """[n_weights, n_cuts, n_cuts]: the summed weights of the items whose blocks are all in the stage."""
         n_weights = len(next(iter(items.values())))
         result = np.zeros((n_weights, len(self._cuts), len(self._cuts)))
@@ -245,6 +306,67 @@ class _Touching:
             apart = open_ & (reached[None, :] > reached[:, None])
             result[apart] = weight
             open_ &= ~apart
+        return result
+
+
+def _is_order(cuts: np.ndarray) -> bool:
+    """Whether each cut contains the one before it."""
+    return not (cuts[:-1] & ~cuts[1:]).any()
+
+
+class _TouchingAlongOrder(_Touching):
+    """The same where each cut contains the one before it, in time that does not grow with items x cuts^2.
+
+    A block is between two neighbouring cuts; its place is the number of the second. The stage from cut I to J touches
+    it if I < place <= J. So it touches none of an item's blocks if two neighbours among their places p < q have p <= I
+    and J < q, and contains them all if I < first place and last place <= J. Sums over all items below such a corner are
+    cumulative sums of a table of corners.
+    """
+
+    def __init__(self, cuts: np.ndarray) -> None:
+        super().__init__(cuts)
+        self._places = len(cuts) - cuts.sum(axis=0)
+
+    def weigh(self, items: Mapping[Blocks, tuple[float, ...]]) -> np.ndarray:
+        n = len(self._cuts)
+        weights = np.array(list(items.values())) if items else np.zeros((0, 1))
+        single, alone = np.zeros((weights.shape[1], n)), np.zeros(len(items), dtype=bool)
+        starts, stops, owners = list[int](), list[int](), list[int]()
+        for number, blocks in enumerate(items):
+            places = sorted(self._places[list(blocks)].tolist()) if blocks else []
+            if len(places) == 1:
+                single[:, places[0]] += weights[number]
+                alone[number] = True
+                continue
+            starts += [0, *places]
+            stops += [*places, n]
+            owners += [number] * (len(places) + 1)
+        untouched = self._corners(starts, stops, weights[owners])
+        untouched = untouched.cumsum(axis=1)[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]
+        before = single.cumsum(axis=1)
+        result = before[:, None, :] - before[:, :, None] + weights[~alone].sum(axis=0)[:, None, None]
+        return np.maximum(result - untouched[:, :n, 1:], 0.0)
+
+    def contain(self, items: Mapping[Blocks, tuple[float, ...]]) -> np.ndarray:
+        n, weights = len(self._cuts), np.array(list(items.values()))
+        ends = [self._places[list(blocks)] for blocks in items]
+        inside = self._corners([int(e.min()) for e in ends], [int(e.max()) for e in ends], weights)
+        inside = inside[:, ::-1].cumsum(axis=1)[:, ::-1].cumsum(axis=2)
+        return np.asarray(inside[:, 1:, :n])
+
+    def _corners(self, starts: Sequence[int], stops: Sequence[int], weights: np.ndarray) -> np.ndarray:
+        """[n_weights, n_cuts + 1, n_cuts + 1] the weights [corners, n_weights] at their corners."""
+        side = len(self._cuts) + 1
+        at = np.array(starts, dtype=int) * side + np.array(stops, dtype=int)
+        sums = [np.bincount(at, weights=column, minlength=side * side) for column in weights.T]
+        return np.array(sums).reshape(-1, side, side)
+
+    def largest(self, weights: np.ndarray) -> np.ndarray:
+        n = len(self._cuts)
+        at_place, result = np.zeros(n), np.zeros((n, n))
+        np.maximum.at(at_place, self._places, weights)
+        for cut in range(n - 1):
+            np.maximum.accumulate(at_place[cut + 1 :], out=result[cut, cut + 1 :])
         return result
 
 

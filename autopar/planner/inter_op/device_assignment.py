@@ -1,13 +1,14 @@
-"""Which device groups of a pool run which stage, where links differ."""
+"""Which devices of a pool run which stage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.planner.inter_op.atoms import Atoms
 from autopar.planner.inter_op.cut_selection import PartitionResult
+from autopar.planner.inter_op.device_pools import neighbours
 
 _STARTS = 8  # groups tried for the first stage
 _MOST_PLACED = 64
@@ -23,15 +24,20 @@ def assign_groups(
 ) -> tuple[tuple[DeviceGroup, ...], ...]:
     """The replicas of each stage; with `chunks`, stages s and s + ranks run on the same groups.
 
-    Where all links are alike, or groups are many, each stage takes the next groups of its pool in the given order (a
-    cluster's: node by node). Otherwise each stage in turn takes the groups that its inputs reach fastest from the
-    stages that have theirs. That is tried with several groups as the first of all; the assignment with the least
-    seconds of transfers per micro-batch wins.
+    Where all links are alike, groups are many, or widths differ, each stage takes the next devices of its pool in the
+    given order (a cluster's: node by node). Otherwise each stage in turn takes the groups that its inputs reach fastest
+    from the stages that have theirs. That is tried with several groups as the first of all; the assignment with the
+    least seconds of transfers per micro-batch wins.
     """
     ranks = len(stages) // chunks
     solution = found.solution
     pool_of = [found.problem.pools[stage.kind] for stage in solution.stages[:ranks]]
     replicas = [stage.replicas for stage in solution.stages[:ranks]]
+    widths = [found.problem.kinds[stage.kind].width for stage in solution.stages[:ranks]]
+    if len(set(zip(pool_of, widths, strict=True))) > len(set(pool_of)):
+        return _of_any_width(costs, pools, list(zip(pool_of, widths, replicas, strict=True))) * chunks
+    width_of = dict(zip(pool_of, widths, strict=True))
+    pools = [neighbours(costs, pool, width_of.get(index, 1)) for index, pool in enumerate(pools)]
     if costs.one_link is not None or not costs.links or len(costs.groups) > _MOST_PLACED:
         free = [list(pool) for pool in pools]
         alike: list[tuple[DeviceGroup, ...]] = []
@@ -44,6 +50,57 @@ def assign_groups(
     starts = range(0, len(first), max(1, len(first) // _STARTS))
     tried = [_from(costs, pools, pool_of, replicas, flows, start) for start in starts]
     return min(tried, key=lambda found: found[0])[1] * chunks
+
+
+class FreeDevices:
+    """The free devices of a pool, in runs; a mesh is taken from the shortest run that holds it.
+
+    Widths divide a node or are multiples of one, and each divides the next. Runs end where meshes of larger widths do,
+    so meshes lie evenly in their nodes. What is left of a run after a mesh has too few devices for a larger one. So a
+    mesh finds its devices exactly if enough are free:
+
+        |0 1|2 3|4 5 6 7|    widths 1, 2, 4; after a mesh of 1: runs of 1, 2 and 4
+         x     ^
+    """
+
+    def __init__(self, pool: Sequence[DeviceGroup], per_node: int, widths: Collection[int]) -> None:
+        """`widths`: of all meshes that will be taken. `per_node`: devices of the pool in each node."""
+        self._names = [group.first for group in pool]
+        self._runs = [(0, len(pool))]
+        self._ends = sorted({per_node, *(width for width in widths if width < per_node)})
+
+    def take(self, width: int) -> tuple[str, ...]:
+        """The next mesh of `width` devices."""
+        start, stop = min((run for run in self._runs if run[1] - run[0] >= width), key=lambda run: run[1] - run[0])
+        self._runs.remove((start, stop))
+        at = start + width
+        for end in (*(-(-at // size) * size for size in self._ends if size > width), stop):
+            if at < min(end, stop):
+                self._runs.append((at, min(end, stop)))
+                at = min(end, stop)
+        return tuple(self._names[start : start + width])
+
+
+def _of_any_width(
+    costs: CostGraph, pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]
+) -> tuple[tuple[DeviceGroup, ...], ...]:
+    """The groups of each stage, in order. `needs`: pool, width and replicas of each stage."""
+    if costs.cluster is None:  # one node, whose meshes may have any widths
+        left = [[group.first for group in pool] for pool in pools]
+        return tuple(tuple(costs.group(tuple(_first(left[pool], width))) for _ in range(n)) for pool, width, n in needs)
+    free = []
+    for index, pool in enumerate(pools):
+        nodes = [costs.cluster.node_of(group.first) if costs.cluster is not None else 0 for group in pool]
+        widths = {width for of_pool, width, _ in needs if of_pool == index}
+        free.append(FreeDevices(pool, nodes.count(nodes[0]), widths))
+    return tuple(tuple(costs.group(free[pool].take(width)) for _ in range(n)) for pool, width, n in needs)
+
+
+def _first(names: list[str], width: int) -> list[str]:
+    """The first `width` of the names, which are taken out of the list."""
+    taken = names[:width]
+    del names[:width]
+    return taken
 
 
 def _from(

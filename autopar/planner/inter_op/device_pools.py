@@ -10,6 +10,7 @@ from functools import cache
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import ReductionCurve, reduction_curve, reduction_seconds_per_byte
+from autopar.costs.sends import Lane, Lanes, estimated_sends
 from autopar.planner.inter_op.optimizer_seconds import optimizer_rates
 from autopar.planner.inter_op.problem import DeviceKind
 
@@ -35,22 +36,46 @@ def pools_of(groups: Sequence[DeviceGroup]) -> list[list[DeviceGroup]]:
     return pools
 
 
-def kind_of_pool(costs: CostGraph, pool: Sequence[DeviceGroup], memory: float, optimizer: str) -> DeviceKind:
-    """The groups of a pool as the partition search sees them, with `memory` bytes on each device.
+def neighbours(costs: CostGraph, pool: Sequence[DeviceGroup], width: int) -> list[DeviceGroup]:
+    """The meshes of `width` neighbouring devices of a pool, one after the other; or its devices alone."""
+    if width == 1:
+        return list(pool)
+    names = [group.first for group in pool]
+    return [costs.group(tuple(names[i : i + width])) for i in range(0, len(names) - width + 1, width)]
 
-    Transfers take the fastest of their links: which group runs which stage is decided later (`assign_groups`).
+
+def kind_of_pool(
+    costs: CostGraph, pool: Sequence[DeviceGroup], memory: float, optimizer: str, width: int = 1
+) -> DeviceKind:
+    """Meshes of `width` devices of a pool as the partition search sees them, with `memory` bytes on each device.
+
+    Transfers take the fastest of their links: which devices run which stage is decided later (`assign_groups`). Into
+    stages that fill their nodes, that is the network between nodes (`Lanes`).
     """
-    links = costs.links_into(pool)
+    meshes = neighbours(costs, pool, width)
+    lanes = cache(Lanes.of(costs, pool[0].kind, width)) if estimated_sends(costs.cluster) else None
+    least = lanes(1) if lanes is not None else _fastest(costs, pool if width == 1 else meshes, width)
     return DeviceKind(
         name=pool[0].kind,
         count=len(pool),
         memory=float(memory),
-        latency=min((link.latency for link in links), default=0.0),
-        seconds_per_byte=1 / max((link.bandwidth for link in links), default=math.inf),
-        reduce_seconds_per_byte=reduction_seconds_per_byte(costs, pool),
-        all_reduce=_all_reduce(costs, pool),
-        exchange=_exchange(costs, pool),
+        latency=least.latency,
+        seconds_per_byte=least.seconds_per_byte,
+        reduce_seconds_per_byte=reduction_seconds_per_byte(costs, meshes),
+        all_reduce=_all_reduce(costs, meshes),
+        exchange=_exchange(costs, meshes),
+        width=width,
+        lanes=lanes,
         optimizer=optimizer_rates(costs, pool[0].kind, optimizer),
+    )
+
+
+def _fastest(costs: CostGraph, meshes: Sequence[DeviceGroup], width: int) -> Lane:
+    """The fastest of the measured links into meshes of a width, or into devices."""
+    links = costs.links_into(meshes) if width == 1 else costs.links_among(meshes) or costs.links_into(meshes)
+    return Lane(
+        min((link.latency for link in links), default=0.0),
+        1 / max((link.bandwidth for link in links), default=math.inf),
     )
 
 
@@ -61,5 +86,6 @@ def _all_reduce(costs: CostGraph, pool: Sequence[DeviceGroup]) -> Callable[[int]
 
 def _exchange(costs: CostGraph, pool: Sequence[DeviceGroup]) -> ReductionCurve | None:
     """The curve of one group of `pool` and the nearest other one; None if there is no other."""
-    other = next((group for group in (*pool[1:], *costs.groups) if group != pool[0]), None)
+    others = (group for group in (*pool[1:], *costs.groups) if group.first not in pool[0].devices)
+    other = next(others, None)
     return None if other is None else reduction_curve(costs, [pool[0], other])

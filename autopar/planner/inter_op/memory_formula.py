@@ -4,19 +4,33 @@
     in flight    received + saved      for each micro-batch whose forward has run and whose backward has not
     working      transient             while an operator runs, once
 
-A stage that recomputes keeps only what it received in flight, and has the saved bytes of one micro-batch at work:
+A stage that recomputes as one keeps only what it received in flight, and has the saved bytes of one micro-batch at
+work:
 
     in flight    received
     working      transient + saved
+
+One that recomputes its layers one after the other keeps what flows between them and what lies outside of them keeps,
+and has what one layer saves at work, beside what an operator of that layer needs:
+
+    in flight    received + kept
+    working      the most of: transient of an operator + what its layer saves
+
+One that recomputes selectively keeps all but what the cores of its attentions make (rebuilt), and has that of one core
+at work:
+
+    in flight    received + saved - rebuilt
+    working      transient + rebuilt of the largest core
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from autopar.costs.operator_cost import Weight
+from autopar.plan.recompute import Recompute
 from cost_models import bytes_text
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
@@ -41,11 +55,27 @@ def resident_bytes(weight: Weight, optimizer: str, training: bool) -> ResidentBy
     return ResidentBytes(weight.held, weight.gradient, weight.state(optimizer))
 
 
-def activation_bytes(saved: Bytes, received: Bytes, transient: Bytes, recompute: bool) -> tuple[Bytes, Bytes]:
-    """(bytes in flight, bytes working), of as many samples as the arguments are."""
-    if recompute:
-        return received, transient + saved
-    return saved + received, transient
+class Activations(NamedTuple, Generic[Bytes]):
+    """Bytes of a stage, of any number of samples."""
+
+    saved: Bytes
+    received: Bytes
+    transient: Bytes
+    rebuilt: Bytes  # those of `saved` that the cores of attentions make
+    core: Bytes  # of these, what one core makes at most
+    kept: Bytes  # what enters layers, and what operators outside of them save
+    block: Bytes  # at work there: what an operator needs while it runs, with what its layer saves beside `kept`
+
+
+def activation_bytes(of: Activations[Bytes], recompute: int) -> tuple[Bytes, Bytes]:
+    """(bytes in flight, bytes working), of as many samples as the arguments are. `recompute`: a `Recompute`."""
+    if recompute == Recompute.STAGE:
+        return of.received, of.transient + of.saved
+    if recompute == Recompute.FULL:
+        return of.received + of.kept, of.block
+    if recompute == Recompute.SELECTIVE:
+        return of.saved - of.rebuilt + of.received, of.transient + of.core
+    return of.saved + of.received, of.transient
 
 
 def split_text(resident: ResidentBytes, needed: float, optimizer: str) -> str:

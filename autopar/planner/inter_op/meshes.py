@@ -1,11 +1,13 @@
-"""Cost graphs over meshes: the device groups of a size, and the stage configurations that the search picks from.
+"""Cost graphs over meshes: the stage configurations that the partition search picks from.
 
-The partition search places stages on device groups. Here every `size` neighbouring devices are one group. For each
-shape of their mesh and each micro-batch size, the intra-operator search chooses strategies for all operators, the
-fastest ones and others that need less memory (`frontier`); each solution is a stage configuration:
+The partition search places stages on devices and on meshes of neighbouring devices. For each width of a mesh (its
+number of devices), each shape and each micro-batch size, the intra-operator search chooses strategies for all
+operators, the fastest ones and others that need less memory (`frontier`); each solution is a stage configuration:
 
-    8 devices, size 4     groups [0 1 2 3] [4 5 6 7]     mesh (4): each operator split by tensors or by samples
-                                                         mesh (2, 2): both; parameters whole or sharded (ZeRO)
+    8 devices     width 1    [0] [1] [2] [3] [4] [5] [6] [7]
+                  width 2    [0 1] [2 3] [4 5] [6 7]       mesh (2): each operator split by tensors or by samples
+                  width 4    [0 1 2 3] [4 5 6 7]           mesh (4), and mesh (2, 2): both
+                  width 8    [0 1 2 3 4 5 6 7]             parameters whole or sharded (ZeRO)
 
 So one search chooses stages, replicas, mesh shapes, strategies, sharded parameters, recomputation, schedule and
 micro-batches together.
@@ -14,7 +16,9 @@ micro-batches together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +26,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.example import Example
-from autopar.analysis.operators import captured_device, on_device
+from autopar.analysis.operators import on_device
 from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
@@ -32,13 +36,13 @@ from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.mesh import Mesh, make_mesh
+from autopar.sharding.strategy_costs import WholeSeconds
 from cost_models import Cluster, Device
 from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key
 
 log = logging.getLogger(__name__)
 
-_FIRST_LOOK = 2  # solutions of every shape and micro-batch size in the first look at a mesh size
-_CLOSER_LOOK = 4  # where the shapes are given
+_SOLUTIONS = 4  # of every shape and micro-batch size
 
 
 @dataclass(frozen=True)
@@ -57,19 +61,21 @@ class Subject:
 
     def task(self, costs: CostGraph, folded: Folded, n_microbatches: int) -> ShardingTask:
         """The choice of strategies on `folded` for one of `n_microbatches`, which divide the batch."""
-        assert costs.cluster is not None, "strategies are priced on the links and collectives of a cluster"
+        assert costs.mesh_cluster is not None, "strategies are priced on the links and collectives of a cluster"
         rows = costs.batch_size // n_microbatches
         return ShardingTask(
             folded.module,
             self.inputs(rows),
             rows,
-            costs.cluster,
+            costs.mesh_cluster,
             n_microbatches=n_microbatches,
             training=costs.training,
             optimizer=self.optimizer,
             recipe=costs.recipe,
+            scatters=costs.training and costs.shards is None,
             copies=folded.copies,
             again=folded.again,
+            shards=costs.shards,
         )
 
 
@@ -80,11 +86,32 @@ def subject_of(example: Example, optimizer: str) -> Subject:
     calls = Calls(program, leaves)
     meta = torch.device("meta")
     with torch.device("cpu"):
-        module = private_copy(on_device(program.graph_module, captured_device(program), meta), meta)
+        module = private_copy(on_device(program.graph_module, program.device, meta), meta)
     named = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
     values = {name: get_attribute(program.graph_module, name) for name in named}
     storages = {name: str(storage_key(t)) for name, t in values.items() if isinstance(t, torch.Tensor)}
     return Subject(module, calls.inputs, storages, optimizer)
+
+
+def as_measured(task: ShardingTask, costs: CostGraph, folded: Folded, kind: str, width: int) -> ShardingTask:
+    """`task` with the measured seconds of whole operators for meshes of `width` devices of a kind at hand: the mean of
+    the equal ones that a node of the folded graph represents. The task itself for a planned cluster."""
+    if costs.shards is None:
+        return task
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    table = costs.table(kind, _busy_meshes(costs, kind, width, task.n_microbatches))
+    forward, backward, _ = table.at(task.rows)
+    for name, *seconds in zip(table.nodes, forward.tolist(), backward.tolist(), strict=True):
+        found[folded.kept(name)].append((seconds[0], seconds[1]))
+    means = {
+        name: WholeSeconds(*(sum(of) / len(some) for of in zip(*some, strict=True))) for name, some in found.items()
+    }
+    return replace(task, measured=means)
+
+
+def _busy_meshes(costs: CostGraph, kind: str, width: int, n_microbatches: int) -> int:
+    """Meshes that compute at the same time: a single micro-batch is on one after the other."""
+    return 1 if n_microbatches == 1 else max(1, sum(device.kind == kind for device in costs.devices) // width)
 
 
 class Meshes:
@@ -92,96 +119,109 @@ class Meshes:
 
     def __init__(self, costs: CostGraph, subject: Subject, memory_limit: float | None = None) -> None:
         """`costs`: of single devices of a cluster. `memory_limit`: bytes usable on each, if less than its memory."""
-        assert costs.cluster is not None, "meshes need the links and collectives of a cluster"
+        assert costs.mesh_cluster is not None, "meshes need the links and collectives of a cluster"
         self._costs, self._subject = costs, subject
-        self._cluster: Cluster = costs.cluster
+        self._cluster: Cluster = costs.mesh_cluster
         self._limit = memory_limit or float("inf")
         self._folded = fold(subject.module)
         self._facts: dict[int, GraphFacts] = {}
         self._works = LocalWorks()
+        # By kind of devices, shape and number of micro-batches.
+        self._found: dict[tuple[str, tuple[int, ...], int], tuple[MeshConfiguration, ...]] = {}
         self._program = subject.program(costs, self._folded)
 
-    def sizes(self) -> list[int]:
-        """Numbers of devices per mesh: a node halved any number of times, or doubled up to all nodes."""
-        per_kind = [self._per_node(kind) for kind in dict.fromkeys(d.kind for d in self._costs.devices)]
-        most = max(count * self._cluster.nodes for count in per_kind)
+    def widths(self) -> list[int]:
+        """Numbers of devices per mesh: a node halved any number of times, or doubled up to all nodes. At hand
+        see `_widths_at_hand`."""
+        per_kind = [self._per_node(kind) for kind in dict.fromkeys(d.kind for d in self._devices)]
+        if self._costs.shards is not None:
+            return self._widths_at_hand(min(self._costs.shards.widest, max(per_kind)))
+        most = max((count * self._cluster.nodes for count in per_kind), default=0)
         found = {most}
         for count in per_kind:
             found |= {count >> shift for shift in range(count.bit_length()) if count % (1 << shift) == 0}
             found |= {count << shift for shift in range(self._cluster.nodes.bit_length()) if count << shift <= most}
-        return sorted(size for size in found if size > 1)
+        return sorted(width for width in found if width > 1)
 
-    def counts(self, size: int, rounds: Sequence[int]) -> list[int]:
-        """Numbers of micro-batches that divide the batch: for each of `rounds` the largest with at most that many
-        micro-batches per mesh of `size` devices."""
-        batch, n_meshes = self._costs.batch_size, max(1, len(self._costs.devices) // size)
-        fitting = [m for m in range(1, batch + 1) if batch % m == 0]
-        return sorted({max(m for m in fitting if m <= each * n_meshes) for each in rounds})
+    def _widths_at_hand(self, widest: int) -> list[int]:
+        """Powers of two, divisors of the devices of a kind, and `widest`."""
+        counts = {self._per_node(kind) for kind in {d.kind for d in self._devices}}
+        powers = {1 << shift for shift in range(1, widest.bit_length())}
+        even = {width for width in range(2, widest + 1) if any(count % width == 0 for count in counts)}
+        return sorted({width for width in powers | even | {widest} if 1 < width <= widest})
 
-    def shapes(self, size: int) -> set[tuple[int, ...]]:
-        """All mesh shapes of `size` devices."""
-        kinds = dict.fromkeys(d.kind for d in self._costs.devices)
-        return {shape for kind in kinds for shape in _shapes(size, self._per_node(kind))}
+    def turns(self, width: int) -> int:
+        """How many devices of a mesh compute one after another, at least."""
+        shards = self._costs.shards
+        if shards is None:
+            return 1
+        groups = [[d.name for d in self._devices if d.kind == kind][:width] for kind in self._kinds(width)]
+        return min((shards.turns(names) for names in groups), default=width)
 
-    def of(self, size: int, counts: Sequence[int], shapes: Collection[tuple[int, ...]] = ()) -> CostGraph | None:
-        """The cost graph over meshes of `size` devices; None if no mesh has that size.
+    def divides(self, m: int) -> bool:
+        """Whether `m` micro-batches have as many samples each, which meshes need."""
+        return self._costs.batch_size % m == 0
 
-        Args:
-            counts: numbers of micro-batches; those that do not divide the batch are left out.
-            shapes: mesh shapes to look at with many solutions each; default: every shape with few.
+    def n_shapes(self, width: int) -> int:
+        """The usual mesh shapes of all kinds of devices."""
+        return sum(len(_shapes(width, self._per_node(kind))) for kind in self._kinds(width))
 
-        CPU workers form no mesh: they would run their shards one after another.
+    def of(self, width: int, counts: Sequence[int]) -> CostGraph | None:
+        """The cost graph over meshes of `width` devices alone; None if there is no such mesh.
+
+        `counts`: numbers of micro-batches; those that do not divide the batch are left out.
         """
-        meshes: list[tuple[Device, ...]] = []
-        configurations: list[MeshConfiguration] = []
-        for kind in dict.fromkeys(d.kind for d in self._costs.devices):
-            if self._cluster.specs[kind].device_type == "cpu":
-                continue
-            mine = [d for d in self._costs.devices if d.kind == kind]
+        found = tuple(one for m in counts for one in self.configurations(width, m))
+        devices = tuple(d for d in self._devices if d.kind in self._kinds(width))
+        return replace(self._costs, devices=devices, configurations=found, alone=False) if found else None
+
+    def configurations(self, width: int, m: int, *, every_shape: bool = False) -> tuple[MeshConfiguration, ...]:
+        """Stage configurations of every kind of devices and shape; none if `m` does not divide the batch.
+
+        `every_shape`: of all shapes that stages could have, not of the usual ones alone.
+        """
+        kinds = self._kinds(width) if self.divides(m) else []
+        found: list[MeshConfiguration] = []
+        for kind in kinds:
+            for shape in _shapes(width, self._per_node(kind), every=every_shape):
+                if (kind, shape, m) not in self._found:
+                    self._found[kind, shape, m] = tuple(self._of_shape(kind, shape, m))
+                found += self._found[kind, shape, m]
+        return tuple(found)
+
+    @property
+    def _devices(self) -> list[Device]:
+        """CPU workers of a planned cluster form no mesh: they would run their shards one after another. At hand that is
+        priced."""
+        if self._costs.shards is not None:
+            return list(self._costs.devices)
+        return [d for d in self._costs.devices if self._cluster.specs[d.kind].device_type != "cpu"]
+
+    def _kinds(self, width: int) -> list[str]:
+        """Kinds of devices of which meshes of `width` fill nodes, or shares of a node, evenly."""
+        found = []
+        for kind in dict.fromkeys(d.kind for d in self._devices):
             per_node = self._per_node(kind)
-            if per_node % size and size % per_node:
-                continue
-            chunks = [tuple(mine[i : i + size]) for i in range(0, len(mine) - size + 1, size)]
-            if chunks:
-                meshes += chunks
-                configurations += self._configurations(kind, chunks, counts, shapes)
-        if not configurations:
-            return None
-        return replace(
-            self._costs,
-            devices=tuple(device for mesh in meshes for device in mesh),
-            configurations=tuple(configurations),
-            meshes=tuple(tuple(device.name for device in mesh) for mesh in meshes),
-        )
+            even = self._costs.shards is not None or per_node % width == 0 or width % per_node == 0
+            found += [kind] if even and width <= per_node * self._cluster.nodes else []
+        return found
 
     def _per_node(self, kind: str) -> int:
-        return sum(d.kind == kind for d in self._costs.devices) // self._cluster.nodes
+        return sum(d.kind == kind for d in self._devices) // self._cluster.nodes
 
-    def _configurations(
-        self,
-        kind: str,
-        chunks: Sequence[tuple[Device, ...]],
-        counts: Sequence[int],
-        shapes: Collection[tuple[int, ...]],
-    ) -> Iterator[MeshConfiguration]:
-        batch, size = self._costs.batch_size, len(chunks[0])
-        memory = min(self._limit, *(d.memory for d in chunks[0]))
-        for m in counts:
-            if batch % m:
-                continue
-            for shape in shapes or _shapes(size, self._per_node(kind)):
-                mesh = make_mesh(shape, [d.name for d in chunks[0]], _NAMES[-len(shape) :])
-                task = self._subject.task(self._costs, self._folded, m)
-                most = _CLOSER_LOOK if shapes else _FIRST_LOOK
-                for number, found in enumerate(self._chosen(task, mesh, memory, len(chunks), most)):
-                    name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"
-                    yield mesh_configuration(
-                        name, kind, self._program, task, self._facts_of(task), found, fastest=number == 0
-                    )
+    def _of_shape(self, kind: str, shape: tuple[int, ...], m: int) -> Iterator[MeshConfiguration]:
+        mine, width = [d for d in self._devices if d.kind == kind], math.prod(shape)
+        devices, n_meshes = mine[:width], len(mine) // width
+        memory = min(self._limit, *(d.memory for d in devices))
+        task = as_measured(self._subject.task(self._costs, self._folded, m), self._costs, self._folded, kind, width)
+        mesh = make_mesh(shape, [d.name for d in devices], _NAMES[-len(shape) :])
+        for number, found in enumerate(self._chosen(task, mesh, memory, n_meshes)):
+            name = f"{kind} x {'x'.join(map(str, shape))}, {m} micro-batches, {number}"
+            yield mesh_configuration(name, kind, self._program, task, self._facts_of(task), found, fastest=number == 0)
 
-    def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, n_meshes: int, most: int) -> tuple[Sharding, ...]:
+    def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, n_meshes: int) -> tuple[Sharding, ...]:
         """The fastest strategies; where `n_meshes` such meshes may lack memory (bytes), also others that need less."""
-        return frontier(ShardingProblem(task, mesh, self._facts_of(task)), memory, n_meshes, most)
+        return frontier(ShardingProblem(task, mesh, self._facts_of(task)), memory, n_meshes, _SOLUTIONS)
 
     def _facts_of(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:
@@ -192,9 +232,14 @@ class Meshes:
 _NAMES = ("data", "model")  # mesh axes, named by their usual use
 
 
-def _shapes(size: int, per_node: int) -> list[tuple[int, ...]]:
-    """Mesh shapes: one axis within a node, or two axes with the last one within a node."""
-    found: list[tuple[int, ...]] = [(size,)] if size <= per_node else []
+def _shapes(size: int, per_node: int, *, every: bool = False) -> list[tuple[int, ...]]:
+    """Mesh shapes: one axis within a node, or two axes with the last one within a node.
+
+    The usual ones have all or half of a node's devices on the last axis. `every`: also a quarter, and so on; and one
+    axis over several nodes, whose collectives use the cards of all devices at once.
+    """
+    found: list[tuple[int, ...]] = [(size,)] if every or size <= per_node else []
     inside = min(size, per_node)
-    found += [(size // last, last) for last in (inside, inside // 2) if 1 < last < size and size % last == 0]
+    lasts = [inside >> shift for shift in range(inside.bit_length() if every else 2) if inside % (1 << shift) == 0]
+    found += [(size // last, last) for last in lasts if 1 < last < size and size % last == 0]
     return found

@@ -7,9 +7,11 @@ w_s = 0 for other schedules):
 
     T = sum_s f_s + max_s p_s
     f_s = t_s - d_s,   d_s = min(2 w_s, t_s)                       time of the first micro-batch
-    p_s = (ceil(m / r_s) - 1) t_s + d_s + reduction(r_s, gradient bytes_s) + o_s
+    p_s = (ceil(m / r_s) - 1) u_s + d_s + reduction(r_s, gradient bytes_s) + o_s
     t_s = forward and backward of its atoms, forward twice if it recomputes, + overhead of its 2 actions
-          + latency + bytes x seconds_per_byte of its kind, for each direction of its incoming values that carries bytes
+          + latency + bytes x seconds_per_byte of its lane, for each direction of its incoming values with bytes
+    u_s = t_s, or where transfers run behind the passes of other micro-batches, the longer of passes and transfers:
+          of its forward and of its backward under gpipe, of both together under interleaved 1F1B
     o_s = what happens once a step: collectives of its mesh, gradients of parameters that another stage has, too
 
 With equal stages that is (m + p - 1) t for GPipe and 1F1B, and m t + (p - 1)(F + I - W) for ZB-H1. With v stages on a
@@ -18,8 +20,8 @@ equal stages. That balances the stages one by one, which bounds the load of ever
 
     resident_s + transient_s + in_flight_s (saved_s + received_s) <= memory
 
-(a stage that recomputes holds `received` in flight and `saved` once), and in_flight_s depends on how many devices serve
-the later stages (`autopar.schedule.builders.in_flight_limit`).
+(a stage that recomputes holds `received` in flight and `saved` once), and in_flight_s depends on how many replicas
+the later stages have (`autopar.schedule.builders.in_flight_limit`), be they devices or meshes.
 
 Method. Under a bound U on the max term the least sum g(U) is a dynamic program over chains of cuts (`sweep`). g never
 rises with U, so that of the plans whose max term lies between L and U none is better than L + g(U). `_best` keeps such
@@ -29,6 +31,9 @@ intervals, splits the one that promises most, and stops when none promises more 
        |     x                     |  plans in an interval are above L + g(U)
        |         x   x   x
        +--[------)[--)[--)[---->   max term
+
+How many devices a bound on the max term needs (`needed_devices`) tells where plans begin, and which stages a sweep can
+leave out; so do least sums of the fills around a stage (`Costs.least`).
 
 Stopping early leaves the least promise as a proven lower bound. Where the sum does not count (`Problem.sum_counts`),
 one sweep over max terms finds the plan whose largest is the least.
@@ -42,17 +47,28 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.planner.inter_op.bounds import relaxed_bound
-from autopar.planner.inter_op.dynamic_program import Path, SweepStep, sweep
-from autopar.planner.inter_op.problem import Infeasibility, Problem, Solution, StageChoice
-from autopar.planner.inter_op.stage_costs import Costs, Mode
+from autopar.planner.inter_op.dynamic_program import Following, Grid, Path, SweepStep, sweep
+from autopar.planner.inter_op.needed_devices import Needs
+from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.solution import Infeasibility, Solution, StageChoice
+from autopar.planner.inter_op.stage_costs import Costs
+from autopar.planner.inter_op.stage_tables import Mode, Stages, Wanted
 
 # Below this share of the best time, intervals are no longer halved but walked down from plan to plan.
 _NARROW = 1e-3
 _MOST_SWEEPS = 400
+_MOST_INEXACT = 3  # sweeps after the first one that leaves something unproven
+# Shares of the max term: between the bounds on the least one, and from there to where plans are looked for first, where
+# meshes have one width and where they have several.
+_LOW, _FIRST_STEP, _FIRST_STEP_OF_WIDTHS = 1e-3, 4e-3, 0.04
+_ROUNDING = 1e-12  # share of a bound that may be due to rounding
+# Up to this many states, a sweep over meshes of several widths counts the replicas that follow a stage.
+_FEW_STATES = 700
 
 
 def solve(
@@ -94,7 +110,7 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
         middle = (low + high) // 2
         # The factor covers rounding: the same products are computed in another order.
         costs = Costs(problem, counts, extra_memory=lacks[middle] * (1 + 1e-12))
-        path = _Search(costs).least_sum(math.inf)
+        path = _Search(costs).least_sum(Wanted(math.inf)).path
         if path is None:
             low = middle + 1
         else:
@@ -111,6 +127,35 @@ def explain_infeasible(problem: Problem) -> Infeasibility | None:
     return Infeasibility(index, stage, needed[index], memory[index])
 
 
+class LeastSum(NamedTuple):
+    """What one sweep says of the plans whose max term is at most a bound."""
+
+    total: float  # s: no plan's sum of fills is smaller; inf where there is no plan
+    path: Path | None  # a plan; its sum is `total` unless meshes of several widths share scarce memory
+
+
+class _Interval(NamedTuple):
+    """Plans whose max term lies in an interval. The most promising one is the least."""
+
+    promise: float  # s: none takes less
+    low: float  # s: none has a smaller max term
+    high: float  # s: all have a smaller one
+    least: float  # s: none has a smaller sum of fills
+
+    @classmethod
+    def of(cls, low: float, high: float, least: float) -> _Interval:
+        return cls(least + low, low, high, least)
+
+    @property
+    def last(self) -> float:
+        """The largest max term (s) in it."""
+        return math.nextafter(self.high, -math.inf)
+
+    def below(self, goal: float) -> _Interval:
+        """The part in which plans may take less than `goal` seconds."""
+        return self._replace(high=min(self.high, goal - self.least))
+
+
 class _Search:
     """Branch and bound for one problem and one vector of device counts."""
 
@@ -122,54 +167,121 @@ class _Search:
 
     def best(self, cutoff: float, tolerance: float) -> Solution | None:
         """Branch and bound over intervals of the max term; the picture is in the head of this file."""
-        first = self.least_sum(math.inf)
-        if first is None:
-            return None
-        if not self._costs.problem.sum_counts:
-            return self._solution(first, first.total, first.total) if first.total < cutoff else None
-        top = self._max_term(first)
-        best, best_time = first, first.total + top
-        # (promise, no plan's max term is at or below, plans are below, least sum of those)
-        intervals = [(first.total, 0.0, top, first.total)]
-        if self._costs.n_devices == 1 and len({mode.kind for mode in self._costs.modes}) == 1:
-            # One stage on one kind: the least fill has the least time.
-            intervals.clear()
+        costs = self._costs
+        if not costs.problem.sum_counts:
+            # A plan whose max term is not below the cutoff is not below it either.
+            least, first = self.least_sum(Wanted(cutoff))
+            return self._solution(first, first.total, least) if first is not None and first.total < cutoff else None
+        best: Path | None = None
+        best_time = math.inf
+        intervals = [self._whole(cutoff, tolerance)]
+        # Plans with a smaller sum than the one found under the same bound, which nothing rules out, are above `missed`.
+        # Plans above `unwanted` are not looked at.
+        missed = unwanted = math.inf
+        inexact, step = 0, _FIRST_STEP if costs.one_width else _FIRST_STEP_OF_WIDTHS
+        # One stage on one kind with its backward in one part: the least fill has the least time.
+        one_stage = sum(costs.units) == 1 and len({m.kind for m in costs.modes}) == 1 and costs.problem.weight is None
         for _ in range(_MOST_SWEEPS):
-            if not intervals or intervals[0][0] >= min(best_time, cutoff) * (1 - tolerance):
+            goal = min(math.inf if best is None else best_time * (1 - tolerance), cutoff, missed)
+            if not intervals or intervals[0].promise >= goal or inexact > _MOST_INEXACT:
                 break
-            _, low, high, least = heapq.heappop(intervals)
-            below = math.nextafter(high, -math.inf)
-            narrow = high - low < _NARROW * best_time
-            bound = below if narrow and tolerance == 0 else min(low + (high - low) / 2, below)
-            path = self.least_sum(bound)
+            # With a larger max term, plans in the interval take too long.
+            now = heapq.heappop(intervals).below(goal)
+            unwanted = min(unwanted, goal)
+            bound = self._bound(now, best_time, tolerance, step)
+            step *= 2
+            under, path = self.least_sum(Wanted(bound, goal, now.low), enough=goal - now.low)
             if path is not None:
                 top = self._max_term(path)
                 if path.total + top < best_time:
                     best, best_time = path, path.total + top
-                if low < top:
-                    heapq.heappush(intervals, (path.total + low, low, top, path.total))
-            if bound < below:
-                heapq.heappush(intervals, (least + bound, bound, high, least))
-        bound = min(best_time, intervals[0][0]) if intervals else best_time
-        if best_time >= cutoff:
-            return None
-        return self._solution(best, best_time, bound)
+                if under < path.total:
+                    missed = min(missed, under + top)
+                if now.low < top and not one_stage:
+                    heapq.heappush(intervals, _Interval.of(now.low, top, under))
+            elif under + now.low < goal:
+                missed = min(missed, under + now.low)
+            inexact += math.isfinite(missed)
+            if bound < now.last:
+                heapq.heappush(intervals, _Interval.of(bound, now.high, now.least))
+        bound = min(best_time, missed, unwanted, intervals[0].promise if intervals else math.inf)
+        return None if best is None or best_time >= cutoff else self._solution(best, best_time, bound)
+
+    def _whole(self, cutoff: float, tolerance: float) -> _Interval:
+        """The interval that all plans below the cutoff lie in."""
+        needed, fills = self._costs.needed_devices, self._costs.least.fills
+        low = self._costs.least.largest * (1 - _ROUNDING)
+        if needed is not None:
+            low = needed.least_max_term(low, cutoff - fills, max(tolerance, _LOW) / 2)
+        return _Interval.of(low, math.inf, fills)
+
+    def _bound(self, within: _Interval, best: float, tolerance: float, step: float) -> float:
+        """The max term (s) to look at next. Where what plans need is known, plans begin hardly above the interval:
+        the first one is looked for there, and the next ones from above, in steps of what they gain."""
+        low, high, tells_needs = within.low, within.high, self._costs.needed_devices is not None
+        if math.isinf(best):
+            return min(low * (1 + step), within.last) if tells_needs and low > 0 else within.last
+        narrow = tolerance > 0 if tells_needs else high - low < 4 * tolerance * best
+        if narrow or high - low < _NARROW * best:
+            return within.last
+        return min(low + (high - low) / 2, within.last)
 
     def _solution(self, path: Path, objective: float, bound: float) -> Solution:
-        return Solution(tuple(_choice(self._costs, s) for s in path.steps), objective, bound, path.used)
+        used = tuple(n * unit for n, unit in zip(path.used, self._costs.unit, strict=True))
+        return Solution(tuple(_choice(self._costs, s) for s in path.steps), objective, bound, used)
 
-    def least_sum(self, bound: float) -> Path | None:
-        """The plan with the least sum of fills among those whose max term is at most `bound`; where the sum does not
-        count, the plan with the least max term."""
-        stages = self._costs.stages(bound)
-        places, pinned = self._places[stages.start, stages.stop], self._pinned
-        axes = np.array(self._costs.problem.pools)
-        combine = np.add if self._costs.problem.sum_counts else np.maximum
-        return sweep(stages, axes, self._costs.n_cuts, self._costs.counts, places, pinned, self._exactly, combine)
+    def least_sum(self, wanted: Wanted, enough: float = math.inf) -> LeastSum:
+        """The wanted plan with the least sum of fills; where the sum does not count, with the least max term.
+
+        Where meshes differ in width, devices do not tell how many replicas follow a stage, on which its memory depends
+        (`Following`). If the plan of the relaxed sweep fits, it is the best there is. Otherwise replicas are counted
+        where the states are few, and recorded where they are many. `enough`: no plan with this sum or more is wanted.
+        """
+        costs = self._costs
+        needs = None
+        if costs.needed_devices is not None and math.isfinite(wanted.most):
+            needs = costs.needed_devices.under(wanted.most)
+            if not costs.needed_devices.suffices(needs):
+                return LeastSum(math.inf, None)
+        stages = costs.stages(wanted, self._exactly, needs)
+        relaxed = self._sweep(stages, Following.RELAXED, needs)
+        if relaxed is None:
+            return LeastSum(math.inf, None)
+        if costs.one_width or self._fits(relaxed):
+            return LeastSum(relaxed.total, relaxed)
+        if relaxed.total >= enough:
+            return LeastSum(relaxed.total, None)
+        n_states = math.prod(n + 1 for n in costs.units) * (costs.most_groups + 1)
+        if n_states <= _FEW_STATES:
+            counted = self._sweep(stages, Following.COUNTED, needs)
+            return LeastSum(math.inf if counted is None else counted.total, counted)
+        return LeastSum(relaxed.total, self._sweep(stages, Following.RECORDED, needs))
+
+    def _sweep(self, stages: Stages, following: Following, needs: Needs | None) -> Path | None:
+        costs = self._costs
+        widths = tuple(most // unit for (_, most), unit in zip(costs.widths, costs.unit, strict=True))
+        grid = Grid.of(costs.units, widths, costs.most_groups, following is Following.COUNTED)
+        return sweep(
+            stages,
+            costs.n_cuts,
+            grid,
+            self._places[stages.start, stages.stop],
+            self._pinned,
+            exactly=self._exactly,
+            recorded=following is Following.RECORDED,
+            combine=np.add if costs.problem.sum_counts else np.maximum,
+            needs=needs,
+        )
+
+    def _fits(self, path: Path) -> bool:
+        """Whether every stage has memory for its micro-batches in flight, with the replicas that do follow it."""
+        return all(
+            self._costs.fits(Mode(s.kind, s.recompute), s.replicas, s.after, s.start, s.stop) for s in path.steps
+        )
 
     def _max_term(self, path: Path) -> float:
         costs = self._costs
-        return max(float(costs.max_term(Mode(s.kind, s.recompute), s.replicas)[s.start, s.stop]) for s in path.steps)
+        return max(costs.max_term_of(Mode(s.kind, s.recompute), s.replicas, s.start, s.stop) for s in path.steps)
 
 
 def _places(problem: Problem) -> np.ndarray:
@@ -190,5 +302,6 @@ def _places(problem: Problem) -> np.ndarray:
 
 
 def _choice(costs: Costs, step: SweepStep) -> StageChoice:
-    time = float(costs.terms[Mode(step.kind, step.recompute)].time[step.start, step.stop])
+    terms = costs.terms_of(Mode(step.kind, step.recompute), step.replicas)
+    time = float(terms.time[costs.pair(step.start, step.stop)])
     return StageChoice(step.start, step.stop, step.kind, step.replicas, step.recompute, time)

@@ -2,8 +2,8 @@
 
 The model is a directed acyclic graph of atoms (operators that may not be separated are one atom). A *cut* is a set of
 atoms that is closed under predecessors: all that runs before it. A plan is a chain of cuts, from none to all, and what
-lies between two of them is a stage on r devices of one kind; its devices are replicas, micro-batch k runs on replica
-k mod r:
+lies between two of them is a stage on r replicas of one kind: devices, or meshes of `width` devices each. Micro-batch k
+runs on replica k mod r:
 
          .--> 1 --> 2 --.
     0 --<                >--> 5 --> 6      cuts  {}  {0 3}  {0 1 2 3 4}  all
@@ -14,14 +14,15 @@ On a line of atoms the cuts are its prefixes and a stage is an interval.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from autopar.costs.gradient_reduction import Position, ReductionCurve
-from autopar.planner.inter_op.atom_times import PassSeconds
+from autopar.costs.gradient_reduction import BUCKET, Position, ReductionCurve
+from autopar.costs.sends import Lane
+from autopar.planner.inter_op.atom_times import Behind, CoreSeconds, PassSeconds
 from autopar.planner.inter_op.cut_tables import Tables, tables
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
 from cost_models.memory.optimizer_step import OptimizerRates
@@ -43,9 +44,16 @@ class Space:
     transient: np.ndarray  # [n] bytes while the atom runs; the maximum over a stage counts
     once: tuple[Shared, ...] = ()  # seconds once a step of a stage that has any of the atoms
     stepped: tuple[Stepped, ...] = ()  # what the optimizer does once a step
+    rebuilt: tuple[Shared, ...] = ()  # those of `saved` that stages make again which recompute cores of attention
+    core: np.ndarray | None = None  # [n] bytes of these that are there at once while the atom's backward runs
+    kept: tuple[Shared, ...] = ()  # what stages keep that make layers again one by one
+    block: np.ndarray | None = None  # [n] bytes at work in their backwards, with what the atom's layer makes again
+    layered: tuple[int, ...] = ()  # atoms with operators of such layers
     pinned: tuple[tuple[int, int], ...] = ()  # (atom, stage that it must be in, from 0)
     recomputed: tuple[int, ...] = ()  # atoms whose stage must recompute
+    outside: tuple[int, ...] = ()  # those of them that are not in layers that run again one by one
     unrepeatable: tuple[int, ...] = ()  # atoms whose stage may not
+    lane: float = 0.0  # s per byte between nodes, for values that several devices of a node hold alike
 
     def __post_init__(self) -> None:
         _check(self.cuts.ndim == 2 and self.cuts.dtype == np.bool_, "cuts must be an array of bool [n_cuts, n]")
@@ -58,16 +66,21 @@ class Space:
         check_costs("transient", self.transient)
         check_costs("values: nbytes", [value.nbytes for value in self.values])
         check_costs("values: grad_nbytes", [value.grad_nbytes for value in self.values])
+        check_costs("values: gather", [value.gather for value in self.values])
+        check_costs("lane", self.lane)
         for index, value in enumerate(self.values):
             inside = all(0 <= atom < n for atom in (value.producer, *value.consumers))
             _check(inside, f"values[{index}] names an atom outside 0..{n - 1}: {value}")
-        for name in ("resident", "gradients", "saved", "once"):
+        _check(self.core is None or self.core.shape == (n,), f"core must have shape {(n,)}")
+        _check(self.block is None or self.block.shape == (n,), f"block must have shape {(n,)}")
+        for name in ("resident", "gradients", "saved", "once", "rebuilt", "kept"):
             items: tuple[Shared, ...] = getattr(self, name)
             check_costs(f"{name}: nbytes", [item.nbytes for item in items])
             for index, item in enumerate(items):
                 inside = all(0 <= atom < n for atom in item.atoms)
                 _check(inside, f"{name}[{index}] names an atom outside 0..{n - 1}: {item}")
-        for atom in (*(atom for atom, _ in self.pinned), *self.recomputed, *self.unrepeatable):
+        hinted = (*(atom for atom, _ in self.pinned), *self.recomputed, *self.outside, *self.unrepeatable)
+        for atom in (*hinted, *self.layered):
             _check(0 <= atom < n, f"a hint names an atom outside 0..{n - 1}: {atom}")
 
     @property
@@ -76,16 +89,23 @@ class Space:
 
     @cached_property
     def tables(self) -> Tables:
-        """Every quantity of a stage for all pairs of cuts."""
+        """Every quantity of a stage, by pair of cuts."""
         return tables(
             self.cuts,
             values=self.values,
+            lane=self.lane,
             resident=self.resident,
             gradients=self.gradients,
             saved=self.saved,
             transient=self.transient,
             once=self.once,
             stepped=self.stepped,
+            rebuilt=self.rebuilt,
+            core=self.core,
+            kept=self.kept,
+            block=self.block,
+            layered=self.layered,
+            outside=self.outside,
             recomputed=self.recomputed,
             unrepeatable=self.unrepeatable,
         )
@@ -105,13 +125,18 @@ class Gradients:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Devices that cost the same, or the devices of a pool under one stage configuration."""
+    """Devices that cost the same, or meshes of a pool's devices under one stage configuration.
+
+    Each replica of a stage takes `width` devices of the pool, so stages of several widths share its devices:
+
+        pool of 8     stage 0: 2 replicas of width 2 |0 0'1 1'|   stage 1: 1 replica of width 4 |2 2 2 2|
+    """
 
     name: str
-    count: int  # devices
+    count: int  # devices of the pool
     memory: float  # usable bytes on each; math.inf for no limit
-    latency: float  # seconds a transfer into a device takes before its first byte
-    seconds_per_byte: float  # of that transfer, counted to the stage that receives
+    latency: float  # seconds a transfer into a device takes before its first byte, at least
+    seconds_per_byte: float  # of that transfer, counted to the stage that receives, at least
     reduce_seconds_per_byte: float  # of a replicated stage, once a step, for every replica but the first
     send_seconds_per_byte: float = 0.0  # of a transfer out of the device, once for every value, counted to the sender
     all_reduce: Callable[[int], ReductionCurve] | None = None  # of gradients, by replicas; None: one adds up for all
@@ -119,12 +144,32 @@ class DeviceKind:
     optimizer: OptimizerRates | None = None  # of the optimizer's step, once a step; None: free
     pool: int | None = None  # kinds of one pool share its devices; None for all kinds: each has its own
     space: Space | None = None  # what stages hold and send here, over the same cuts; None: as in the problem
+    width: int = 1  # devices of one replica
+    lanes: Callable[[int], Lane] | None = None  # into the device, by replicas; None: always by the fields above
+    copies: int = 1  # of the whole pipeline: a stage has as many times its replicas
+
+    def lane(self, replicas: int) -> Lane:
+        """How transfers into each device of a stage with so many replicas arrive."""
+        return Lane(self.latency, self.seconds_per_byte) if self.lanes is None else self.lanes(replicas * self.copies)
+
+    def of_one_copy(self, copies: int, chunks: int) -> DeviceKind:
+        """The same for one of `copies` of the whole pipeline, whose gradients are added up over all copies, and which
+        share the cards of their nodes. A device counts once for each of its `chunks` stages."""
+        return replace(self, count=max(1, self.count // copies * chunks), copies=copies)
 
     def reduction(self, replicas: int, nbytes: Gradients) -> np.ndarray:
-        """Seconds once a step to add up the gradients of stages on `replicas` devices."""
+        """Seconds once a step to add up the gradients of stages with this many replicas."""
+        replicas *= self.copies
         if self.all_reduce is not None:
             return self.all_reduce(replicas).at(nbytes.position)
         return (replicas - 1) * self.reduce_seconds_per_byte * nbytes.nbytes
+
+    def bucket(self, replicas: int) -> float:
+        """Seconds of a bucket of these gradients."""
+        replicas *= self.copies
+        if self.all_reduce is not None:
+            return self.all_reduce(replicas).bucket
+        return (replicas - 1) * self.reduce_seconds_per_byte * BUCKET
 
     def stepped(self, tables: Tables) -> np.ndarray | float:
         """Seconds once a step of the optimizer, for all stages of `tables`."""
@@ -144,6 +189,23 @@ class Launches:
     each: PassSeconds[np.ndarray]  # [n_kinds, n] per micro-batch
     start: np.ndarray  # [n_kinds] at the start of each pass
 
+    def only(self, kinds: Sequence[int]) -> Launches:
+        return Launches(PassSeconds(*(each[list(kinds)] for each in self.each)), self.start[list(kinds)])
+
+
+@dataclass(frozen=True)
+class Overlapping:
+    """Seconds of collectives, where some run behind kernels; see `OverlappedTimes`."""
+
+    network: PassSeconds[np.ndarray]  # [n_kinds, n] of all collectives for one micro-batch
+    behind: Behind[np.ndarray]  # [n_kinds, n] once a step; their bucket [n_kinds]
+    reductions: bool  # whether gradients are added up over replicas behind the last backward
+
+    def only(self, kinds: Sequence[int]) -> Overlapping:
+        chosen = list(kinds)
+        network, behind = PassSeconds(*(a[chosen] for a in self.network)), Behind(*(a[chosen] for a in self.behind))
+        return Overlapping(network, behind, self.reductions)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -157,16 +219,20 @@ class Problem:
     forward: np.ndarray  # [n_kinds, n] seconds per micro-batch
     backward: np.ndarray  # [n_kinds, n] seconds per micro-batch; zeros for inference
     n_microbatches: int
-    schedule: str  # a name that autopar.schedule.in_flight_limit knows
+    schedule: str  # as in `autopar.schedule.builders`
     kinds: tuple[DeviceKind, ...]
     max_replicas: int  # of one stage
     weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
     once: np.ndarray | None = None  # [n_kinds, n] seconds once a step, however many micro-batches and replicas
     launches: Launches | None = None  # beside `forward`, `backward` and `weight`; None: those contain them
+    overlapping: Overlapping | None = None  # None: no collective runs behind kernels
     overhead: float = 0.0  # s of every action of a stage (forward, backward, weight part), beside its operators
     plain: bool = False  # the only stage is run as the model itself, without overhead, unless it recomputes
     may_recompute: bool = False  # stages may run their forwards again instead of keeping activations
+    cores: CoreSeconds[np.ndarray] | None = None  # [n_kinds, n] where stages may do so with cores of attention alone
+    blocks: CoreSeconds[np.ndarray] | None = None  # [n_kinds, n] where they may do so with one layer after the other
     sum_counts: bool = True  # False: the objective is the largest stage alone, for one micro-batch after the first
+    sends_behind: bool = False  # whether transfers run behind the passes of other micro-batches
     chunks: int = 1  # stages of each device (interleaved); a device then counts as this many, without replicas
     share: float | None = None  # of the batch's bytes that a micro-batch has; default 1 / n_microbatches
 
@@ -183,13 +249,27 @@ class Problem:
             shape = (len(self.kinds), n)
             _check(array.shape == shape, f"launches: {name} must have shape {shape}, got {array.shape}")
             check_costs(f"launches: {name}", array)
+        if self.overlapping is not None:
+            named = {**self.overlapping.network._asdict(), **self.overlapping.behind._asdict()}
+            for name, array in named.items():
+                of_kinds = (len(self.kinds), *([n] if name != "bucket" else []))
+                _check(array.shape == of_kinds, f"overlapping: {name} must have shape {of_kinds}, got {array.shape}")
+                check_costs(f"overlapping: {name}", array)
+        for groups, seconds in (("cores", self.cores), ("blocks", self.blocks)):
+            for name, array in () if seconds is None else seconds._asdict().items():
+                shape = (len(self.kinds), n)
+                _check(array.shape == shape, f"{groups}: {name} must have shape {shape}, got {array.shape}")
+                check_costs(f"{groups}: {name}", array)
         check_costs("overhead", self.overhead)
         for name in ("n_microbatches", "max_replicas", "chunks"):
             count = getattr(self, name)
             _check(count >= 1, f"{name} must be at least 1, got {count}")
+        behind = self.schedule in ("gpipe", "interleaved-1f1b")
+        _check(behind or not self.sends_behind, f"under {self.schedule}, sends are not behind passes")
         _check(self.chunks == 1 or self.max_replicas == 1, "stages of a device that has several have no replicas")
         for kind in self.kinds:
             _check(kind.count >= 1, f"kind {kind.name!r} must have at least 1 device, got {kind.count}")
+            _check(kind.width >= 1, f"kind {kind.name!r}: a replica has at least 1 device, got {kind.width}")
             _check(kind.memory >= 0, f"kind {kind.name!r}: memory must be a number of bytes >= 0, got {kind.memory}")
             for field in ("latency", "seconds_per_byte", "reduce_seconds_per_byte", "send_seconds_per_byte"):
                 check_costs(f"kind {kind.name!r}: {field}", getattr(kind, field))
@@ -211,6 +291,37 @@ class Problem:
         """Devices of every pool."""
         return tuple(self.kinds[self.pools.index(pool)].count for pool in range(max(self.pools) + 1))
 
+    def widths(self, counts: Sequence[int]) -> list[list[int]]:
+        """The different widths of each pool's kinds that its devices suffice for, ascending."""
+        own = list(zip(self.kinds, self.pools, strict=True))
+        fitting = {(pool, kind.width) for kind, pool in own if kind.width <= counts[pool]}
+        return [sorted(width for p, width in fitting if p == pool) for pool in range(len(counts))]
+
+    def most_groups(self, counts: Sequence[int]) -> int:
+        """Replicas of all stages together, at most."""
+        return sum(count // own[0] for count, own in zip(counts, self.widths(counts), strict=True) if own)
+
+    def only(self, kinds: Collection[int]) -> Problem:
+        """The problem with some of its kinds, and the first of each pool that none of them is of."""
+        missing = {pool: self.pools.index(pool) for pool in set(self.pools) - {self.pools[kind] for kind in kinds}}
+        kept = sorted({*kinds, *missing.values()})
+        launches, overlapping = self.launches, self.overlapping
+        cores, blocks = (
+            None if of is None else CoreSeconds(*(each[kept] for each in of)) for of in (self.cores, self.blocks)
+        )
+        return replace(
+            self,
+            kinds=tuple(replace(self.kinds[kind], pool=self.pools[kind]) for kind in kept),
+            forward=self.forward[kept],
+            backward=self.backward[kept],
+            weight=None if self.weight is None else self.weight[kept],
+            once=None if self.once is None else self.once[kept],
+            launches=None if launches is None else launches.only(kept),
+            overlapping=None if overlapping is None else overlapping.only(kept),
+            cores=cores,
+            blocks=blocks,
+        )
+
     def tables(self, kind: int) -> Tables:
         """Every quantity of a stage on devices of a kind, for all pairs of cuts."""
         return (self.kinds[kind].space or self.space).tables
@@ -231,7 +342,8 @@ class Problem:
         """[n_kinds, n] seconds of each atom that add up to no less than the weight part of any stage's backward."""
         if self.weight is None:
             return 0.0
-        return self.weight if self.launches is None else np.maximum(self.weight, self.launches.each.weight)
+        longest = self.weight if self.launches is None else np.maximum(self.weight, self.launches.each.weight)
+        return longest if self.overlapping is None else np.maximum(longest, self.overlapping.network.weight)
 
     @cached_property
     def n_actions(self) -> int:
@@ -240,49 +352,13 @@ class Problem:
             return 1
         return 2 if self.weight is None else 3
 
-    def overhead_of(self, recompute: bool) -> float:
+    def overhead_of(self, recompute: int) -> float:
         """Seconds of every action of a stage that recomputes, or does not."""
         return 0.0 if self.plain and not recompute else self.overhead
 
     @property
     def bytes_share(self) -> float:
         return 1 / self.n_microbatches if self.share is None else self.share
-
-
-@dataclass(frozen=True)
-class StageChoice:
-    """One stage: the atoms after the cut `start` and before the cut `stop`, on `replicas` devices of `kinds[kind]`."""
-
-    start: int  # cut
-    stop: int  # cut
-    kind: int
-    replicas: int
-    recompute: bool
-    time: float  # seconds one micro-batch takes, forward, backward and transfers
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The best partition on a number of devices, with a bound on all others."""
-
-    stages: tuple[StageChoice, ...]
-    objective: float  # seconds a step takes, as `solve` defines it
-    bound: float  # seconds: no partition over these cuts has a smaller objective; equal to it where that is proven
-    used: tuple[int, ...]  # devices of each pool
-
-    @property
-    def n_devices(self) -> int:
-        return sum(self.used)
-
-
-@dataclass(frozen=True)
-class Infeasibility:
-    """The stage that lacks most memory in the plan where that is least: in every plan some stage lacks as much."""
-
-    index: int  # of the stage in its plan
-    stage: StageChoice
-    needed: float  # bytes on each of its devices
-    available: float  # bytes
 
 
 def _longer(kernels: np.ndarray, launches: np.ndarray) -> np.ndarray:

@@ -25,4 +25,6 @@ class SearchBudget:
 EXACT_STATES = 100
 EXACT = SearchBudget(tolerance=0.0, counts=20, chunks=(2, 3, 4), halvings=6, halved=4, refined=2, rounds=3)
 COARSE = SearchBudget(tolerance=2e-3, counts=9, chunks=(2,), halvings=1, halved=1, refined=1, rounds=1)
-ONE_OF_SEVERAL = SearchBudget(5e-3, 6, (2,), halvings=0, halved=0, refined=0, rounds=0, simulated=6, fewer=(), cuts=160)
+# For clusters that are planned ahead, where strategies of meshes are chosen, too.
+AHEAD = SearchBudget(1e-4, 20, (2, 3), halvings=0, halved=0, refined=1, rounds=1, simulated=400)
+AHEAD_COARSE = SearchBudget(5e-3, 9, (2,), halvings=0, halved=0, refined=0, rounds=0, simulated=60, cuts=120)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopar.costs.sends import Sent
 from cost_models.memory.optimizer_step import StepShare
 
 
@@ -15,6 +16,27 @@ class Value:
     consumers: tuple[int, ...]  # atoms
     nbytes: float  # bytes forward, of the whole batch
     grad_nbytes: float  # bytes backward, of the whole batch; 0 where no gradient flows
+    copies: int = 1  # devices of a mesh, in one node, that hold the same
+    gather: float = 0.0  # s for the whole batch to gather it, or its gradient, from a part on each of them
+
+    @property
+    def forward(self) -> Sent:
+        """On its way to a stage that reads it."""
+        return Sent(self.nbytes, self.copies, self.gather)
+
+    @property
+    def backward(self) -> Sent:
+        """Its gradient on the way back."""
+        return Sent(self.grad_nbytes, self.copies, self.gather if self.grad_nbytes else 0.0)
+
+    def scattered(self, seconds_per_byte: float) -> Value:
+        """With bytes that take a lane as long as sending and gathering do, at the faster of both ways."""
+
+        def counted(sent: Sent) -> float:
+            chosen = sent.over(seconds_per_byte)
+            return chosen.nbytes + (chosen.gather / seconds_per_byte if chosen.gather else 0.0)
+
+        return replace(self, nbytes=counted(self.forward), grad_nbytes=counted(self.backward), copies=1, gather=0.0)
 
 
 @dataclass(frozen=True)

@@ -4,48 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.inter_op.atom_times import PassSeconds, passes
+from autopar.costs.sends import Lane
+from autopar.plan.recompute import Recompute
+from autopar.planner.inter_op.atom_times import (
+    Behind,
+    CoreSeconds,
+    PassSeconds,
+    in_one_part,
+    passes,
+    seconds_once,
+    with_cores,
+)
+from autopar.planner.inter_op.bounds import LeastTerms, least_terms
+from autopar.planner.inter_op.cut_tables import Tables
 from autopar.planner.inter_op.memory_formula import activation_bytes
+from autopar.planner.inter_op.needed_devices import NeededDevices, Needs
 from autopar.planner.inter_op.problem import Gradients, Problem
+from autopar.planner.inter_op.stage_tables import Mode, Needless, Stages, Terms, Wanted
 from autopar.schedule.builders import in_flight_limit, interleaved_in_flight_limit
 
 # Beyond this many devices, only numbers of replicas that change ceil(m / r) are candidates: 2 sqrt(m) of them.
-_ALL_REPLICAS = 64
+_ALL_REPLICAS = 8
+_ROUNDING = 1e-12  # share of an objective that may be due to rounding
 
 
-class Mode(NamedTuple):
-    """How a stage runs."""
+class _Choice(NamedTuple):
+    """Stages with one number of replicas, by pair of cuts."""
 
-    kind: int
-    recompute: bool
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Costs of the stage between every two cuts, [n_cuts, n_cuts], in one mode."""
-
-    time: np.ndarray  # s, of a micro-batch
-    fill: np.ndarray  # s that the stage adds to the time of the first micro-batch; inf where there is no such stage
-    delayed: np.ndarray  # s of `time` that run at the end of the step instead
-    once: np.ndarray  # bytes held all the time
-    each: np.ndarray  # bytes held for each micro-batch in flight
-
-
-class Stages(NamedTuple):
-    """Stages that a plan may have: one per row, sorted by start, then kind, replicas and stop."""
-
-    start: np.ndarray
-    stop: np.ndarray
-    kind: np.ndarray
-    recompute: np.ndarray
-    replicas: np.ndarray
-    fill: np.ndarray  # s
-    most_after: np.ndarray  # the most devices that later stages may have; with more, the stage's memory is too small
+    max_term: np.ndarray  # s; inf where the stage never fits, or there is no such stage
+    most_after: np.ndarray  # as in `Stages`; -1 where `max_term` is inf
+    least: float  # s, the smallest max term; inf if no stage fits
 
 
 class Costs:
@@ -55,83 +49,178 @@ class Costs:
         """`extra_memory`: bytes added to every device, to find out how much is lacking."""
         self.problem = problem
         self.counts = counts
-        self.n_devices = sum(counts)
         self._extra = extra_memory
+        widths = problem.widths(counts)
+        self.widths = tuple((min(own, default=1), max(own, default=1)) for own in widths)  # of each pool
+        # Devices of a pool are counted in units that all its widths are multiples of.
+        self.unit = tuple(math.gcd(*own) if own else 1 for own in widths)
+        self.units = tuple(c // u if own else 0 for c, u, own in zip(counts, self.unit, widths, strict=True))
+        self.most_groups = problem.most_groups(counts)
         self._known_limits: dict[int, tuple[int, ...]] = {}
         self._known_gradients: dict[int, Gradients] = {}
         self._known_once: dict[int, np.ndarray] = {}
-        self._known_passes: dict[int, PassSeconds[np.ndarray]] = {}
+        self._known_passes: dict[tuple[int, int], PassSeconds[np.ndarray]] = {}
+        self._known_networks: dict[int, PassSeconds[np.ndarray]] = {}
         self.modes = [
             Mode(kind, recompute)
             for kind, pool in enumerate(problem.pools)
-            if counts[pool]
-            for recompute in (False, True)
-            if not recompute or problem.may_recompute or problem.space.recomputed
+            if counts[pool] >= problem.kinds[kind].width
+            for recompute in self._recompute()
         ]
-        self.terms = {mode: self._terms(mode) for mode in self.modes}
-        self._choices = {mode: list(self._replicated(mode)) for mode in self.modes}
+        self._pairs = problem.space.tables.pairs
+        self._known_terms: dict[tuple[Mode, Lane], Terms] = {}
+        self.terms: dict[Mode, Terms] = {}
+        for mode in self.modes:
+            terms = self._helpful(mode)
+            if terms is not None:
+                self.terms[mode] = terms
+        self.modes = list(self.terms)
+        self._choices = {mode: dict(self._replicated(mode)) for mode in self.modes}
+
+    def _recompute(self) -> list[Recompute]:
+        """What stages may run again."""
+        problem, modes = self.problem, [Recompute.NONE]
+        if problem.may_recompute and problem.cores is not None:
+            modes.append(Recompute.SELECTIVE)
+        if problem.may_recompute and problem.blocks is not None:
+            modes.append(Recompute.FULL)
+        return [*modes, Recompute.STAGE] if problem.may_recompute or problem.space.recomputed else modes
+
+    def _helpful(self, mode: Mode) -> Terms | None:
+        """The terms of a mode for stages that it may help, because hints demand it or all that are faster may not fit;
+        None where there are none.
+
+        A mode does not help a stage for which a faster one fits with as many micro-batches as any schedule holds, or
+        for which a faster one needs no more bytes with any number of them.
+        """
+        most = max(self._limits(replicas)[-1] for replicas in self.replicas(mode.kind))
+        memory, faster = self.memory(mode.kind), [m for m in self.terms if m.kind == mode.kind]
+        # Layers need not take longer than attention, and a stage that runs again as one has a backward in two parts.
+        in_parts = mode.recompute == Recompute.STAGE and self.problem.weight is not None
+        apart = {Recompute.FULL: Recompute.SELECTIVE, Recompute.STAGE: Recompute.FULL if in_parts else None}
+        faster = [m for m in faster if m.recompute != apart.get(Recompute(mode.recompute))]
+        roomy = np.zeros(len(self._pairs.start), dtype=bool)  # whether a faster mode always fits
+        for other in faster:
+            known = self.terms[other]
+            roomy |= np.isfinite(known.fill) & (known.once + most * known.each <= memory)
+        if mode.recompute and roomy.all():
+            return None
+        terms, needless = self.terms_of(mode, 1), roomy if mode.recompute else np.zeros_like(roomy)
+        for other in faster:
+            known = self.terms[other]
+            no_more = (known.once + k * known.each <= terms.once + k * terms.each for k in (1, most))
+            needless = needless | (np.isfinite(known.fill) & np.logical_and(*no_more))
+        fill = np.where(needless, math.inf, terms.fill)
+        return replace(terms, fill=fill) if np.isfinite(fill).any() or not mode.recompute else None
+
+    @property
+    def one_width(self) -> bool:
+        """Whether all meshes of a pool have the same width, so that devices tell how many there are."""
+        return all(least == most for least, most in self.widths)
 
     @property
     def n_cuts(self) -> int:
         return len(self.problem.space.cuts)
 
+    def pair(self, start: int, stop: int) -> int:
+        """The number of a pair of cuts, which stand for themselves from the end if they are negative."""
+        return int(self._pairs.number[start, stop])
+
     def replicas(self, kind: int) -> list[int]:
         """Candidate numbers of replicas."""
         m = self.problem.n_microbatches
-        most = min(self.problem.max_replicas, m, self.counts[self.problem.pools[kind]])
+        meshes = self.counts[self.problem.pools[kind]] // self.problem.kinds[kind].width
+        most = min(self.problem.max_replicas, m, meshes)
         every = range(1, most + 1)
         if most <= _ALL_REPLICAS:
             return list(every)
         return [r for r in every if r == 1 or math.ceil(m / r) < math.ceil(m / (r - 1))]
 
     def max_term(self, mode: Mode, replicas: int) -> np.ndarray:
-        """p_s in seconds."""
-        terms, kind = self.terms[mode], self.problem.kinds[mode.kind]
+        """p_s in seconds, [n_pairs]."""
+        terms, kind = self.terms_of(mode, replicas), self.problem.kinds[mode.kind]
         rounds = math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
         reduction = kind.reduction(replicas, self._gradients(mode.kind))
-        return rounds * terms.time + reduction + self._once(mode.kind) + terms.delayed
+        if self.problem.overlapping is not None:
+            reduction = self._not_hidden(mode.kind, replicas, reduction)
+        return rounds * terms.each_more + reduction + self._once(mode.kind) + terms.delayed
 
-    def stages(self, bound: float) -> Stages:
-        """All stages whose max term is at most `bound` (s), less those that others with fewer replicas make needless.
+    def _not_hidden(self, kind: int, replicas: int, reduction: np.ndarray) -> np.ndarray:
+        """What adding up gradients over replicas takes longer, with the collectives of a mesh, than the passes that
+        these run behind. `reduction`: s for it alone."""
+        overlapping = self.problem.overlapping
+        assert overlapping is not None
+        behind = self._behind(kind)
+        if overlapping.reductions:
+            bucket = behind.bucket + self.problem.kinds[kind].bucket(replicas)
+            behind, reduction = behind._replace(gradients=behind.gradients + reduction, bucket=bucket), 0 * reduction
+        split = self.problem.weight is not None
+        return reduction + seconds_once(behind, self._passes(kind), self._network(kind), split=split)
 
-        Fewer replicas leave more devices to others and let earlier stages hold fewer micro-batches; the time of a
-        micro-batch is the same. So more replicas are kept only where they let more devices follow. Where the sum of
-        fills does not count, max terms take their place, which more replicas make smaller.
+    def max_term_of(self, mode: Mode, replicas: int, start: int, stop: int) -> float:
+        """p_s in seconds of a stage that fits the memory."""
+        return float(self._choices[mode][replicas].max_term[self.pair(start, stop)])
+
+    def stages(self, wanted: Wanted, exactly: bool = False, needs: Needs | None = None) -> Stages:
+        """All stages that a wanted plan may have, less those that others on no more devices make needless.
+
+        A stage makes another of the same atoms needless if it takes no longer and no more devices and replicas, and
+        lets as many replicas follow. So more replicas are kept only where they let more others follow. Where the sum
+        of fills does not count, max terms take their place, which more replicas make smaller. `exactly`: plans must use
+        all devices, so only stages on as many devices are compared. `needs`: of the wanted plans.
         """
-        sum_counts = self.problem.sum_counts
         found: list[tuple[np.ndarray, ...]] = []
-        for mode in self.modes:
-            terms = self.terms[mode]
-            followed = np.full(terms.fill.shape, -1)
-            for replicas, max_term, most_after in self._choices[mode]:
-                after = np.where(max_term <= bound, most_after, -1)
-                rows, columns = np.nonzero(after > (followed if sum_counts else -1))
-                if rows.size:
-                    same = np.full(rows.size, replicas)
-                    kept = after[rows, columns]
-                    term = terms.fill if sum_counts else max_term
-                    mode_of = np.full(rows.size, mode.kind), np.full(rows.size, mode.recompute)
-                    found.append((rows, columns, *mode_of, same, term[rows, columns], kept))
-                    followed[rows, columns] = kept
+        known: dict[tuple[int, int], Needless] = {}
+        start, stop = self._pairs.start, self._pairs.stop
+        most = wanted.goal * (1 + _ROUNDING) - self._around
+        left = None if needs is None else self.units[0] - needs.before[start] - needs.after[stop]
+        for pool, units, replicas, mode in self._by_units:
+            choice = self._choices[mode][replicas]
+            if choice.least > wanted.most:
+                continue
+            able = choice.max_term <= wanted.most
+            if left is not None:
+                able &= left >= units
+            allowed = np.flatnonzero(able)
+            term = choice.max_term[allowed]
+            if self.problem.sum_counts:
+                fill = self.terms_of(mode, replicas).fill[allowed]
+                near = np.maximum(term, wanted.least) + fill <= most[allowed]
+                allowed, term = allowed[near], fill[near]
+            needless = known.setdefault((pool, units if exactly else 0), Needless.none(start.size))
+            mine = needless.uncovered(allowed, term, replicas, choice.most_after[allowed])
+            if mine.any():
+                kept = allowed[mine]
+                numbers = (mode.kind, mode.recompute, replicas, pool, units)
+                of_mode = (np.full(kept.size, number) for number in numbers)
+                found.append((start[kept], stop[kept], *of_mode, term[mine], choice.most_after[kept]))
         if not found:
-            nothing = np.zeros(0, dtype=int)
-            return Stages(nothing, nothing, nothing, nothing.astype(bool), nothing, nothing.astype(float), nothing)
-        joined = [np.concatenate(columns) for columns in zip(*found, strict=True)]
-        order = np.lexsort((joined[1], joined[3], joined[4], joined[2], joined[0]))
-        return Stages(*(column[order] for column in joined))
+            no = np.zeros(0, dtype=int)
+            return Stages(no, no, no, no, no, no, no, no.astype(float), no)
+        stages = Stages(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+        # Within a start they are in order already. A stable sort of small integers takes linear time.
+        order = np.argsort(stages.start.astype(np.min_scalar_type(self.n_cuts)), kind="stable")
+        return Stages(*(column[order] for column in stages))
+
+    def fits(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> bool:
+        """Whether a stage fits its devices with `after` replicas of later stages."""
+        return self.needed(mode, replicas, after, start, stop) <= self.memory(mode.kind)
 
     def in_flight(self, replicas: int, after: int) -> int:
-        """Micro-batches that a device of a stage holds at most, with `after` devices in later stages."""
+        """Micro-batches that a replica of a stage holds at most, with `after` replicas of later stages.
+
+        All replicas of a plan count as `most_groups` where a schedule's limit depends on their number.
+        """
         p = self.problem
-        if p.chunks > 1 and p.schedule != "gpipe":
-            whole = interleaved_in_flight_limit(p.n_microbatches, self.n_devices // p.chunks, p.chunks, 0)
+        if p.schedule == "interleaved-1f1b":
+            whole = interleaved_in_flight_limit(p.n_microbatches, self.most_groups // p.chunks, p.chunks, 0)
             return math.ceil(whole / p.chunks)
-        return in_flight_limit(p.schedule, p.n_microbatches, replicas, replicas + after, self.n_devices)
+        return in_flight_limit(p.schedule, p.n_microbatches, replicas, replicas + after, self.most_groups)
 
     def needed(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> float:
         """Bytes on each device of a stage."""
-        terms = self.terms[mode]
-        return float(terms.once[start, stop] + self.in_flight(replicas, after) * terms.each[start, stop])
+        terms, pair = self.terms[mode], self.pair(start, stop)
+        return float(terms.once[pair] + self.in_flight(replicas, after) * terms.each[pair])
 
     def memory(self, kind: int) -> float:
         """Bytes that one stage may use on a device of `kind`."""
@@ -148,35 +237,76 @@ class Costs:
                     values.append((terms.once + held * terms.each - memory)[valid])
         return np.unique(np.concatenate(values)) if values else np.zeros(0)
 
-    def _terms(self, mode: Mode) -> Terms:
+    def terms_of(self, mode: Mode, replicas: int) -> Terms:
+        """Of stages with so many replicas, which share the cards of their nodes."""
+        lane = self.problem.kinds[mode.kind].lane(replicas)
+        if (mode, lane) not in self._known_terms:
+            self._known_terms[mode, lane] = self._terms(mode, lane)
+        return self._known_terms[mode, lane]
+
+    def _terms(self, mode: Mode, lane: Lane) -> Terms:
         problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
-        forward, backward, weight = self._passes(mode.kind)
-        time = (2 if mode.recompute else 1) * forward + backward
+        forward, backward, weight = self._passes(mode.kind, mode.recompute)
         overhead = problem.overhead_of(mode.recompute)
-        time = time + kind.latency * tables.messages + overhead * problem.n_actions
-        time += kind.seconds_per_byte * share * (tables.received + tables.received_gradient)
-        time += kind.send_seconds_per_byte * share * tables.sent
+        back = backward + (problem.n_actions - 1) * overhead + (forward if mode.recompute == Recompute.STAGE else 0.0)
+        there = forward + overhead + kind.send_seconds_per_byte * share * tables.sent
+        rate = lane.seconds_per_byte * share
+        in_there, in_back = (np.where(n > 0, lane.latency, 0.0) + rate * n for n in tables.arriving(lane.across))
+        time = there + back + in_there + in_back
+        each_more = time
+        if problem.sends_behind and problem.schedule == "gpipe":
+            each_more = np.maximum(there, in_there) + np.maximum(back, in_back)
+        elif problem.sends_behind:  # forwards and backwards take turns, and links carry both at once
+            each_more = np.maximum(there + back, np.maximum(in_there, in_back))
         delayed = np.zeros_like(time)
         if problem.weight is not None:
             delayed = np.minimum(2 * (weight + overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
-        allowed = tables.follows & (tables.may_recompute if mode.recompute else ~tables.must_recompute)
-        in_flight, working = activation_bytes(tables.saved, tables.received, tables.transient, mode.recompute)
+        in_flight, working = activation_bytes(tables.activations, mode.recompute)
         once = tables.resident + share * working
-        return Terms(time, np.where(allowed, fill, math.inf), delayed, once, share * in_flight)
+        possible = np.where(_allowed(tables, mode.recompute), fill, math.inf)
+        return Terms(time, each_more, possible, delayed, once, share * in_flight)
 
-    def _passes(self, kind: int) -> PassSeconds[np.ndarray]:
-        """Seconds of a micro-batch, [n_cuts, n_cuts]; the weight part counts only where the backward is split."""
-        if kind not in self._known_passes:
+    def _passes(self, kind: int, recompute: int = Recompute.NONE) -> PassSeconds[np.ndarray]:
+        """Seconds of a micro-batch, [n_pairs]; the weight part counts only where the backward is split. `recompute`:
+        what the backward runs again as it gets there; a whole forward is a pass of its own."""
+        recompute = Recompute.NONE if recompute == Recompute.STAGE else recompute
+        if (kind, recompute) not in self._known_passes:
             problem, split = self.problem, self.problem.weight is not None
             weight = np.zeros(()) if problem.weight is None else self._between(problem.weight[kind])
             known = PassSeconds(self._between(problem.forward[kind]), self._between(problem.backward[kind]), weight)
-            if problem.launches is not None:
-                host = PassSeconds(*(self._between(each[kind]) for each in problem.launches.each))
-                known = passes(known, host, problem.launches.start[kind], split=split)
-            self._known_passes[kind] = known
-        return self._known_passes[kind]
+            nothing, launches = np.zeros_like(known.forward), problem.launches
+            host, start = PassSeconds(nothing, nothing, np.zeros_like(weight)), 0.0
+            if launches is not None:
+                host = PassSeconds(*(self._between(each[kind]) for each in launches.each))
+                start = launches.start[kind]
+            network = None if problem.overlapping is None else self._network(kind)
+            full = recompute == Recompute.FULL
+            groups = problem.blocks if full else problem.cores if recompute == Recompute.SELECTIVE else None
+            if groups is not None:
+                again = CoreSeconds(*(self._between(of[kind]) for of in groups))
+                known, host, network = with_cores(known, host, network, again)
+            if launches is not None or network is not None:
+                known = passes(known, host, start, network, split=split)
+            if full:
+                known = in_one_part(known)
+            self._known_passes[kind, recompute] = known
+        return self._known_passes[kind, recompute]
+
+    def _network(self, kind: int) -> PassSeconds[np.ndarray]:
+        """Seconds of all collectives of a micro-batch, [n_pairs]."""
+        if kind not in self._known_networks:
+            assert self.problem.overlapping is not None
+            each = self.problem.overlapping.network
+            self._known_networks[kind] = PassSeconds(*(self._between(array[kind]) for array in each))
+        return self._known_networks[kind]
+
+    def _behind(self, kind: int) -> Behind[np.ndarray]:
+        """Seconds once a step of the collectives of a mesh behind its passes, [n_pairs]."""
+        assert self.problem.overlapping is not None
+        gradients, parameters, bucket = self.problem.overlapping.behind
+        return Behind(self._between(gradients[kind]), self._between(parameters[kind]), bucket[kind])
 
     def _gradients(self, kind: int) -> Gradients:
         if kind not in self._known_gradients:
@@ -195,12 +325,12 @@ class Costs:
         return self._known_once[kind]
 
     def _between(self, weights: np.ndarray) -> np.ndarray:
-        """Sum of `weights` [n] over the atoms between every two cuts."""
+        """Sum of `weights` [n] over the atoms between every pair of cuts."""
         before = self.problem.space.cuts.astype(float) @ weights
-        return np.maximum(before[None, :] - before[:, None], 0.0)
+        return np.maximum(before[self._pairs.stop] - before[self._pairs.start], 0.0)
 
     def _at_once(self, mode: Mode) -> np.ndarray:
-        """Micro-batches that the memory has room for, [n_cuts, n_cuts]."""
+        """Micro-batches that the memory has room for, [n_pairs]."""
         terms, memory = self.terms[mode], self.memory(mode.kind)
         most = self.problem.n_microbatches  # no schedule holds more
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -211,17 +341,57 @@ class Costs:
         room = np.where((room < most) & (terms.once + (room + 1) * terms.each <= memory), room + 1, room)
         return np.where((room >= 0) & (terms.once + room * terms.each > memory), room - 1, room)
 
-    def _replicated(self, mode: Mode) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """For every number of replicas the max terms, and how many devices later stages may have so that a stage's
-        micro-batches in flight fit; -1: none do, or there is no such stage."""
+    def _replicated(self, mode: Mode) -> Iterator[tuple[int, _Choice]]:
+        """For every number of replicas the max terms, and how many replicas later stages may have so that a stage's
+        micro-batches in flight fit."""
         at_once = np.where(np.isfinite(self.terms[mode].fill), self._at_once(mode), -1)
         for replicas in self.replicas(mode.kind):
             after = np.searchsorted(self._limits(replicas), at_once, side="right") - 1
-            yield replicas, self.max_term(mode, replicas), after.astype(np.int32)
+            if not (after >= 0).any():
+                yield replicas, _Choice(np.full(after.shape, math.inf), after.astype(np.int32), math.inf)
+                continue
+            max_term = np.where(after >= 0, self.max_term(mode, replicas), math.inf)
+            yield replicas, _Choice(max_term, after.astype(np.int32), float(max_term.min(initial=math.inf)))
+
+    @cached_property
+    def least(self) -> LeastTerms:
+        """What no plan is below."""
+        return least_terms(self.problem, self.counts)
+
+    @cached_property
+    def _around(self) -> np.ndarray:
+        """Seconds that the stages before and after each stage add to the time of the first micro-batch at least,
+        [n_pairs]."""
+        return np.asarray(self.least.before[self._pairs.start] + self.least.after[self._pairs.stop])
+
+    @cached_property
+    def needed_devices(self) -> NeededDevices | None:
+        """What plans need, whose stages these are; None where it is not known (`NeededDevices`)."""
+        choices = ((units, self._choices[mode][n].max_term) for _, units, n, mode in self._by_units)
+        return NeededDevices.of(self._pairs, self.units, choices)
+
+    @cached_property
+    def _by_units(self) -> list[tuple[int, int, int, Mode]]:
+        """(pool, units of devices, replicas, mode), of each pool the fewest devices first."""
+        found = []
+        for mode, choices in self._choices.items():
+            pool = self.problem.pools[mode.kind]
+            width = self.problem.kinds[mode.kind].width // self.unit[pool]
+            found += [(pool, replicas * width, replicas, mode) for replicas in choices]
+        return sorted(found)
 
     def _limits(self, replicas: int) -> tuple[int, ...]:
-        """Micro-batches in flight for 0, 1, 2, ... devices in later stages; never falls."""
+        """Micro-batches in flight for 0, 1, 2, ... replicas of later stages; never falls."""
         if replicas not in self._known_limits:
-            most = self.n_devices - replicas
+            most = self.most_groups - replicas
             self._known_limits[replicas] = tuple(self.in_flight(replicas, after) for after in range(most + 1))
         return self._known_limits[replicas]
+
+
+def _allowed(tables: Tables, recompute: int) -> np.ndarray:
+    """The stages that may run so, by hints and operators, and for which it saves anything."""
+    if recompute == Recompute.STAGE:
+        return tables.may_recompute
+    if recompute == Recompute.FULL:
+        return np.asarray(tables.layered & ~tables.must_as_one)
+    return ~tables.must_recompute & ((tables.rebuilt > 0) | (recompute == Recompute.NONE))

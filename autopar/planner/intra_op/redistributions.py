@@ -17,6 +17,7 @@ from autopar.sharding.strategy_costs import Ends
 
 OUTPUT = "output"  # the reader of what the graph returns
 TensorOrigin = Literal["input", "activation", "parameter"]
+Moved = Literal["activation", "parameter", "gradient"]  # gradients are those of parameters
 
 
 class ParameterTables(NamedTuple):
@@ -28,7 +29,7 @@ class ParameterTables(NamedTuple):
 
     def of(self, needed: NeededRedistribution) -> RedistributionTable | None:
         """None for the parameter itself, gathered for a micro-batch like an activation."""
-        if needed.once:
+        if needed.once or needed.in_buckets:
             return self.once_of(needed)
         return self.gradient if needed.backward else None
 
@@ -61,7 +62,7 @@ class TensorUse:
 
 @dataclass(frozen=True)
 class SharedStored(Stored):
-    """A parameter that several operators read, such as a tied weight.
+    """A parameter that several operators read, such as a tied weight. Its gradient is never scattered.
 
     The gradients of those that read it as it is stored are added up on each device, and reduced once a step together:
 
@@ -70,7 +71,7 @@ class SharedStored(Stored):
         head      -- P --'
     """
 
-    gradient: Placements  # of that sum; a reader with other placements has its gradient reduced for itself
+    gradient: Placements = ()  # of that sum; a reader with other placements has its gradient reduced for itself
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,15 @@ class NeededRedistribution:
     after: Placements
     backward: bool = False  # of the gradient
     once: bool = False  # per step, rather than per micro-batch
+    in_buckets: bool = False  # of several parameters together; what happens once a step always is
     again: bool = False  # of the tensor, for the backward: the copy of the forward is not kept
 
 
 def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool) -> list[NeededRedistribution]:
     """All redistributions between what makes a tensor in `out` and what reads it in `into`.
 
-    A parameter that is read as it is stored has its gradient reduced once per step. Stored otherwise (ZeRO 3, FSDP),
+    A parameter that is read as it is stored has its gradient reduced once per step, or scattered for every micro-batch
+    to where its optimizer's state lies (ZeRO 2). Stored otherwise (ZeRO 3, FSDP),
     it is gathered for every forward and again for every backward, and every gradient is scattered:
 
         forward     gather | operator                  a stage that recomputes runs this line twice
@@ -130,7 +133,8 @@ def needed_redistributions(use: TensorUse, out: Any, into: Ends, training: bool)
     if out.layout == layout and shared and gradient == out.gradient:
         return []
     if out.layout == layout:
-        return [NeededRedistribution(gradient, out.state, backward=True, once=True), *updated]
+        each = out.scattered
+        return [NeededRedistribution(gradient, out.state, backward=True, once=not each, in_buckets=each), *updated]
     return [
         NeededRedistribution(out.layout, layout),
         NeededRedistribution(out.layout, layout, again=True),
@@ -167,6 +171,8 @@ class ChosenUse:
         backward: tuple[Placements, ...] = ()
         for needed in needed_redistributions(self.use, self.out, self.into, self.training):
             passed = tuple(step.after for step in self.use.table_of(needed).path(needed.before, needed.after))
+            if needed.in_buckets:
+                continue  # of what autograd has added up on each device
             if needed.backward and not needed.once:
                 backward = (needed.before, *passed)
             elif not (needed.once or needed.again):
@@ -186,6 +192,8 @@ class Collective:
     times: int  # per step or micro-batch: equal layers that the reader represents
     steps: tuple[RedistributionStep, ...]
     shared: bool = False  # by all readers of a parameter; listed with the first
+    moves: Moved = "activation"
+    in_buckets: bool = False  # together with those of other parameters
 
     @property
     def seconds(self) -> float:
@@ -199,17 +207,30 @@ def collectives_of(use: TensorUse, out: Any, into: Ends, training: bool) -> Iter
         steps = use.table_of(needed).path(needed.before, needed.after)
         if any(step.collective for step in steps):
             backward = needed.backward or needed.again
-            yield Collective(use.tensor, use.item, use.reader, backward, needed.once, use.times, steps)
+            moves = _moved(use, needed)
+            ends = use.tensor, use.item, use.reader, backward
+            yield Collective(
+                *ends, needed.once, use.times, steps, moves=moves, in_buckets=needed.once or needed.in_buckets
+            )
+
+
+def _moved(use: TensorUse, needed: NeededRedistribution) -> Moved:
+    """Activations and their gradients lie on the path of a pass; parameters and their gradients do not."""
+    if use.origin == "parameter":
+        return "gradient" if needed.backward else "parameter"
+    return "parameter" if use.constant else "activation"
 
 
 def gathered_bytes(use: TensorUse, out: Any, into: Ends) -> float:
-    """Bytes on each device of a parameter that is gathered for its reader, and of its gradient until it is scattered.
+    """Bytes on each device of a parameter that is gathered for its reader, and of a gradient until it is scattered.
 
     They are there while the reader runs. As the price lets no collective overlap with the operators before it, none is
     gathered ahead.
     """
-    if use.origin == "activation" or not use.constant or out.layout == into[0]:
+    if use.origin == "activation" or not use.constant:
         return 0.0
+    if out.layout == into[0]:
+        return use.nbytes / parts(into[1], use.table.mesh) if out.scattered else 0.0
     if not any(step.collective for step in use.table.path(out.layout, into[0])):
         return 0.0  # a part of what the device has
     mesh = use.table.mesh

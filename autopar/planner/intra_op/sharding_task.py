@@ -13,8 +13,9 @@ from autopar.analysis.node_values import observe
 from autopar.analysis.operators import requires_grad_nodes
 from autopar.costs.operator_cost import Weight
 from autopar.costs.recipe import Recipe
+from autopar.costs.shard_costs import ShardCosts
 from autopar.sharding.local_work import LocalWorks
-from autopar.sharding.strategy_costs import OperatorWithRule, Place, with_rule
+from autopar.sharding.strategy_costs import OperatorWithRule, Place, WholeSeconds, with_rule
 from cost_models import Cluster
 from cost_models.kernels.operator_work import OperatorWork, count
 from cost_models.memory.graph_bytes import measure_bytes
@@ -36,11 +37,24 @@ class ShardingTask:
     copies: Mapping[str, int] = field(default_factory=dict)  # node -> equal nodes of the model that it represents
     again: Mapping[str, str] = field(default_factory=dict)  # node that a copied layer reads -> what it hands its copy
 
-    def weight(self, value: torch.Tensor, trained: bool, parts: int = 1, state_parts: int = 1) -> Weight:
+    scatters: bool = False  # gradients of parameters may lie like the optimizer's state (ZeRO 2)
+    shards: ShardCosts | None = None  # where the devices are at hand
+    measured: Mapping[str, WholeSeconds] = field(default_factory=dict)  # node -> its measured seconds on one device
+
+    def weight(
+        self,
+        value: torch.Tensor,
+        trained: bool,
+        parts: int = 1,
+        state_parts: int = 1,
+        gradient_parts: int | None = None,
+    ) -> Weight:
         """A parameter or buffer that is cut into parts, one on each device."""
         precision = None if self.recipe is None else self.recipe.precision_of(value.dtype)
         nbytes = value.numel() * value.element_size()
-        return Weight(nbytes, trained, tuple(value.shape), parts, state_parts, precision=precision)
+        return Weight(
+            nbytes, trained, tuple(value.shape), parts, state_parts, precision=precision, gradient_parts=gradient_parts
+        )
 
     def gradient_itemsize(self, value: torch.Tensor) -> int:
         """Bytes of an element of a parameter's gradient."""

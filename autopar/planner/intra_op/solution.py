@@ -117,7 +117,7 @@ class _StageSolution:
         for name in dict.fromkeys(str(node.target) for node in read):
             stored = self._found.stored.get(self._operators.represented_by(name))
             if stored is not None and any(code != REPLICATE for code in (*stored.layout, *stored.state)):
-                yield name, Stored(stored.layout, stored.state)
+                yield name, Stored(stored.layout, stored.state, stored.scattered)
 
     def _repeated(self) -> Iterator[Repeated]:
         """The seconds that each device would not need if no two devices did the same."""

@@ -49,11 +49,12 @@ from autopar.sharding.layouts import DUAL, REPLICATE, Placements, layouts, parts
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.redistribution import RedistributionTable
 from autopar.sharding.stage_sharding import Stored
-from autopar.sharding.strategy_costs import Ends, Place, StrategyCosts, StrategyCostTable
+from autopar.sharding.strategy_costs import Ends, Place, StrategyCosts, StrategyCostTable, WholeSeconds
 from cost_models import Collective
 from cost_models.graphs import get_attribute, storage_key, tensors_in
 from cost_models.hardware.device_specs import efficiency_of, rates_of
 from cost_models.kernels.operator_work import OperatorWork
+from cost_models.memory.optimizer_step import Implementation
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +92,7 @@ class StoredChoice(NamedTuple):
     tables: ParameterTables
     times: int  # copies of a folded layer
     readers: list[tuple[str, str]]  # (node that is read, operator)
+    stepping: np.ndarray  # [options] s once a step: the optimizer's kernels go through one copy
 
 
 class PricedUse(NamedTuple):
@@ -129,7 +131,10 @@ class StrategyGraph:
             training=task.training,
             trained=self.facts.is_trained,
             works=self.facts.local_works,
+            measured=self._measured(),
+            turns=1 if task.shards is None else task.shards.turns(mesh.devices),
         )
+        self._optimizer = _optimizer_of(task, device_kinds[mesh.devices[0]])
         self.variables: list[OptionCosts] = []
         self.uses: list[PricedUse] = []
         self.options: dict[str, OperatorChoice] = {}  # by node
@@ -140,13 +145,28 @@ class StrategyGraph:
         # Equal parts of the graph share what is computed of them.
         self._labels: dict[int, np.ndarray] = {}
         self._no_costs: dict[int, OptionCosts] = {}
-        self._stored_costs: dict[tuple[Any, ...], tuple[tuple[Stored, ...], OptionCosts]] = {}
+        self._stored_costs: dict[tuple[Any, ...], tuple[tuple[Stored, ...], OptionCosts, np.ndarray]] = {}
         self._operator_costs: dict[tuple[StrategyCosts, tuple[tuple[Place, int], ...]], OptionCosts] = {}
         self._copied: dict[tuple[OptionCosts, int], OptionCosts] = {}
         self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
         self._once_tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
         self._use_seconds: dict[tuple[_UseKey, int], tuple[np.ndarray, np.ndarray | None]] = {}
         self._build()
+
+    def _measured(self) -> dict[str, WholeSeconds]:
+        """By signature: equal operators count with their mean."""
+        found: dict[str, list[tuple[WholeSeconds, int]]] = defaultdict(list)
+        for node in self.task.module.graph.nodes:
+            if node.name in self.task.measured:
+                copies = self.task.copies.get(node.name, 1)
+                found[self.facts.with_rule(node).signature].append((self.task.measured[node.name], copies))
+        return {
+            signature: WholeSeconds(
+                sum(one.forward * copies for one, copies in some) / sum(copies for _, copies in some),
+                sum(one.backward * copies for one, copies in some) / sum(copies for _, copies in some),
+            )
+            for signature, some in found.items()
+        }
 
     @property
     def seconds(self) -> list[np.ndarray]:
@@ -200,13 +220,13 @@ class StrategyGraph:
         key = (tuple(value.shape), value.dtype, trained, node.op, shared)
         if key not in self._stored_costs:
             self._stored_costs[key] = self._stored_options(value, trained, node.op, shared)
-        options, costs = self._stored_costs[key]
+        options, costs, stepping = self._stored_costs[key]
         name, labels = str(node.target), self._labels_of(len(options))
         copies = self.task.copies.get(node.name, 1)
         variable = self._add_variable(costs, copies)
         produced = ProducedTensor(variable, labels, options, "parameter" if trained else "input", name)
         self._produced[node] = [produced]
-        self.stored[name] = StoredChoice(variable, options, self._parameter_tables_of(value), copies, [])
+        self.stored[name] = StoredChoice(variable, options, self._parameter_tables_of(value), copies, [], stepping)
         by_storage[storage] = produced
 
     @cached_property
@@ -221,24 +241,42 @@ class StrategyGraph:
 
     def _stored_options(
         self, value: torch.Tensor, trained: bool, op: str, shared: bool
-    ) -> tuple[tuple[Stored, ...], OptionCosts]:
+    ) -> tuple[tuple[Stored, ...], OptionCosts, np.ndarray]:
+        """The options, their costs, and what the optimizer's kernels take of these once a step."""
         every = layouts(value.shape, self.mesh.shape, partial=False)
         pairs = [(a, b) for a in every for b in (every if trained else [a]) if finer(b, a)]
         options = [Stored(*pair) for pair in pairs]
+        if self.task.scatters:
+            options += [Stored(*pair, scattered=True) for pair in pairs if pair[0] != pair[1]]
         if shared:
-            options = [SharedStored(*pair, gradient) for pair in pairs for gradient in _gradients(pair[0])]
+            options = [SharedStored(*pair, gradient=gradient) for pair in pairs for gradient in _gradients(pair[0])]
         held = [self._held(value, trained, one) if op == "get_attr" else 0.0 for one in options]
         tables = self._parameter_tables_of(value)
         once = np.array(
             [sum(tables.once_of(n).between(n.before, n.after) for n in needed_once(one)) for one in options],
             dtype=float,
         )
+        stepping = np.array([self._stepping(value, one) if trained else 0.0 for one in options])
+        once += stepping
         each = once / self.task.n_microbatches
-        return tuple(options), OptionCosts(each, np.array(held), once if shared else None, resident=True)
+        costs = OptionCosts(each, np.array(held), once if shared or stepping.any() else None, resident=True)
+        return tuple(options), costs, stepping
+
+    def _stepping(self, value: torch.Tensor, one: Stored) -> float:
+        """Seconds once a step in which the optimizer's kernels go through a trained parameter.
+
+        Its launches do not depend on how the parameter lies.
+        """
+        if self._optimizer is None:
+            return 0.0
+        implementation, bandwidth = self._optimizer
+        cut = (parts(layout, self.mesh.shape) for layout in (one.layout, one.state))
+        return self.task.weight(value, True, *cut).step(self.task.optimizer, implementation).nbytes / bandwidth
 
     def _held(self, value: torch.Tensor, trained: bool, one: Stored) -> float:
         """Bytes on each device of a parameter or buffer, its gradient and the optimizer's state."""
-        cut = (parts(layout, self.mesh.shape) for layout in (one.layout, one.state))
+        gradient = one.state if one.scattered else one.layout
+        cut = (parts(layout, self.mesh.shape) for layout in (one.layout, one.state, gradient))
         weight = self.task.weight(value, trained, *cut)
         return resident_bytes(weight, self.task.optimizer, self.task.training).total
 
@@ -414,6 +452,14 @@ class StrategyGraph:
                     sums = once if needed.once else each
                     sums[i, j] += use.table_of(needed).between(needed.before, needed.after)
         return each + once / self.task.n_microbatches, once if use.origin == "parameter" else None
+
+
+def _optimizer_of(task: ShardingTask, kind: str) -> tuple[Implementation, float] | None:
+    """How the optimizer of devices of a kind steps, and its bytes/s; None where its step is not priced."""
+    if task.recipe is None or not task.training or task.optimizer == "none":
+        return None
+    rates = task.recipe.optimizer_rates(task.cluster, kind, task.optimizer)
+    return task.recipe.implementation(task.cluster), rates.bandwidth
 
 
 def _gradients(layout: Placements) -> Iterator[Placements]:

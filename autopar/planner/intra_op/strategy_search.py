@@ -6,6 +6,7 @@ ShardingTask --strategy_graph--> variables and edges --elimination--> Sharding -
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +24,13 @@ from autopar.planner.intra_op.elimination.solve import select
 from autopar.planner.intra_op.redistributions import (
     ChosenUse,
     Collective,
+    Moved,
     collectives_of,
     gathered_bytes,
     needed_once,
 )
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
-from autopar.planner.intra_op.strategy_graph import OptionCosts, StoredChoice, StrategyGraph
+from autopar.planner.intra_op.strategy_graph import OptionCosts, PricedUse, StoredChoice, StrategyGraph
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.stage_sharding import Stored, stored_text
 from autopar.sharding.strategies import Strategy
@@ -64,11 +66,12 @@ class Sharding:
     uses: tuple[ChosenUse, ...] = field(compare=False)  # the steps of every tensor for every reader
     resident: float = 0.0  # bytes of `nbytes` that do not depend on the micro-batches in flight
     gathered: Mapping[str, float] = field(default_factory=dict)  # by node: `gathered_bytes` of all that it reads
+    stepping: float = 0.0  # s once a step: the optimizer's kernels
 
     @property
     def once(self) -> float:
         """Seconds once a step."""
-        return math.fsum(one.seconds for one in self.collectives if one.once)
+        return math.fsum([self.stepping, *(one.seconds for one in self.collectives if one.once)])
 
     @property
     def most_gathered(self) -> float:
@@ -98,6 +101,42 @@ class ShardingProblem(StrategyGraph):
     def __init__(self, task: ShardingTask, mesh: Mesh, facts: GraphFacts | None = None) -> None:
         super().__init__(task, mesh, facts)
         self._priced: dict[tuple[OptionCosts, float], OptionCosts] = {}
+
+    def with_microbatches(self, task: ShardingTask, mesh: Mesh) -> ShardingProblem:
+        """The same choice for another number of micro-batches of the same size, on other devices that lie alike.
+
+        A micro-batch has its part of what happens once a step; nothing else depends on their number.
+        """
+        if task is self.task and mesh is self.mesh:
+            return self
+        more = 1 / task.n_microbatches - 1 / self.task.n_microbatches
+        kept = ("_all", "_edges_without_gathers")
+        other = copy.copy(self)
+        other.__dict__ = {name: value for name, value in vars(self).items() if name not in kept}
+        other.task, other.mesh, other._priced = task, mesh, {}
+        if more:
+            variables: dict[OptionCosts, OptionCosts] = {}  # equal ones stay one object
+            for one in self.variables:
+                if one not in variables:
+                    again = one if one.once is None else replace(one, seconds=one.seconds + more * one.once)
+                    variables[one] = again
+            other.variables = [variables[one] for one in self.variables]
+            other.uses = self._uses_with(more)
+        return other
+
+    def _uses_with(self, more: float) -> list[PricedUse]:
+        """The uses, with `more` of what they do once a step in every micro-batch."""
+        known: dict[int, np.ndarray] = {}  # equal edges share their arrays
+        found = []
+        for priced in self.uses:
+            edge, once = priced.edge, priced.once
+            if once is None:
+                found.append(priced)
+                continue
+            if id(once) not in known:
+                known[id(once)] = edge.seconds + more * once
+            found.append(priced._replace(edge=replace(edge, seconds=known[id(once)])))
+        return found
 
     def priced(self, price: float, constraints: ShardingConstraints = NO_CONSTRAINTS) -> Sharding:
         """The fastest strategies under `constraints` if every byte on a device costs `price` seconds.
@@ -178,13 +217,18 @@ class ShardingProblem(StrategyGraph):
         for name, strategy in strategies.items():
             variable, costs = self.options[name]
             fixed[variable] = costs.strategies.index(strategy)
+        seconds = self.seconds
         for name, wanted in stored.items():
             variable, options = self.stored_options[name]
-            if wanted not in options:
-                texts = "; ".join(map(stored_text, options))
+            # Of a parameter with several readers, plans leave open in which placements its gradients are added up.
+            allowed = [
+                (o.layout, o.state, o.scattered) == (wanted.layout, wanted.state, wanted.scattered) for o in options
+            ]
+            if not any(allowed):
+                texts = "; ".join(dict.fromkeys(map(stored_text, options)))
                 raise PlanError(f"parameter {name} cannot be stored as '{stored_text(wanted)}'; it can as {texts}")
-            fixed[variable] = options.index(wanted)
-        choices = SelectionProblem(self.seconds, self.nbytes, self.edges, fixed)
+            seconds[variable] = np.where(allowed, seconds[variable], np.inf)
+        choices = SelectionProblem(seconds, self.nbytes, self.edges, fixed)
         return self._solution(select(choices, float("inf")))
 
     def with_penalties(self, seconds: Sequence[np.ndarray], edges: Sequence[Edge]) -> Sharding:
@@ -200,15 +244,7 @@ class ShardingProblem(StrategyGraph):
         """
         more = 1 / rounds - 1 / self.task.n_microbatches
         seconds = [one.seconds if one.once is None else one.seconds + more * one.once for one in self.variables]
-        known: dict[int, np.ndarray] = {}  # equal edges share their arrays
-        edges = []
-        for edge, _, once in self.uses:
-            if once is not None and more:
-                if id(once) not in known:
-                    known[id(once)] = edge.seconds + more * once
-                edges.append(replace(edge, seconds=known[id(once)]))
-            else:
-                edges.append(edge)
+        edges = [use.edge for use in self._uses_with(more)] if more else self.edges
         return Prices(SelectionProblem(seconds, [one.kinds for one in self.variables], edges), effort)
 
     @cached_property
@@ -237,13 +273,15 @@ class ShardingProblem(StrategyGraph):
             collectives += self._once(name, stored, stored.options[option[stored.variable]])
         held = ((one, option[i]) for i, one in enumerate(self.variables) if one.resident)
         resident = math.fsum(float(one.nbytes[chosen]) for one, chosen in held)
+        stepping = math.fsum(one.times * one.stepping[option[one.variable]] for one in self.stored.values())
+        once = math.fsum([stepping, *(one.seconds for one in collectives if one.once)])
         return Sharding(
             self.mesh,
             {name: costs.strategies[option[v]] for name, (v, costs) in self.options.items()},
             {name: one.options[option[one.variable]] for name, one in self.stored.items()},
             tuple(collectives),
             found.seconds,
-            found.seconds - math.fsum(one.seconds for one in collectives if one.once) / self.task.n_microbatches,
+            found.seconds - once / self.task.n_microbatches,
             found.bytes,
             found.bound,
             found.proven,
@@ -253,6 +291,7 @@ class ShardingProblem(StrategyGraph):
             tuple(uses),
             resident,
             dict(gathered),
+            stepping,
         )
 
     def _once(self, name: str, stored: StoredChoice, chosen: Stored) -> Iterator[Collective]:
@@ -261,7 +300,10 @@ class ShardingProblem(StrategyGraph):
             steps = stored.tables.once_of(needed).path(needed.before, needed.after)
             if any(step.collective for step in steps):
                 item, reader = stored.readers[0]
-                yield Collective(name, item, reader, needed.backward, True, stored.times, steps, shared=True)
+                moves: Moved = "gradient" if needed.backward else "parameter"
+                yield Collective(
+                    name, item, reader, needed.backward, True, stored.times, steps, shared=True, moves=moves
+                )
 
 
 def _chosen_costs(costs: StrategyCosts, chosen: int) -> ChosenCosts:

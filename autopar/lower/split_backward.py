@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from autopar.capture import torch_private
+
 # Nodes that compute the gradients of inputs and of weights separately: two products, or two passes over the data.
 _SEPARABLE = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "NativeLayerNorm")
 
@@ -49,7 +51,7 @@ class WeightPart:
         edges += [edge for edge, _ in known]
         gradients += [gradient for _, gradient in known]
         if edges:
-            torch.autograd.backward(edges, gradients, retain_graph=retain_graph)
+            torch_private.run_backward(edges, gradients, retain_graph)
 
 
 @dataclass
@@ -69,9 +71,7 @@ class _Junction:
         if not known:
             return []
         edges, gradients = zip(*known, strict=True)
-        flowing = torch.autograd.grad(
-            edges, self.off_path, grad_outputs=gradients, retain_graph=retain_graph, allow_unused=True
-        )
+        flowing = torch_private.run_gradients(edges, self.off_path, gradients, retain_graph)
         return [(edge, gradient) for edge, gradient in zip(self.off_path, flowing, strict=True) if gradient is not None]
 
 
@@ -95,9 +95,7 @@ def input_part(
     try:
         wanted: list[Any] = [*inputs, *now]
         computed = (
-            torch.autograd.grad(
-                [t for t, _ in on_path], wanted, [g for _, g in on_path], retain_graph=True, allow_unused=True
-            )
+            torch_private.run_gradients([t for t, _ in on_path], wanted, [g for _, g in on_path], True)
             if on_path
             else [None] * len(wanted)
         )

@@ -1,0 +1,84 @@
+"""How fast the machine is now, compared with the measurements that predictions are made from.
+
+Operators were measured some time ago, perhaps while other programs ran, and a cloud's processors change their speed. A
+step of the whole model, measured now, over the prediction of the same step says by how much. Devices that are busy
+together slow each other down, so a step on one device and a step on replicas of the whole model have a factor each; a
+plan takes the factor of the most similar number of busy devices:
+
+    measured / predicted     1 busy device    110 ms / 100 ms = 1.10     the plain model
+                             2 busy devices    72 ms /  60 ms = 1.20     one stage with two replicas
+    a pipeline on 2          predicted 64 ms, expected now 64 ms x 1.20 = 77 ms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from autopar.plan.plan import Plan
+from autopar.plan.scaling import scaled
+
+
+@dataclass(frozen=True)
+class PresentSpeed:
+    """Measured over predicted seconds of steps of the whole model."""
+
+    factors: Mapping[tuple[str, int], float] = field(hash=False)  # by device kind and number of busy devices
+    steps: int  # behind each factor, at least
+
+    @classmethod
+    def of(cls, measured: Iterable[tuple[Plan, Sequence[float]]]) -> PresentSpeed | None:
+        """From plans with predictions and the seconds of their steps; None if none of them runs the whole model.
+
+        Of several with as many busy devices the one with the fewest micro-batches counts: the plain model, if it ran.
+        """
+        chosen: dict[tuple[str, int], tuple[Plan, Sequence[float]]] = {}
+        for plan, seconds in sorted(measured, key=lambda pair: pair[0].n_microbatches):
+            if runs_whole_model(plan) and seconds:
+                chosen.setdefault((_kinds(plan)[0], _busy(plan)), (plan, seconds))
+        if not chosen:
+            return None
+        factors = {key: median(seconds) / (plan.predicted_step_time or 1.0) for key, (plan, seconds) in chosen.items()}
+        return cls(factors, min(len(seconds) for _, seconds in chosen.values()))
+
+    def factor(self, plan: Plan) -> float | None:
+        """By which the predictions of a plan are multiplied; None if a kind of its devices was not measured."""
+        known = [self._factor(kind, _busy(plan)) for kind in _kinds(plan)]
+        if not known or plan.predicted_step_time is None:
+            return None
+        return None if None in known else fmean(factor for factor in known if factor is not None)
+
+    def applied(self, plan: Plan) -> Plan:
+        """The plan with predictions for the machine as it is now; the plan itself if a factor is not known."""
+        factor = self.factor(plan)
+        if factor is None:
+            return plan
+        single = self._factor(plan.device_kinds[0], 1)
+        return scaled(plan, factor, self.steps, single=factor if single is None else single)
+
+    def _factor(self, kind: str, busy: int) -> float | None:
+        """Of the most similar number of busy devices."""
+        known = [number for of_kind, number in self.factors if of_kind == kind]
+        nearest = min(known, key=lambda number: (abs(number - busy), number), default=None)
+        return None if nearest is None else self.factors[kind, nearest]
+
+
+def runs_whole_model(plan: Plan) -> bool:
+    """Whether every micro-batch passes the whole model on one device, and the plan has a prediction."""
+    (stage, *others) = plan.stages
+    alone = not others and stage.sharding is None and not (stage.recompute or stage.layerwise)
+    return alone and bool(plan.predicted_step_time) and len(set(_kinds(plan))) == 1
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """Of each device that the plan uses; empty where it does not know them."""
+    kinds = dict(zip(plan.devices, plan.device_kinds, strict=False))
+    used = list(plan.used_devices)
+    return [kinds[name] for name in used] if all(name in kinds for name in used) else []
+
+
+def _busy(plan: Plan) -> int:
+    """Devices, or meshes, that compute at the same time: a single micro-batch is on one after the other."""
+    n = sum(stage.replicas for stage in plan.stages[: plan.ranks])
+    return min(n, plan.n_microbatches) if len(plan.stages) == 1 else n if plan.n_microbatches > 1 else 1

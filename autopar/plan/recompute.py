@@ -1,0 +1,40 @@
+"""What a stage runs again for its backward, in place of keeping it."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Recompute(enum.IntEnum):
+    """`bool(mode)` says whether anything runs again.
+
+    NONE        every activation is kept
+    SELECTIVE   all but what attention makes between its products is kept (`analysis.attention`), which runs again
+                within the backward, one attention after the other
+    FULL        what flows between layers is kept (`analysis.blocks`), and what lies outside of layers; every layer runs
+                again right before its own backward
+    STAGE       the stage's inputs are kept; its whole forward runs again before its backward
+    """
+
+    NONE = 0
+    STAGE = 1
+    SELECTIVE = 2
+    FULL = 3
+
+
+RECOMPUTE = {
+    "none": Recompute.NONE,
+    "selective": Recompute.SELECTIVE,
+    "full": Recompute.FULL,
+    "stage": Recompute.STAGE,
+}
+"""By what users call them."""
+
+NAMES = {mode: name for name, mode in RECOMPUTE.items()}
+
+DESCRIBED = {
+    Recompute.STAGE: ("recompute", "recomputing "),
+    Recompute.FULL: ("recompute by layer", "recomputing the layers of "),
+    Recompute.SELECTIVE: ("recompute attention", "recomputing attention of "),
+}
+"""How reports speak of stages with a mode: what they do, and what precedes their numbers."""

@@ -1,0 +1,55 @@
+"""A plan with predictions for a machine that is faster or slower than its costs say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.plan.plan import Plan, RunnerUp, Stage, StageTransfer
+
+_NOTE = "predictions scaled by"
+
+
+def scaled(plan: Plan, factor: float, steps: int, *, single: float | None = None) -> Plan:
+    """`plan` with all predicted seconds multiplied by `factor`, and a note that says so.
+
+    `steps`: measured steps of the whole model that the factor comes from. `single`: the factor for one device, if it is
+    another one.
+    """
+    note = f"{_NOTE} {factor:.3g} after {steps} measured step{'s' if steps > 1 else ''} of the whole model"
+    return replace(
+        plan,
+        stages=tuple(_scaled_stage(stage, factor) for stage in plan.stages),
+        transfers=tuple(_scaled_transfer(transfer, factor) for transfer in plan.transfers),
+        runners_up=tuple(RunnerUp(rival.description, rival.step_time * factor) for rival in plan.runners_up),
+        predicted_step_time=_times(plan.predicted_step_time, factor),
+        single_device_time=_times(plan.single_device_time, factor if single is None else single),
+        objective=_times(plan.objective, factor),
+        bound=_times(plan.bound, factor),
+        time_scale=factor * (plan.time_scale or 1.0),
+        notes=(note, *plan.notes),
+    )
+
+
+def notes_without_scale(plan: Plan) -> tuple[str, ...]:
+    """The notes of a plan that is predicted anew, from costs that are not scaled."""
+    return tuple(note for note in plan.notes if not note.startswith(_NOTE))
+
+
+def _scaled_stage(stage: Stage, factor: float) -> Stage:
+    return replace(
+        stage,
+        forward_time=_times(stage.forward_time, factor),
+        backward_time=_times(stage.backward_time, factor),
+        weight_time=_times(stage.weight_time, factor),
+        sync_time=_times(stage.sync_time, factor),
+        optimizer_time=_times(stage.optimizer_time, factor),
+    )
+
+
+def _scaled_transfer(transfer: StageTransfer, factor: float) -> StageTransfer:
+    back = _times(transfer.backward_seconds, factor)
+    return replace(transfer, seconds=transfer.seconds * factor, backward_seconds=back)
+
+
+def _times(seconds: float | None, factor: float) -> float | None:
+    return None if seconds is None else seconds * factor

@@ -1,0 +1,143 @@
+"""The search's candidates, checked against the memory by their rehearsed steps.
+
+The partition search adds up bytes by a formula. The plan that it chooses is rehearsed (`rehearsed_memory.py`), and one
+whose step exceeds the memory of a device is dropped for the next best:
+
+    search -> candidates -> choose -> rehearse -- fits --> plan
+      ^                        ^          |
+      |                        '- dropped-+
+      '--- bytes of the formula times the smallest excess, where all are dropped
+
+Where memory may lack (`_looks_again`), a second search takes the formula's bytes for less than they are, as the formula
+may be too high; of its candidates, too, only those that the rehearsal lets pass are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.costs.cost_graph import CostGraph
+from autopar.planner.inter_op.ahead import SearchingAhead
+from autopar.planner.inter_op.at_hand import SearchingAtHand
+from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.memory_formula import resident_bytes
+from autopar.planner.inter_op.search_space import MeshChoices
+from autopar.planner.rehearsed_memory import Peaks, rehearsed
+from autopar.planner.search_options import SearchOptions
+
+_FEWER = 0.8  # share of the formula's bytes: it is up to 18 % above what steps of T5 and ResNet-50 hold
+_FEWER_AHEAD = 0.7  # the same for clusters: up to 27 % above what layers that run again hold on a GPU
+_MOST_SEARCHES = 4
+_STEP = 1.005  # the next search asks for this much less memory than what exceeded it
+
+Choose = Callable[[CostGraph, Sequence[Candidate]], Candidate]
+
+
+@dataclass
+class Found:
+    """The result of the searches: candidates by predicted time, of which those that were looked at fit the memory."""
+
+    searching: Searching
+    candidates: list[Candidate]
+    best: Candidate | None = None
+    excess: float = math.inf  # smallest share of the memory that a dropped candidate needs
+    room: float = math.inf  # smallest share of the formula's bytes of a dropped stage that its device has
+    peaks: dict[int, Peaks] = field(default_factory=dict)  # by id of the candidate
+
+    def peaks_of(self, candidate: Candidate) -> Peaks:
+        """The rehearsed peaks of its stages."""
+        if id(candidate) not in self.peaks:
+            searching = self.searching
+            conditions = searching.options.conditions
+            self.peaks[id(candidate)] = rehearsed(searching.costs, searching.atoms, candidate.arrangement, conditions)
+        return self.peaks[id(candidate)]
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the rehearsed step fits the memory of every device; one that does not is dropped."""
+        limit = self.searching.options.memory_limit or math.inf
+        arrangement, timeline = candidate.arrangement, candidate.timeline
+        by_formula = timeline.peak_memory or (0,) * timeline.schedule.n_slots
+        needed, room = 0.0, math.inf
+        for stage, (one, groups) in enumerate(zip(self.peaks_of(candidate).stages, arrangement.groups, strict=True)):
+            slots = timeline.schedule.slots_of(stage)
+            peak = one.peak if one is not None else max(by_formula[slot] for slot in slots)
+            share = max(peak / max(1.0, min(group.memory, limit)) for group in groups)
+            if share > needed:
+                needed = share
+                room = peak / share / max(1.0, *(by_formula[slot] for slot in slots))
+        if needed <= 1 + 1e-9:
+            return True
+        self.excess, self.room = min(self.excess, needed), min(self.room, room)
+        self.candidates = [one for one in self.candidates if one is not candidate]
+        return False
+
+    def choose(self, choose: Choose) -> Candidate | None:
+        """The best candidate that fits; None if there is none."""
+        self.best = None
+        while self.candidates and self.best is None:
+            best = choose(self.searching.costs, self.candidates)
+            self.best = best if self.fits(best) else None
+        return self.best
+
+
+def find_fitting(costs: CostGraph, options: SearchOptions, choose: Choose, meshes: MeshChoices | None = None) -> Found:
+    """The candidates of a search; `best` fits the memory, and is None where no plan does."""
+    found = _searched(costs, options, choose, meshes)
+    if costs.rehearsal is not None and costs.alone and _looks_again(found):
+        found = _with_fewer_bytes(found, costs, options, choose)
+    for _ in range(_MOST_SEARCHES):
+        if found.best is not None or not math.isfinite(found.excess):
+            break
+        # With fewer bytes than what the formula says of a dropped stage, the search would find that stage again.
+        factor = max(found.searching.options.bytes_factor * found.excess, found.room) * _STEP
+        found = _searched(costs, replace(options, bytes_factor=factor), choose, meshes)
+    return found
+
+
+def _looks_again(found: Found) -> bool:
+    """Whether to search with fewer bytes, too. For a cluster, whose search takes as long again, only if nothing fits;
+    for devices at hand, whose search takes less than the measurements, wherever memory may lack."""
+    if found.searching.costs.cluster is not None:
+        return found.best is None and math.isinf(found.excess)
+    return _may_lack_memory(found.searching)
+
+
+def _may_lack_memory(searching: Searching) -> bool:
+    """Whether the formula may refuse a stage that the rehearsal would not: unless every device holds the whole model
+    and batch by the formula, with room to spare."""
+    atoms, training = searching.atoms, searching.costs.training
+    nbytes = sum(resident_bytes(w, searching.options.optimizer, training).total for _, w in atoms.parameters)
+    nbytes += sum(shared.nbytes for shared in atoms.saved) + sum(value.nbytes for value in atoms.values)
+    nbytes += float(atoms.transient.max())
+    return nbytes > _FEWER * min(map(searching.memory, searching.costs.groups))
+
+
+def _with_fewer_bytes(found: Found, costs: CostGraph, options: SearchOptions, choose: Choose) -> Found:
+    """`found`, or what a search with fewer bytes finds, if that is faster and fits as well. It has no meshes: stages on
+    meshes are not rehearsed, and so gain nothing."""
+    factor = _FEWER if costs.cluster is None else _FEWER_AHEAD
+    fewer = _searched(costs, replace(options, bytes_factor=factor), choose, None)
+    if fewer.best is None:
+        return found
+    if found.best is not None and found.best.timeline.step_time <= fewer.best.timeline.step_time:
+        return found
+    return fewer
+
+
+def _searched(costs: CostGraph, options: SearchOptions, choose: Choose, meshes: MeshChoices | None) -> Found:
+    if costs.cluster is not None:
+        searching: Searching = SearchingAhead(costs, options, meshes)
+    else:
+        searching = Searching(costs, options)
+        if meshes is not None and (meshes.may_gain_time or _may_lack_memory(searching)):
+            searching = SearchingAtHand(costs, options, meshes)
+    found = Found(searching, searching.run())
+    best = found.choose(choose)
+    if best is not None:
+        better = searching.prove(best)
+        if better:
+            found.candidates += better
+            found.choose(choose)
+    return found

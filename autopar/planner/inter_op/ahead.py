@@ -1,0 +1,201 @@
+"""The search for a cluster that is planned ahead: stages on single devices and on meshes of any width.
+
+    for each number of micro-batches m, from the usual one outwards
+        skip m         if the work alone takes longer than the best step so far            `_least_step`
+        add meshes     the strategies for every width and shape, as stage configurations   `_widths`
+        search         best[I][e] = min over J, k, r of fill_k(I, J) + best[J][e - r width_k], for every schedule
+        limits         again with fewer devices, smaller meshes, fewer replicas            `_limited`
+        simulate       what is promising
+
+Large searches leave out the limits, and meshes for numbers of micro-batches beyond the best ones.
+
+Objective and simulator differ by a few per cent, so the least objective is not always the shortest step. The best plan
+under each limit that a user could set is a candidate, too, so that no limit makes a planned step shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.costs.cost_graph import CostGraph
+from autopar.planner.inter_op.bounds import work_bound
+from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.cut_selection import PartitionResult
+from autopar.planner.inter_op.search_space import MANY_DEVICES, Config, MeshChoices
+from autopar.planner.search_options import SearchOptions
+
+# The objective of a schedule is at least this share of the steps that it promises; where there is much to search, only
+# schedules that promise more than the larger share are looked at.
+_OBJECTIVE, _LIKELY_OBJECTIVE = 0.8, 0.9
+_ACTIONS_SIMULATED = 600_000  # in total; more would take longer than the search itself
+# Where there are more pairs of a mesh shape and a number of micro-batches, meshes are only added as long as they gain.
+_MOST_SHAPES = 60
+_MICROBATCHES, _USUAL = 4, 8  # micro-batches for each mesh, and its devices, where the search starts
+_FIRST_TOLERANCE = 0.01  # share of the objective that a large search first leaves unproven
+_TRIES = 3  # numbers of micro-batches in a row that need not gain on many devices, whose meshes change with them
+_LOOKED_CLOSER_AT = 3  # plans of a large search, the fastest
+
+
+class SearchingAhead(Searching):
+    """All searches for a cluster."""
+
+    def __init__(self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None) -> None:
+        super().__init__(costs, options, meshes)
+        self.least_steps: dict[int, float] = {}  # s, by number of micro-batches: no plan is faster
+        self._found: dict[Config, PartitionResult] = {}
+        self._actions_left = _ACTIONS_SIMULATED
+        self._best = math.inf  # s, the shortest step so far
+        self._many = sum(self.full) > MANY_DEVICES
+        self._all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= _MOST_SHAPES
+        # Tries in a row, with more and with fewer micro-batches, in which meshes gained nothing.
+        self._in_vain, self._enough = dict.fromkeys((-1, 0, 1), 0), _TRIES if self._many else 1
+
+    def run(self) -> list[Candidate]:
+        candidates: list[Candidate] = []
+        start = max(1.0, _MICROBATCHES * sum(self.full) / _USUAL)
+        first = min(self._with_meshes(), key=lambda m: abs(math.log(m / start)), default=1)
+        for done, m in enumerate(sorted(self.counts, key=lambda m: (abs(math.log(m / first)), m))):
+            if self.meshes is not None:
+                self.meshes.progress(f"plans with {m} micro-batches", done / len(self.counts))
+            self.least_steps[m] = self._least_step(m)
+            if self.least_steps[m] < self._best:
+                candidates += self._at(m, 0 if m == first else 1 if m > first else -1, candidates)
+        return candidates if self._all_shapes else [*candidates, *self._closer(candidates)]
+
+    def _closer(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """What took the least time at first sight, searched again until less is unproven."""
+        chosen: dict[Config, PartitionResult] = {}
+        for candidate in sorted(candidates, key=lambda c: c.timeline.step_time)[:_LOOKED_CLOSER_AT]:
+            schedule = self.searched_as(candidate.config.schedule)
+            config = replace(candidate.config, schedule=schedule)
+            problem, cutoff = self.problem_of(config), candidate.solution.objective
+            better = self._solve(config, problem, cutoff, self.effort.tolerance)
+            if better is not None:
+                chosen[config] = PartitionResult(problem, better, self.complete)
+        return self._simulate(chosen)
+
+    def _cutoff(self, config: Config, found: dict[Config, PartitionResult]) -> float:
+        if self._all_shapes and config.least_width == config.most_width:
+            return self._best / _OBJECTIVE  # the objective may be far above their steps: it counts sends as exposed
+        share = _OBJECTIVE if self._all_shapes else _LIKELY_OBJECTIVE
+        return min(super()._cutoff(config, found), self._best / share)
+
+    def some_plan_uses_more(self, n_devices: int) -> bool:
+        """Assumed, as another search over large clusters takes long: then the plan says that no faster one does."""
+        return n_devices < sum(self.full)
+
+    def _with_meshes(self) -> list[int]:
+        """Numbers of micro-batches at which there are meshes."""
+        return [m for m in self.counts if self.meshes is not None and self.meshes.n_shapes(m)] or self.counts
+
+    def _least_step(self, m: int) -> float:
+        """Seconds of a step at least: the work of `m` micro-batches, divided over all devices. The shards of an
+        operator together take no less than all of it on one device."""
+        if not self.costs.alone:
+            return 0.0
+        return work_bound(self.problem_of(Config(self.schedules[0], m, self.full, most_width=1)), self.full)
+
+    def _at(self, m: int, side: int, known: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates with `m` micro-batches. `side`: 1 if m is more than where the search began, -1 if less."""
+        widths = self._widths(m, side, known)
+        tolerance = self.effort.tolerance if self._all_shapes else _FIRST_TOLERANCE
+        for some in self._in_turn(widths, known):
+            self.add_meshes(m, some, every_shape=self._all_shapes)
+            self._search_each(m, some, tolerance)
+            if not any(config.n_microbatches == m for config in self._found):
+                break  # nothing promising
+        for config in self.configs(m, self.full):
+            self._search(config, self._found, tolerance)
+        if m == 1 and self.costs.alone:  # the plain model, without any overhead
+            for counts in self.device_counts():
+                if sum(counts) == 1:
+                    self._search(Config(self.schedules[0], 1, counts), self._found, self.effort.tolerance)
+        if self._all_shapes:
+            self._limited(m)
+        here = {config: found for config, found in self._found.items() if config.n_microbatches == m}
+        candidates = self._simulate(here)
+        own = min((c.timeline.step_time for c in candidates), default=math.inf)
+        if widths:
+            self._in_vain[side] = self._in_vain[side] + 1 if known and own >= self._best else 0
+        self._best = min(self._best, own)
+        return candidates
+
+    def _widths(self, m: int, side: int, known: Sequence[Candidate]) -> list[int]:
+        """Widths of meshes that are worth a look: all, or where they are too many, those next to the best plan's."""
+        if self.meshes is None or not self.meshes.n_shapes(m):
+            return []
+        if self._all_shapes:
+            return self.meshes.widths
+        if self._in_vain[side] >= self._enough:
+            return []
+        used = {self._usual_width(m)}
+        if not self._in_vain[side]:
+            used |= _widths_of_best(known)
+        return [w for w in self.meshes.widths if any(w <= 2 * own and own <= 2 * w for own in used)]
+
+    def _in_turn(self, widths: Sequence[int], known: Sequence[Candidate]) -> list[list[int]]:
+        """Widths to look at one after the other; where there is much to search, those of the best plan first."""
+        used = [] if self._all_shapes or self._many else [w for w in widths if w in _widths_of_best(known)]
+        rest = [w for w in widths if w not in used]
+        return [some for some in (used, rest) if some]
+
+    def _search_each(self, m: int, widths: Sequence[int], tolerance: float) -> None:
+        """Meshes of one width alone: exact and quick. What they find cuts the search over all widths short."""
+        if len(self.pools) > 1 or self._many:
+            return
+        for config in self.configs(m, self.full):
+            for width in widths if config.schedule != "interleaved-1f1b" else ():
+                alone = replace(config, most_width=width, least_width=width)
+                self._search(alone, self._found, tolerance)
+
+    def _usual_width(self, m: int) -> float:
+        """Devices of a mesh with which a pipeline of all devices has enough of `m` micro-batches, and a mesh at least a
+        sample for each share of a node."""
+        assert self.costs.cluster is not None, "only clusters have meshes"
+        per_node = sum(self.full) // self.costs.cluster.nodes
+        return min(_MICROBATCHES * sum(self.full) / m, per_node * self.costs.batch_size / m)
+
+    def _limited(self, m: int) -> None:
+        """Search under each limit that the best plan without it breaks."""
+        missing: list[Config] = []  # nothing promising under these
+        found = self._found
+        for config in [c for c in found if c.n_microbatches == m and c.least_width == 1]:
+            for limited in self.limited(config):
+                if any(limited.within(other) for other in missing):
+                    continue
+                if any(limited.within(c) and _keeps(f, limited) for c, f in found.items()):
+                    continue
+                self._search(limited, found, self.effort.tolerance)
+                if limited not in found:
+                    missing.append(limited)
+
+    def _worth_simulating(self, found: dict[Config, PartitionResult]) -> list[Config]:
+        """All that are promising, the best first, as many as time allows."""
+        chosen: list[Config] = []
+        for config in sorted(found, key=lambda c: found[c].solution.objective):
+            if found[config].solution.objective > self._cutoff(config, self._found):
+                continue
+            self._actions_left -= 2 * config.n_microbatches * len(found[config].solution.stages)
+            if self._actions_left > 0 or not chosen:
+                chosen.append(config)
+        return chosen
+
+
+def _widths_of_best(known: Sequence[Candidate]) -> set[int]:
+    """Devices of the meshes of the fastest candidate."""
+    if not known:
+        return set()
+    best = min(known, key=lambda c: c.timeline.step_time)
+    return {len(group.devices) for groups in best.arrangement.groups for group in groups}
+
+
+def _keeps(found: PartitionResult, limit: Config) -> bool:
+    """Whether a partition keeps the limits of a configuration."""
+    kinds = found.problem.kinds
+    return (
+        all(used <= count for used, count in zip(found.solution.used, limit.counts, strict=True))
+        and all(stage.replicas <= (limit.most_replicas or math.inf) for stage in found.solution.stages)
+        and all(kinds[stage.kind].width <= (limit.most_width or math.inf) for stage in found.solution.stages)
+    )

@@ -1,0 +1,74 @@
+"""How far a plan is proven best, and what the proof holds fixed."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.planner.inter_op.ahead import SearchingAhead
+from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.search_space import Config
+
+
+def proof(searching: Searching, candidate: Candidate) -> tuple[float, str]:
+    """A lower bound (s) on every plan's objective, and a sentence that says how far the plan is proven best.
+
+    For a cluster that is planned ahead the bound holds for every plan's step, whatever its options; the sentence also
+    says how near the plan is to the best of those that were looked at.
+    """
+    config = candidate.config
+    schedule = searching.searched_as(config.schedule)
+    objective = candidate.solution.objective
+    space = _looked_at(searching)
+    bounds = [bound for c, bound in searching.bounds.items() if c.schedule == schedule]
+    bound = min([objective, *bounds])
+    if config.chunks > 1:
+        bound = min(bound, *(_balanced(searching, c) for c in searching.bounds if c.chunks > 1))
+        space += ", chunks balanced one by one"
+    if isinstance(searching, SearchingAhead):
+        least = min(searching.least_steps.values())
+        step = candidate.timeline.step_time
+        return least, (
+            f"within {_gap(objective, bound)} of the least objective under {config.schedule}, with {space}"
+            f"{_meshes(searching)}; within {_gap(step, least)} of the work divided over all devices, which no plan is "
+            "below"
+        )
+    if searching.complete and config.chunks == 1 and bound >= objective * (1 - 1e-12):
+        return objective, f"proven optimal under {config.schedule} for the search's objective: {space}"
+    near = f"within {_gap(objective, bound)} of a bound that no plan under {config.schedule} is below: {space}"
+    if searching.complete:
+        return bound, near
+    anywhere = min([bound, *(searching.relaxed(c) for c in searching.bounds if c.schedule == schedule)])
+    return anywhere, f"{near}; within {_gap(objective, anywhere)} of one for any cuts"
+
+
+def _looked_at(searching: Searching) -> str:
+    counts = searching.counts
+    found = f"{len(counts)} numbers of micro-batches from {counts[0]} to {counts[-1]}"
+    if len(counts) == 1:
+        found = f"{counts[0]} micro-batch" + ("es" if counts[0] > 1 else "")
+    return f"{found}, {'all' if searching.complete else 'the most promising'} {searching.n_cuts} cuts"
+
+
+def _meshes(searching: SearchingAhead) -> str:
+    """The meshes that were looked at, and that their strategies were chosen beforehand."""
+    configurations = searching.costs.configurations
+    if not configurations:
+        return ", single devices"
+    widths = ", ".join(str(width) for width in sorted({one.width for one in configurations}))
+    counts = len({one.n_microbatches for one in configurations})
+    return (
+        f", meshes of {widths} devices at {counts} of these numbers, and the strategies chosen for each of their shapes"
+    )
+
+
+def _balanced(searching: Searching, config: Config) -> float:
+    """Seconds of an interleaved plan whose ranks are equally loaded, with free transfers."""
+    problem = searching.problem_of(config)
+    used = [config.counts[pool] > 0 for pool in problem.pools]
+    work = float(problem.least_work[used].min(axis=0).sum())
+    ranks = sum(config.counts) // (config.least_width * config.copies)
+    return work * (1 / config.chunks + (problem.n_microbatches - 1 / config.chunks) / ranks)
+
+
+def _gap(objective: float, bound: float) -> str:
+    return f"{objective / bound - 1 if bound > 0 else math.inf:.2%}"

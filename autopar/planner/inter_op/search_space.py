@@ -1,0 +1,412 @@
+"""What one search looks at: its devices, cuts, schedules and numbers of micro-batches, and the partition problems."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_table import SILENT, Progress
+from autopar.costs.device_group import DeviceGroup
+from autopar.costs.python_overhead import ACTION_OVERHEAD
+from autopar.costs.sends import Lanes, estimated_sends
+from autopar.planner.inter_op.atom_times import (
+    AtomTimes,
+    Behind,
+    CoreSeconds,
+    OverlappedAtoms,
+    PassSeconds,
+    atom_times,
+)
+from autopar.planner.inter_op.atoms import make_atoms, with_configurations
+from autopar.planner.inter_op.cut_selection import cuts_worth_looking_at, most_cuts
+from autopar.planner.inter_op.cuts import AtomGraph
+from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
+from autopar.planner.inter_op.memory_formula import resident_bytes
+from autopar.planner.inter_op.meshes import Meshes
+from autopar.planner.inter_op.optimizer_seconds import stepped
+from autopar.planner.inter_op.problem import DeviceKind, Launches, Overlapping, Problem, Space
+from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
+from autopar.planner.inter_op.stage_bytes import Shared
+from autopar.planner.search_options import SearchOptions
+from autopar.schedule.micro_batches import largest_size
+from cost_models.collectives.overlap import Overlap
+
+FEW_DEVICES = 8  # up to this many devices, every vector of device counts is searched
+# With more devices, all meshes of a plan have one width; with more meshes, the whole pipeline is copied.
+MANY_DEVICES = MANY_MESHES = 128
+_EVERY_COUNT = 32  # up to this many samples, every number of micro-batches is searched
+
+_LEAST_REBUILT = 0.02  # of all saved bytes, for stages that recompute attention alone
+
+Used = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one search fixes."""
+
+    schedule: str
+    n_microbatches: int
+    counts: Used  # most devices of each pool
+    chunks: int = 1
+    most_replicas: int | None = None  # of a stage; None: as many as the options allow
+    most_width: int | None = None  # devices of a mesh; None: as many as there are
+    least_width: int = 1  # devices of a mesh
+    copies: int = 1  # of the whole pipeline: each stage has this many replicas, or a multiple
+
+    def within(self, other: Config) -> bool:
+        """Whether every plan under this is one under `other`, with the same schedule and micro-batches."""
+        ours = (self.schedule, self.n_microbatches, self.chunks)
+        return (
+            ours == (other.schedule, other.n_microbatches, other.chunks)
+            and all(a <= b for a, b in zip(self.counts, other.counts, strict=True))
+            and (other.most_replicas is None or (self.most_replicas or math.inf) <= other.most_replicas)
+            and (other.most_width is None or (self.most_width or math.inf) <= other.most_width)
+            and self.least_width >= other.least_width
+            and self.copies % other.copies == 0
+        )
+
+
+@dataclass(frozen=True)
+class MeshChoices:
+    """Where a search takes stage configurations from, for each number of micro-batches when it gets there."""
+
+    meshes: Meshes
+    most_width: int | None = None  # devices of a mesh
+    progress: Progress = SILENT
+
+    @cached_property
+    def widths(self) -> list[int]:
+        return [width for width in self.meshes.widths() if width <= (self.most_width or math.inf)]
+
+    @property
+    def may_gain_time(self) -> bool:
+        """Whether shards of some mesh run at once: those of the same hardware together take as long as the whole."""
+        return any(self.meshes.turns(width) < width for width in self.widths)
+
+    def n_shapes(self, m: int) -> int:
+        """Of all widths."""
+        return sum(map(self.meshes.n_shapes, self.widths)) if self.meshes.divides(m) else 0
+
+
+class SearchSpace:
+    """The partition problems for one cost graph under given options."""
+
+    def __init__(self, costs: CostGraph, options: SearchOptions, meshes: MeshChoices | None = None) -> None:
+        """`meshes`: that stages may have, beside those that `costs` has."""
+        self.costs = costs
+        self.meshes = meshes
+        self.options = options
+        self.atoms = make_atoms(costs, options.constraints)
+        self.pools = pools_of(costs.groups)
+        self.full: Used = tuple(len(pool) for pool in self.pools)
+        self._single = tuple(self._kind(pool, 1) for pool in range(len(self.pools)))
+        # Seconds of planned clusters do not depend on how many devices are busy, so that one search knows them all.
+        self.ahead = costs.cluster is not None
+        few = math.prod(c + 1 for c in self.full) <= EXACT_STATES
+        self.effort = (AHEAD if few else AHEAD_COARSE) if self.ahead else EXACT if few else COARSE
+        table = costs.tables[0]
+        self.graph: AtomGraph = self.atoms.graph(
+            np.maximum(self.atoms.sums(table.nodes, table.forward[-1] + table.backward[-1]), 0.0)
+        )
+        self._most_cuts = most_cuts([min(count, MANY_DEVICES) for count in self.full], self.effort.cuts)
+        cuts, self.complete = cuts_worth_looking_at(self.graph, self._most_cuts)
+        self.n_cuts = len(cuts)
+        self._configured: dict[str, Space] = {}  # the space with the bytes of a stage configuration, by its name
+        self._space = self._space_of(cuts)
+        self.counts = self._microbatch_counts()
+        self.schedules = self._schedules()
+        self.most_replicas = options.max_replicas or len(costs.groups)
+        self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
+        self._known_kinds: dict[tuple[int, int], DeviceKind] = {}
+
+    def problem(self, m: int, schedule: str, counts: Used, chunks: int = 1, space: Space | None = None) -> Problem:
+        """The partition problem for `m` micro-batches, with the times of operators on that many busy devices."""
+        return self.problem_of(Config(schedule, m, counts, chunks), space)
+
+    def problem_of(self, config: Config, space: Space | None = None) -> Problem:
+        """`problem`, with the limits of `config`."""
+        costs, m, chunks, copies = self.costs, config.n_microbatches, config.chunks, config.copies
+        schedule = config.schedule
+        rows = costs.batch_size / m
+        busy = sum(config.counts) if m > 1 else 1
+        space = space or self._space
+        kinds = self._kinds(config, space)
+        times = [self._times(kind.name, max(1, busy // kind.width), rows).under(schedule) for kind in kinds]
+        # If the caller computes the loss, all forwards come first: then every schedule holds what gpipe holds, and no
+        # schedule can delay work into bubbles.
+        phased = costs.training and not self.options.loss_inside
+        split = schedule == "zb-h1" and not phased
+        most_replicas = min(self.most_replicas, config.most_replicas or self.most_replicas)
+        return Problem(
+            space=space,
+            forward=np.maximum([t.kernels.forward for t in times], 0.0),
+            backward=np.maximum([t.kernels.backward for t in times], 0.0),
+            weight=np.maximum([t.kernels.weight for t in times], 0.0) if split else None,
+            launches=_launches(times),
+            overlapping=_overlapping(times, costs.overlap),
+            once=np.array([t.once for t in times]),
+            n_microbatches=m // copies,
+            schedule="gpipe" if phased else schedule,
+            kinds=tuple(kind.of_one_copy(copies, chunks) for kind in kinds),
+            max_replicas=1 if schedule == "interleaved-1f1b" else max(1, most_replicas // copies),
+            overhead=ACTION_OVERHEAD,
+            plain=m == sum(config.counts) == 1,
+            may_recompute=costs.training,
+            cores=self._cores(times),
+            blocks=self._blocks(times),
+            sends_behind=costs.overlap.sends and (phased or schedule in ("gpipe", "interleaved-1f1b")),
+            chunks=chunks,
+            share=largest_size(costs.batch_size, m) / costs.batch_size,  # of the largest micro-batch
+        )
+
+    def add_meshes(self, m: int, widths: Sequence[int], *, every_shape: bool = False) -> None:
+        """Let stages have meshes of these widths for `m` micro-batches, of the usual shapes or of every one."""
+        assert self.meshes is not None, "a search without meshes has none to add"
+        meshes = self.meshes.meshes
+        every = [one for w in widths for one in meshes.configurations(w, m, every_shape=every_shape)]
+        new = [one for one in every if one.name not in self.costs.configuration]
+        self.costs = replace(self.costs, configurations=(*self.costs.configurations, *new))
+        self.atoms = with_configurations(self.atoms, self.costs, new, self.options.constraints)
+
+    def most_counts(self) -> int:
+        """The largest number of micro-batches that the batch allows."""
+        return max(1, self.costs.batch_size // self.options.least_rows)
+
+    def memory(self, group: DeviceGroup) -> float:
+        """Bytes that each device of a group may use."""
+        return min(group.memory, self.options.memory_limit or math.inf) / self.options.bytes_factor
+
+    def widths(self, m: int) -> list[int]:
+        """Devices of a mesh, ascending, for `m` micro-batches; 1 for single devices."""
+        of_meshes = {one.width for one in self.costs.configurations if one.n_microbatches == m}
+        return sorted(of_meshes | ({1} if self.costs.alone else set()))
+
+    def device_counts(self) -> list[Used]:
+        """Vectors of device counts: all of them for few devices, otherwise all devices, and their numbers halved."""
+        if sum(self.full) <= FEW_DEVICES:
+            every = itertools.product(*(range(c + 1) for c in self.full))
+            return sorted((u for u in every if any(u)), key=lambda u: (-sum(u), u))
+        shifts = range(1, max(self.full).bit_length()) if self.ahead else self.effort.fewer
+        found = {self.full, *(tuple(max(1, c >> shift) for c in self.full) for shift in shifts)}
+        for kind, count in enumerate(self.full):
+            found |= {tuple(c if k == kind else 0 for k in range(len(self.full))) for c in (count, 1)}
+        return sorted(found, key=lambda u: (-sum(u), u))
+
+    def configs(self, m: int, counts: Used) -> Iterator[Config]:
+        """Under every schedule that `counts` devices can follow."""
+        total = sum(counts)
+        for name in self.schedules[:1] if total == 1 else self.schedules:
+            if name != "interleaved-1f1b" or total == 1:
+                yield from self._configs_of(name, m, counts)
+            elif m > 1 and sum(c > 0 for c in counts) == 1 and not self._space.pinned:
+                yield from self._interleaved(name, m, counts)
+
+    def _interleaved(self, name: str, m: int, counts: Used) -> Iterator[Config]:
+        """All ranks have meshes of one width, and as many replicas, which share the micro-batches evenly."""
+        for width in self.widths(m):
+            meshes, rest = divmod(sum(counts), width)
+            for copies in () if rest else _divisors(math.gcd(m, meshes)):
+                ranks = meshes // copies
+                # With one stage a device, more micro-batches are in flight than under 1f1b, and hide sends.
+                numbers = (1, *self.effort.chunks) if self.sends_looked_at else self.effort.chunks
+                for chunks in numbers if ranks > 1 and copies <= self.most_replicas else ():
+                    if ranks * chunks < self.n_cuts:
+                        yield Config(name, m, counts, chunks, most_width=width, least_width=width, copies=copies)
+
+    def counts_of(self, config: Config) -> Used:
+        """Devices of each pool in the problem of `config`: those of one copy, once for each of its stages."""
+        return tuple(count // config.copies * config.chunks for count in config.counts)
+
+    def _configs_of(self, schedule: str, m: int, counts: Used) -> Iterator[Config]:
+        whole = Config(schedule, m, counts)
+        if sum(counts) <= MANY_DEVICES:
+            yield whole
+            return
+        for width in self.widths(m):
+            for copies in _copies(m, counts, width):
+                yield replace(whole, most_width=width, least_width=width, copies=copies)
+
+    def limited(self, config: Config) -> Iterator[Config]:
+        """`config` with each limit that a user could set: fewer devices, smaller meshes, fewer replicas."""
+        if config.schedule == "interleaved-1f1b":
+            return
+        for counts in self.device_counts():
+            fewer = replace(config, counts=counts)
+            if counts != config.counts and fewer.within(config) and any(self.counts_of(fewer)):
+                yield fewer
+        for width in self.widths(config.n_microbatches)[:-1]:
+            yield replace(config, most_width=width)
+        most = min(self.most_replicas, config.n_microbatches, sum(config.counts))
+        for replicas in range(1, most) if most <= FEW_DEVICES else (1 << n for n in range(most.bit_length())):
+            yield replace(config, most_replicas=replicas)
+
+    def _kinds(self, config: Config, space: Space) -> tuple[DeviceKind, ...]:
+        """Single devices, and every stage configuration of meshes for the number of micro-batches."""
+        if not self.costs.configurations:
+            return self._single
+        most = config.most_width or math.inf
+        found = []
+        if self.costs.alone and config.least_width == 1:
+            found += [replace(kind, pool=pool, space=space) for pool, kind in enumerate(self._single)]
+        for pool, single in enumerate(self._single):
+            for one in self.costs.configurations:
+                widest = min(most, single.count // config.copies)
+                of_pool = one.kind == single.name and config.least_width <= one.width <= widest
+                if of_pool and one.n_microbatches == config.n_microbatches:
+                    own = self._configured_space(space, one.name)
+                    kind = self._known_kind(pool, one.width)
+                    found.append(replace(kind, name=one.name, pool=pool, space=own))
+        return tuple(found)
+
+    def _known_kind(self, pool: int, width: int) -> DeviceKind:
+        if (pool, width) not in self._known_kinds:
+            self._known_kinds[pool, width] = self._kind(pool, width)
+        return self._known_kinds[pool, width]
+
+    def _kind(self, pool: int, width: int) -> DeviceKind:
+        groups = self.pools[pool]
+        return kind_of_pool(self.costs, groups, min(map(self.memory, groups)), self.options.optimizer, width)
+
+    def _configured_space(self, space: Space, configuration: str) -> Space:
+        if space is not self._space:  # cuts near one plan, which no other problem has
+            return self._space_of(space.cuts, configuration)
+        if configuration not in self._configured:
+            self._configured[configuration] = self._space_of(space.cuts, configuration)
+        return self._configured[configuration]
+
+    def _cores(self, times: Sequence[AtomTimes]) -> CoreSeconds[np.ndarray] | None:
+        """By kind; None where stages gain hardly anything from keeping less of their attentions, as where each is one
+        operator: a search with a further mode takes about a sixth longer."""
+        rebuilt, saved = (sum(one.nbytes for one in of) for of in (self.atoms.cores.rebuilt, self.atoms.saved))
+        if not self.costs.training or rebuilt <= _LEAST_REBUILT * saved:
+            return None
+        return _by_kind([t.cores for t in times])
+
+    def _blocks(self, times: Sequence[AtomTimes]) -> CoreSeconds[np.ndarray] | None:
+        """By kind; None where the model repeats no layers that may run again."""
+        if not self.costs.training or not self.atoms.layers.atoms:
+            return None
+        return _by_kind([t.blocks for t in times])
+
+    def _times(self, kind: str, busy: int, rows: float) -> AtomTimes:
+        key = (kind, 1 if self.ahead else busy, rows)
+        if key not in self._known_times:
+            self._known_times[key] = atom_times(self.costs, self.atoms, kind, busy, rows)
+        return self._known_times[key]
+
+    def _space_of(self, cuts: np.ndarray, configuration: str = "") -> Space:
+        costs, atoms = self.costs, self.atoms.of(configuration)
+        mesh = costs.configuration.get(configuration)
+        lane = 0.0
+        if mesh is not None and estimated_sends(costs.cluster):
+            lane = Lanes.of(costs, mesh.kind, mesh.width).between_nodes
+        held = [(s.atoms, resident_bytes(w, self.options.optimizer, costs.training)) for s, w in atoms.parameters]
+        return Space(
+            cuts=cuts,
+            values=atoms.values,
+            lane=lane,
+            resident=tuple(Shared(one.total, readers) for readers, one in held),
+            gradients=tuple(Shared(one.gradient, readers) for readers, one in held if one.gradient),
+            saved=atoms.saved,
+            rebuilt=atoms.cores.rebuilt,
+            core=atoms.cores.working,
+            kept=atoms.layers.kept,
+            block=atoms.layers.working,
+            layered=atoms.layers.atoms,
+            outside=atoms.layers.outside if costs.training else (),
+            transient=atoms.transient,
+            once=tuple(Shared(w.once, s.atoms) for s, w in atoms.parameters if w.once),
+            stepped=stepped(costs, atoms, self.options.optimizer),
+            pinned=atoms.pinned,
+            recomputed=atoms.recomputed if costs.training else (),
+            unrepeatable=atoms.unrepeatable,
+        )
+
+    def _schedules(self) -> list[str]:
+        """Schedules to search; gpipe's partitions are those of 1f1b where they fit. It has an objective of its own if
+        its sends run behind passes, which a large search leaves out."""
+        if self.options.schedule is not None:
+            return [self.options.schedule]
+        if not self.costs.training or not self.options.loss_inside:
+            # All forwards come before the caller's loss: no schedule holds fewer micro-batches than gpipe.
+            return ["gpipe", "interleaved-1f1b"]
+        return ["1f1b", "zb-h1", *(["gpipe"] if self.sends_looked_at else []), "interleaved-1f1b"]
+
+    @property
+    def sends_looked_at(self) -> bool:
+        """Whether the search looks at schedules that differ in what sends run behind; a large one does not."""
+        return self.ahead and self.costs.overlap.sends and sum(self.full) <= FEW_DEVICES
+
+    def _microbatch_counts(self) -> list[int]:
+        if self.options.n_microbatches is not None:
+            return [self.options.n_microbatches]
+        if self.options.one_microbatch_because:
+            return [1]
+        if not self.costs.alone:
+            return sorted({configuration.n_microbatches for configuration in self.costs.configurations})
+        most = self.most_counts()
+        if self.ahead:
+            return self._counts_ahead(most)
+        if most <= self.effort.counts + 4:
+            return list(range(1, most + 1))
+        return sorted({round(x) for x in np.geomspace(1, most, self.effort.counts)})
+
+    def _counts_ahead(self, most: int) -> list[int]:
+        """Divisors of the batch, and multiples of numbers of devices, up to `most`; every number if they are few."""
+        if most <= _EVERY_COUNT:
+            return list(range(1, most + 1))
+        batch = self.costs.batch_size
+        found = {m for m in range(1, most + 1) if batch % m == 0}
+        steps = [1, 2, 3, *(1 << shift for shift in range(2, most.bit_length()))]
+        for devices in {sum(counts) for counts in self.device_counts()}:
+            found |= {devices * step for step in steps if devices * step <= most}
+        return sorted(found)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _copies(m: int, counts: Used, width: int) -> list[int]:
+    """Numbers of copies of the whole pipeline to search with: powers of two.
+
+    Few meshes: 1, so that every stage may have any number of replicas. Many: so many that one copy has a few meshes,
+    with as many micro-batches and devices for each copy.
+    """
+    meshes = sum(counts) // width
+    if meshes <= MANY_MESHES:
+        return [1]
+    together = math.gcd(m, *counts)
+    possible = [1 << n for n in range(together.bit_length()) if together % (1 << n) == 0]
+    return [copies for copies in possible if FEW_DEVICES <= meshes // copies <= MANY_MESHES] or possible[-1:]
+
+
+def _by_kind(times: Sequence[CoreSeconds[np.ndarray]]) -> CoreSeconds[np.ndarray]:
+    return CoreSeconds(*(np.maximum(of, 0.0) for of in zip(*times, strict=True)))
+
+
+def _launches(times: Sequence[AtomTimes]) -> Launches | None:
+    """By kind; None where no kind has times of the host."""
+    if not any(t.start or any(each.any() for each in t.host) for t in times):
+        return None
+    each = PassSeconds(*map(np.array, zip(*(t.host for t in times), strict=True)))
+    return Launches(each, np.array([t.start for t in times]))
+
+
+def _overlapping(times: Sequence[AtomTimes], overlap: Overlap) -> Overlapping | None:
+    """By kind; None where no kind has collectives behind kernels."""
+    if not overlap.gradients and all(t.overlapped is None for t in times):
+        return None
+    nothing = np.zeros(times[0].once.shape)
+    none = OverlappedAtoms(PassSeconds(*[nothing] * 3), PassSeconds(*[nothing] * 3), nothing, nothing, 0.0)
+    own = [t.overlapped or none for t in times]
+    network = PassSeconds(*(np.maximum(each, 0.0) for each in zip(*(one.network for one in own), strict=True)))
+    behind = Behind(*map(np.array, ([o.gradients for o in own], [o.parameters for o in own], [o.bucket for o in own])))
+    return Overlapping(network, behind, overlap.gradients)

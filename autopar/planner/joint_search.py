@@ -1,0 +1,28 @@
+"""The plan for a cluster: stages on single devices and on meshes of any width, in one search (`inter_op.ahead`)."""
+
+from __future__ import annotations
+
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_table import SILENT, Progress
+from autopar.plan.plan import Plan
+from autopar.planner.inter_op.meshes import Meshes, Subject
+from autopar.planner.inter_op.search_space import MeshChoices
+from autopar.planner.search import make_plan
+from autopar.planner.search_options import SearchOptions
+
+
+def plan_jointly(
+    costs: CostGraph,
+    options: SearchOptions,
+    subject: Subject,
+    *,
+    max_shards: int | None = None,
+    progress: Progress = SILENT,
+) -> Plan:
+    """The fastest plan that `options` allow on single devices and meshes. `costs`: of single devices.
+
+    `max_shards`: the most devices in a mesh. Every stage has its own number of devices, mesh shape, strategies,
+    replicas and recomputation. Raises InputError and InfeasibleError like `make_plan`.
+    """
+    meshes = Meshes(costs, subject, options.memory_limit)
+    return make_plan(costs, options, MeshChoices(meshes, max_shards, progress))

@@ -1,0 +1,122 @@
+"""Everything that is promised of GPUs, on one GPU and, where there are some, on several: goals met and missed.
+
+Without a GPU it refuses; `--device cpu` runs, on tiny or full models, what makes sense there, to show that it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from benchmarks.gpu_checks import FULL, PARTS, QUICK, Finding, Setting
+from benchmarks.gpu_models import MODELS, Builder
+from benchmarks.gpu_several import several
+from benchmarks.output import Report, Table
+from cost_models.errors import DeviceError
+
+log = logging.getLogger(__name__)
+
+RUNS = "runs"  # the goal that a part misses where it fails
+
+
+def run_gpu(quick: bool, device: str | None = None, only: Sequence[str] = (), *, backend: str | None = None) -> Report:
+    """`device`: default the current GPU. `only`: names of models, default all. `backend`: of torch.compile.
+
+    Raises DeviceError without the device, or for a model of another name.
+    """
+    setting = setting_of(quick, device, backend)
+    unknown = sorted(set(only) - set(MODELS))
+    if unknown:
+        raise DeviceError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    findings: list[Finding] = []
+    for name, build in MODELS.items():
+        if not only or name in only:
+            findings += [judged(finding, setting) for finding in measure(name, build, setting)]
+    return report_of(findings, setting)
+
+
+def setting_of(quick: bool, device: str | None, backend: str | None = None) -> Setting:
+    """Raises DeviceError without the device."""
+    place = torch.device(device or "cuda")
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceError(
+                "the benchmark needs a GPU, and PyTorch sees no CUDA device; "
+                "--device cpu runs what makes sense on a CPU"
+            )
+        place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+    elif place.type != "cpu":
+        raise DeviceError(f"the benchmark knows cuda and cpu devices, not {device!r}")
+    return Setting(place, quick, *(QUICK if quick else FULL), backend=backend or "inductor")
+
+
+def measure(name: str, build: Builder, setting: Setting) -> Iterator[Finding]:
+    """All findings of one model. A part that fails is a goal that is missed; the others run all the same."""
+    subject = build(setting.device, setting.quick)
+    title = subject.name
+    for part in PARTS:
+        log.info("%s: %s", title, part.__name__)
+        yield from guarded(title, part.__name__, partial(part, subject, setting))
+        subject.workload.clear()
+        _free(setting)
+    del subject  # the systems of several devices need the memory
+    _free(setting)
+    log.info("%s: several devices", title)
+    yield from guarded(title, "several devices", partial(several, name, title, setting))
+
+
+def judged(finding: Finding, setting: Setting) -> Finding:
+    """The goals are those of a GPU: on a CPU only a failure is judged."""
+    if setting.is_gpu or finding.goal == RUNS:
+        return finding
+    return dataclasses.replace(finding, met=None)
+
+
+def guarded(model: str, part: str, run: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from run()
+    except Exception as error:
+        log.warning("%s: %s failed\n%s", model, part, traceback.format_exc())
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        yield Finding(model, part, RUNS, None, "failed", False, why)
+
+
+def _free(setting: Setting) -> None:
+    gc.collect()  # modules and graphs refer to each other, and the next part needs the memory
+    if setting.is_gpu:
+        torch.cuda.empty_cache()
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def report_of(findings: Sequence[Finding], setting: Setting) -> Report:
+    met, missed = (sum(f.met is judged for f in findings) for judged in (True, False))
+    title = f"Goals on {setting.device}: {met} met, {missed} missed, {len(findings) - met - missed} not judged"
+    data = {
+        "quick": setting.quick,
+        "device": str(setting.device),
+        "findings": [dataclasses.asdict(f) for f in findings],
+    }
+    return Report(title, tuple(_table(name, findings) for name in dict.fromkeys(f.model for f in findings)), data)
+
+
+def _table(model: str, findings: Iterable[Finding]) -> Table:
+    rows = tuple((f.promise, f.text, f.goal, _verdict(f), f.note) for f in findings if f.model == model)
+    note = (
+        "Systems run in turn (A B A B ...), medians over the rounds; ratios are medians of pairs of one round. Errors "
+        "are predicted / measured - 1."
+    )
+    return Table(model, ("promise", "measured", "goal", "", "how"), rows, note)
+
+
+def _verdict(finding: Finding) -> str:
+    if finding.met is None:
+        return "not measured" if finding.value is None else "not judged"
+    return "met" if finding.met else "missed"

@@ -1,0 +1,271 @@
+"""Published tables as cases. A table is known by its columns, whatever its file is called.
+
+    megatron    heads hidden layers tp pp gpus batch micro_batch vlayers tflops_per_gpu
+    vtrain      system gpus global_batch micro_batch hidden heads layers seq tensor data pipeline iteration_ms
+    b200        model layers tensor pipeline data context expert seq microbatches step_ms peak_allocated_gib
+    torchtitan  model gpus fsdp tp pp cp seq local_batch recompute variant tokens_per_s_gpu mem_gib
+    alpa        params_b gpus megatron intra_only inter_only alpa        the best of plans that are not told
+
+What the headers of the tables say about all of their rows is written here, with its source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published_runs.alpa import ALPA_GPT, ALPA_PLANS
+from benchmarks.published_runs.b200 import B200, NVLINK
+from benchmarks.published_runs.cases import Case, Degrees, Options
+from benchmarks.published_runs.models import GPTSizes, LlamaSizes, Sizes
+from benchmarks.published_runs.tables import Row, read_rows
+from cost_models import Cluster
+from cost_models.hardware.device_specs import device_spec
+from cost_models.hardware.networks import network
+
+NODE = 8  # devices
+
+VOCABULARY_MULTIPLE = 1024
+"""Megatron-LM pads the vocabulary to a multiple of 128 x the tensor degree (megatron/tokenizer, make-vocab-size-
+divisible-by). All are taken for 8 devices here, so that they share one model."""
+
+MEGATRON = Options(launch="eager-functions", precision="fp16-mixed")
+"""Megatron-LM of 2021 to 2023: every kernel launched by Python, fp16 with float32 copies, apex' fused Adam."""
+
+MEGATRON_CORE = Options(launch="compiled", precision="bf16-mixed")
+"""Megatron-LM of 2025 with Transformer Engine: chains of pointwise operators are single kernels, as a compiler makes
+them; bf16 with gradients summed in float32."""
+
+_LLAMA3: dict[str, dict[str, Any]] = {
+    "8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "inner": 14336},
+    "70b": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "inner": 28672},
+    "405b": {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "inner": 53248},
+}
+"""Grattafiori et al., The Llama 3 Herd of Models, 2024, table 3."""
+
+_B200_KV_HEADS = {"405b": 16}
+"""As the measured runs had them, by the header of their table."""
+
+GRAND_TETON = dataclasses.replace(
+    device_spec("H100"),
+    name="H100 of 96 GB, 500 W",
+    memory=96e9,
+    bandwidth=2.4e12,
+    peak_flops={"float32": 67e12, "float16": 912e12, "bfloat16": 912e12},
+    flops_efficiency=0.74,
+)
+"""The devices of torchtitan's report, which says of their peak no more than that it lies between SXM (989 TFLOP/s) and
+NVL (835, NVIDIA H100 data sheet): taken for the mean. Large products: the 755 TFLOP/s that an H200 sustains with 700 W
+(stas00/ml-engineering, MSMF), times the cube root of 500 / 700, as the power of a chip grows with the cube of its
+clock."""
+
+_VTRAIN_NETWORK = dataclasses.replace(
+    network("HDR"),
+    name="4xHDR",
+    line_rate=100e9,
+    shared=True,
+    sources={"line_rate": "800 Gbit/s a node: vTrain, the header of its table, 2024"},
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of table."""
+
+    columns: frozenset[str]  # that it needs
+    read: Callable[[Row], Iterator[Case]]
+
+
+def read_cases(path: Path) -> list[Case] | None:
+    """The figures of a table; None if its columns are those of no form.
+
+    Raises:
+        TableError: a row that is incomplete or makes no sense.
+    """
+    rows = read_rows(path)
+    columns = set(rows[0].cells) if rows else set()
+    form = next((form for form in FORMS if form.columns <= columns), None)
+    return None if form is None else [case for row in rows for case in form.read(row)]
+
+
+@cache
+def _cluster(device: str, gpus: int, inter_node: str | None = None) -> Cluster:
+    """So many devices in nodes of 8."""
+    return Cluster.preset(f"{min(gpus, NODE)}x{device}", max(1, gpus // NODE), inter_node=inter_node)
+
+
+def _checked_gpus(row: Row, column: str = "gpus") -> int:
+    gpus = row.count(column)
+    if gpus > NODE and gpus % NODE:
+        row.wrong(column, f"needs whole nodes of {NODE}, got {gpus}")
+    return gpus
+
+
+def _whole(row: Row, column: str, number: int, of: int, what: str) -> int:
+    """How often `of` goes into `number`."""
+    if not of or number % of or number < of:
+        row.wrong(column, f"{number} {what} are no multiple of {of}")
+    return number // of
+
+
+def _padded(vocab: int) -> int:
+    return -(-vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def _divided(row: Row, column: str, model: Sizes, tensor: int) -> None:
+    if model.divided % tensor:
+        row.wrong(column, f"{model.divided} heads are no multiple of {tensor}")
+
+
+def _megatron(row: Row) -> Iterator[Case]:
+    """Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021, table 1.
+
+    Their FLOP/s count four passes of the layers, one of them recomputed, and three of the logits (equation 3).
+    """
+    heads, hidden, layers, tensor, pipeline = row.counts("heads", "hidden", "layers", "tp", "pp")
+    model = GPTSizes(layers, hidden, heads, row.count("seq", 2048), _padded(row.count("vocab", 51200)))
+    gpus, batch, micro_batch = _checked_gpus(row), row.count("batch"), row.count("micro_batch")
+    data = _whole(row, "tp", gpus, tensor * pipeline, "devices")
+    _divided(row, "tp", model, tensor)
+    _whole(row, "micro_batch", batch, data * micro_batch, "samples")
+    chunks = 1
+    if row.text("vlayers"):
+        chunks = _whole(row, "vlayers", layers, pipeline * row.count("vlayers"), "layers")
+    plan = {**_plan(tensor, pipeline, data, micro_batch), "chunks": chunks}
+    work = gpt_flops(model, batch, recomputed=True) / gpus / 1e12
+    name = f"{row.text('params_b')}B on {gpus}"
+    cluster = _cluster("A100-80", gpus)
+    figure = row.number("tflops_per_gpu")
+    yield Case(name, "tflops_per_gpu", figure, "TFLOP/s", model, batch, cluster, MEGATRON, (plan,), work)
+
+
+def _plan(tensor: int, pipeline: int, data: int, micro_batch: int) -> dict[str, Any]:
+    """Of Megatron-LM in 2021 to 2023, with full recomputation."""
+    degrees = {"tensor": tensor, "pipeline": pipeline, "data": data, "micro_batch": micro_batch}
+    return {**degrees, "recompute": "full"}
+
+
+def _vtrain(row: Row) -> Iterator[Case]:
+    """Bang et al., vTrain, 2024: Megatron-LM on A100, 8 in each node.
+
+    The vocabulary has 50257 words and is not padded: each of n tensor devices has 50257 // n of them (src/model/
+    gpt_model.py and src/predictor.py of github.com/VIA-Research/vTrain).
+    """
+    hidden, heads, layers, seq = row.counts("hidden", "heads", "layers", "seq")
+    tensor, data, pipeline = row.counts("tensor", "data", "pipeline")
+    family = GPTSizes(layers, hidden, heads, seq, row.count("vocab", 50257))
+    model = dataclasses.replace(family, vocab=family.vocab // tensor * tensor)
+    gpus, batch, micro_batch = _checked_gpus(row), row.count("global_batch"), row.count("micro_batch")
+    if tensor * data * pipeline != gpus:
+        row.wrong("gpus", f"{tensor} x {data} x {pipeline} devices are not {gpus}")
+    _divided(row, "tensor", model, tensor)
+    _whole(row, "micro_batch", batch, data * micro_batch, "samples")
+    cluster = dataclasses.replace(_cluster("A100-80", gpus), inter_node=_VTRAIN_NETWORK)
+    plan = _plan(tensor, pipeline, data, micro_batch)
+    name = f"{hidden} x {layers} on {gpus}, batch {batch}: {tensor} x {pipeline} x {data}, {micro_batch} at a time"
+    ms = row.number("iteration_ms")
+    unit: dict[str, Any] = {"per_second": 1e3, "family": family}
+    yield Case(name, "iteration_ms", ms, "ms", model, batch, cluster, MEGATRON, (plan,), **unit)
+
+
+def _b200(row: Row) -> Iterator[Case]:
+    """SimuMax, docs/b200, release v1.2, 2025: what the header of the table says."""
+    size = row.text("model").removeprefix("llama3-").lower()
+    if size not in _LLAMA3:
+        row.wrong("model", f"needs one of {', '.join(f'llama3-{one}' for one in _LLAMA3)}, got {row.text('model')!r}")
+    sizes = {**_LLAMA3[size], "kv_heads": _B200_KV_HEADS.get(size, _LLAMA3[size]["kv_heads"])}
+    model = LlamaSizes(**{**sizes, "layers": row.count("layers")}, seq=row.count("seq"))
+    tensor, pipeline, data = row.counts("tensor", "pipeline", "data")
+    context, expert = row.count("context", 1), row.count("expert", 1)
+    gpus, micro_batch, m = tensor * pipeline * data * context, row.count("micro_batch", 1), row.count("microbatches")
+    _divided(row, "tensor", model, tensor)
+    plan = {**_plan(tensor, pipeline, data, micro_batch), "recompute": "none", "zero": int(data > 1)}
+    plan["sequence_parallel"] = tensor > 1
+    yield Case(
+        f"{size} of {model.layers} layers on {gpus}: {tensor} x {pipeline} x {data}, {m} micro-batches",
+        "step_ms",
+        row.number("step_ms"),
+        "ms",
+        model,
+        data * m * micro_batch,
+        dataclasses.replace(_cluster("B200", gpus), node=(B200,) * min(gpus, NODE), intra_node=NVLINK),
+        MEGATRON_CORE,
+        (plan,),
+        per_second=1e3,
+        memory=row.gib("peak_allocated_gib"),
+        not_expressed="context parallelism" if context > 1 else "expert parallelism" if expert > 1 else "",
+    )
+
+
+def _torchtitan(row: Row) -> Iterator[Case]:
+    """benchmarks/llama3_h100_202412_torchtitan.md of github.com/pytorch/torchtitan: FSDP2 with float32 parameters, of
+    which bfloat16 copies are gathered."""
+    size, variant, recompute = row.text("model").lower(), row.text("variant").lower(), row.text("recompute", "full")
+    if size not in _LLAMA3:
+        row.wrong("model", f"needs one of {', '.join(_LLAMA3)}, got {row.text('model')!r}")
+    gpus, data, tensor, pipeline, context = row.counts("gpus", "fsdp", "tp", "pp", "cp")
+    if data * tensor * pipeline * context != gpus:
+        row.wrong("gpus", f"{data} x {tensor} x {pipeline} x {context} devices are not {_checked_gpus(row)}")
+    model = LlamaSizes(**_LLAMA3[size], seq=row.count("seq"), fused=variant != "eager")
+    local = row.count("local_batch")
+    batch, micro_batch = data * local, row.count("micro_batch", 1 if pipeline > 1 else local)
+    plan = {**_plan(tensor, pipeline, data, micro_batch), "recompute": recompute, "zero": 3 if data > 1 else 0}
+    plan |= {"sequence_parallel": tensor > 1, "chunks": 2 if variant == "interleaved" and pipeline > 1 else 1}
+    not_expressed = "context parallelism" if context > 1 else ""
+    if size == "405b":  # of which the header of the table says so
+        not_expressed = "float8 and asynchronous tensor parallelism"
+    launch = "eager" if variant == "eager" else "compiled"
+    yield Case(
+        f"{size} on {gpus}, {row.text('variant')}",
+        "tokens_per_s_gpu",
+        row.number("tokens_per_s_gpu"),
+        "tokens/s",
+        model,
+        batch,
+        dataclasses.replace(_cluster("H100", _checked_gpus(row)), node=(GRAND_TETON,) * min(gpus, NODE)),
+        Options("adamw", launch, "bf16-mixed", overlap="all"),
+        (plan,),
+        work=batch * model.seq / gpus,
+        memory=row.gib("mem_gib"),
+        not_expressed=not_expressed,
+    )
+
+
+def _alpa(row: Row) -> Iterator[Case]:
+    """Zheng et al., Alpa, 2022, on p3.16xlarge: V100 with 25 Gbit/s between nodes; recomputes always."""
+    size, gpus = row.number("params_b"), _checked_gpus(row)
+    if size not in ALPA_GPT:
+        row.wrong("params_b", f"needs one of {', '.join(map(str, ALPA_GPT))}, got {size:g}")
+    model = GPTSizes(*ALPA_GPT[size], row.count("seq", 1024), _padded(row.count("vocab", 51200)))
+    batch, cluster = row.count("batch", 1024), _cluster("V100", gpus, "Ethernet25")
+    work = gpt_flops(model, batch, recomputed=True) / gpus / 1e12
+    for column, plans in ALPA_PLANS.items():
+        if row.text(column):
+            every: tuple[Degrees, ...] = tuple(plans(gpus, model, batch))
+            name, figure = f"{size:g}B on {gpus}", row.number(column)
+            yield Case(name, column, figure, "TFLOP/s", model, batch, cluster, MEGATRON, every, work)
+
+
+def gpt_flops(model: GPTSizes, batch: int, recomputed: bool) -> float:
+    """FLOPs that reports count for a step: 4 passes of the layers if one is `recomputed`, else 3 (Narayanan et al.,
+    2021, equation 3; alpa/util.py, compute_gpt_tflops, counts the same), and 3 of the logits."""
+    b, s, h = batch, model.seq, model.hidden
+    layers = (96 if recomputed else 72) * b * s * model.layers * h * h * (1 + s / (6 * h))
+    return layers + 6 * b * s * h * model.vocab
+
+
+def _form(columns: str, read: Callable[[Row], Iterator[Case]]) -> Form:
+    return Form(frozenset(columns.split()), read)
+
+
+FORMS = (
+    _form("heads hidden layers tp pp gpus batch micro_batch tflops_per_gpu", _megatron),
+    _form("gpus global_batch micro_batch hidden heads layers seq tensor data pipeline iteration_ms", _vtrain),
+    _form("model layers tensor pipeline data seq microbatches step_ms", _b200),
+    _form("model gpus fsdp tp pp cp seq local_batch recompute variant tokens_per_s_gpu", _torchtitan),
+    _form("params_b gpus megatron", _alpa),
+)

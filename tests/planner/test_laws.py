@@ -1,0 +1,130 @@
+"""Laws of planning for clusters: limits never make a plan faster, and better hardware never makes it slower.
+
+Prices are predicted, so the laws hold whatever the models of kernels and networks say. All to 0.1 %.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from examples import examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from law_cases import Case, cases, step_time
+
+from autopar import Cluster
+from autopar.costs.device_group import DeviceGroup
+from autopar.planner.inter_op.device_assignment import FreeDevices
+from autopar.schedule.builders import SCHEDULES
+
+SAME = 1.001
+
+pytestmark = pytest.mark.usefixtures("shared_exports")
+
+
+@st.composite
+def limits(draw: st.DrawFn, batch: int) -> dict[str, Any]:
+    chosen: dict[str, Any] = draw(
+        st.one_of(
+            st.sampled_from([1, 2, 4]).map(lambda n: {"max_shards": n}),
+            st.integers(1, batch).map(lambda n: {"n_microbatches": n}),
+            st.sampled_from(SCHEDULES).map(lambda name: {"schedule": name}),
+            st.integers(1, 3).map(lambda n: {"max_replicas": n}),
+        )
+    )
+    return chosen
+
+
+@settings(max_examples=examples(4), deadline=None)
+@given(cases(), st.data())
+def test_a_limit_never_makes_a_plan_faster(case: Case, data: st.DataObject) -> None:
+    limit = data.draw(limits(case.batch))
+    assert step_time(case.plan()) <= step_time(case.plan(**limit)) * SAME
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(4), deadline=None)
+@given(cases(), st.data())
+def test_more_devices_never_make_a_plan_slower(case: Case, data: st.DataObject) -> None:
+    kind, most = case.node[1:], int(case.node[0])
+    per_node = data.draw(st.sampled_from([most // 2, most]))
+    fewer = Cluster.preset(f"{per_node}{kind}", data.draw(st.integers(1, case.nodes)))
+    assert step_time(case.plan()) <= step_time(case.plan(fewer)) * SAME
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(4), deadline=None)
+@given(cases(), st.sampled_from(["bandwidth", "memory", "speed"]))
+def test_better_hardware_never_makes_a_plan_slower(case: Case, what: str) -> None:
+    cluster, better = case.cluster, case
+    if what == "memory":
+        better = dataclasses.replace(case, memory=None if case.memory is None else 2 * case.memory)
+    if what == "bandwidth":
+        cluster = dataclasses.replace(
+            cluster,
+            intra_node=dataclasses.replace(cluster.intra_node, line_rate=2 * cluster.intra_node.line_rate),
+            inter_node=dataclasses.replace(cluster.inter_node, line_rate=2 * cluster.inter_node.line_rate),
+        )
+    if what == "speed":
+        faster = tuple(
+            dataclasses.replace(
+                spec,
+                bandwidth=2 * spec.bandwidth,
+                peak_flops={dtype: 2 * flops for dtype, flops in spec.peak_flops.items()},
+            )
+            for spec in cluster.node
+        )
+        cluster = dataclasses.replace(cluster, node=faster)
+    assert step_time(better.plan(cluster)) <= step_time(case.plan()) * SAME
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(4), deadline=None)
+@given(cases())
+def test_a_plan_has_one_price_whether_its_micro_batches_are_asked_for_or_found(case: Case) -> None:
+    free = case.plan()
+    assume(free is not None)
+    assert free is not None
+    assert step_time(case.plan(n_microbatches=free.n_microbatches)) == pytest.approx(step_time(free), rel=1e-3)
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(4), deadline=None)
+@given(cases(), st.data())
+def test_no_plan_is_below_a_bound_whatever_the_options(case: Case, data: st.DataObject) -> None:
+    free = case.plan()
+    assume(free is not None)
+    assert free is not None
+    assert free.bound is not None
+    for limit in ({}, data.draw(limits(case.batch))):
+        assert free.bound <= step_time(case.plan(**limit)) * SAME
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(st.sampled_from([1, 2, 4, 6, 8, 12]), st.integers(1, 4), st.data())
+def test_meshes_of_any_widths_lie_evenly_in_their_nodes_and_leave_no_device_unused(
+    per_node: int, nodes: int, data: st.DataObject
+) -> None:
+    n = per_node * nodes
+    widths = {1, n, *(per_node >> s for s in range(4) if per_node % (1 << s) == 0), *(per_node << s for s in range(2))}
+    wanted: list[int] = []
+    while sum(wanted) < n:
+        wanted.append(data.draw(st.sampled_from([w for w in sorted(widths) if w <= n - sum(wanted)])))
+    free = FreeDevices([DeviceGroup((str(i),), "device", 1) for i in range(n)], per_node, set(wanted))
+    taken: list[int] = []
+    for width in wanted:
+        mesh = [int(name) for name in free.take(width)]
+        assert mesh == list(range(mesh[0], mesh[0] + width))
+        assert mesh[0] % min(width, per_node) == 0
+        taken += mesh
+    assert sorted(taken) == list(range(n))
+
+
+def test_a_batch_of_a_prime_number_of_samples_is_split_where_that_is_faster() -> None:
+    case = Case((2048, 2048, 2048), 31, 1024, "4xT4", 1, None, step=False)
+    plan = case.plan()
+    assert plan is not None
+    assert plan.n_microbatches > 1
+    assert step_time(plan) < step_time(case.plan(n_microbatches=1))

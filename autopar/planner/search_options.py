@@ -7,6 +7,7 @@ from typing import cast
 
 from autopar.analysis.example import Example
 from autopar.costs.recipe import Recipe, default_launch
+from autopar.errors import InputError
 from autopar.hints.module_hints import read_hints
 from autopar.options import PlanOptions
 from autopar.plan.assumptions import Assumptions
@@ -43,7 +44,8 @@ class SearchOptions:
 
 def search_options(example: Example, options: PlanOptions, n_devices: int) -> tuple[Example, SearchOptions]:
     """The user's options together with what the model allows: the example with every reason not to split its batch,
-    and the options of the search. Raises PlanError for hints that contradict each other or the model."""
+    and the options of the search. Raises PlanError for hints that contradict each other or the model, and InputError
+    for more micro-batches than the model allows."""
     batching = example.batching
     why = batching.obstacle
     if not why and options.batch_norm == "exact" and batching.batch_norms:
@@ -51,6 +53,13 @@ def search_options(example: Example, options: PlanOptions, n_devices: int) -> tu
     n_microbatches = options.n_microbatches
     if why and (n_microbatches or 1) > 1:
         n_microbatches = 1  # a note in the plan gives the reason, and so does a warning where the plan runs
+    batch, least = example.program.batch_size, batching.least_rows
+    if not why and batch // least < (n_microbatches or 1) <= batch:
+        norms = f" ('{batching.batch_norms[0]}' normalises over a micro-batch)" if batching.batch_norms else ""
+        raise InputError(
+            f"n_microbatches={n_microbatches}, but the batch has {batch} samples and the model needs at least {least} in "
+            f"a micro-batch{norms}; give at most {batch // least}"
+        )
     hints = resolve(read_hints(example.model), example.program, n_devices, batching.storages)
     search = SearchOptions(
         n_microbatches,

@@ -261,8 +261,9 @@ def test_micro_batches_of_one_value_per_channel_are_never_made(batch: int, whole
         )
         with pytest.warns(AutoparWarning, match="statistics of each micro-batch"):
             sum_of_squares(pm(x)).backward()
-        with pytest.raises(autopar.AutoparError):
-            autopar.plan(model, ["cpu", "cpu"], example_args=(x,), n_microbatches=batch, cache=False)
+        for devices in (autopar.Cluster.preset("2xH100"), ["cpu", "cpu"]):
+            with pytest.raises(autopar.InputError, match=f"'2' normalises.* at most {batch // 2}"):
+                autopar.plan(model, devices, example_args=(x,), n_microbatches=batch, cache=False)
 
 
 def test_buffers_live_in_the_model_and_move() -> None:

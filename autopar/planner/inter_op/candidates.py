@@ -39,6 +39,7 @@ from autopar.planner.predict import predicted_step
 from autopar.planner.predicted_step import PredictedStep
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
+from autopar.schedule.micro_batches import largest_size
 from autopar.schedule.timeline import Timeline
 
 # A partition is a candidate if its objective is at most this share above the best one of its schedule.
@@ -99,8 +100,15 @@ class Searching(SearchSpace):
 
     def _cutoff(self, config: Config, found: dict[Config, PartitionResult]) -> float:
         """Seconds from which on a partition is not promising. Objectives of different schedules neglect different
-        effects, so they cannot be compared."""
-        rivals = [f.solution.objective for c, f in found.items() if c.schedule == config.schedule]
+        effects, so they cannot be compared. All of them take micro-batches as equal: where the batch does not divide,
+        the step of a rival may take longer by what its largest micro-batch is above the mean."""
+        batch = self.costs.batch_size
+
+        def at_most(rival: Config, objective: float) -> float:
+            m = rival.n_microbatches
+            return objective * largest_size(batch, m) * m / batch
+
+        rivals = [at_most(c, f.solution.objective) for c, f in found.items() if c.schedule == config.schedule]
         return min(rivals, default=math.inf) * (1 + _PROMISING)
 
     def _solve(self, config: Config, problem: Problem, cutoff: float, tolerance: float) -> Solution | None:
@@ -170,7 +178,7 @@ class Searching(SearchSpace):
         return candidates
 
     def _worth_simulating(self, found: dict[Config, PartitionResult]) -> list[Config]:
-        """The best of all, and the best for every vector of device counts."""
+        """The best of all, and the best of each schedule for every vector of device counts."""
         by_objective = sorted(found, key=lambda c: (found[c].solution.objective, SCHEDULES.index(c.schedule)))
         chosen: dict[Config, None] = {}
         left = _ACTIONS_SIMULATED
@@ -181,7 +189,11 @@ class Searching(SearchSpace):
             chosen[config] = None
         if left > 0:
             for counts in dict.fromkeys(c.counts for c in by_objective):
-                chosen.update(dict.fromkeys([c for c in by_objective if c.counts == counts][:2]))
+                mine = [c for c in by_objective if c.counts == counts]
+                # Objectives of different schedules neglect different effects.
+                best = {c.schedule: c for c in reversed(mine)}
+                chosen.update(dict.fromkeys(best[name] for name in self.schedules if name in best))
+                chosen.update(dict.fromkeys(mine[:2]))
         chosen.update(dict.fromkeys(c for c in found if sum(c.counts) == 1 and c.n_microbatches == 1))
         return list(chosen)
 

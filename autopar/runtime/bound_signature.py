@@ -68,17 +68,35 @@ class BoundSignature:
     whole: BoundSignature | None = None  # the same without shards, for batches that the shards do not divide
 
 
-def model_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+def model_state(model: nn.Module) -> tuple[Any, ...]:
     """What a captured graph depends on besides the inputs.
 
     That is: the modules themselves, which of them are in training mode, the identity and dtype of parameters, which
     inner modules have hooks, and the caller's default dtype and device, which new tensors get.
+
+    Every call of the pipeline comes here, so all is read in one walk, which `model.modules()` would take longer for.
     """
+    seen: dict[nn.Module, bool] = {}  # whether it is in training mode; the root first
+    parameters: list[Any] = []
+    hooked = []
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if module in seen:
+            continue
+        seen[module] = module.training
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameters += (id(parameter), parameter.dtype)
+        if has_hooks(module) and module is not model:
+            hooked.append(id(module))
+        if module._modules:
+            stack += [child for child in module._modules.values() if child is not None]
     return (
-        tuple(modules),  # one may have been replaced; held, so that no new module gets the id of an old one
-        tuple(m.training for m in modules),
-        tuple((id(p), p.dtype) for m in modules for p in m._parameters.values() if p is not None),
-        tuple(id(m) for m in modules[1:] if has_hooks(m)),
+        tuple(seen),  # one may have been replaced; held, so that no new module gets the id of an old one
+        tuple(seen.values()),
+        parameters,
+        hooked,
         torch.get_default_dtype(),
         torch.get_default_device(),
     )
@@ -219,7 +237,9 @@ class _Lookup:
             path, _, leaf = name.rpartition(".")
             self._owners[name] = (self._model.get_submodule(path), leaf)
         owner, leaf = self._owners[name]
-        value = getattr(owner, leaf)
+        value = owner._buffers.get(leaf)  # those are most of what is looked up, and getattr takes long to find them
+        if value is None:
+            value = getattr(owner, leaf)
         if not isinstance(value, torch.Tensor):
             raise AttributeError(f"{name} is not a tensor of the model")
         return value

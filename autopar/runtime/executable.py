@@ -147,6 +147,7 @@ class Executable:
         self.consumers = _consumers(lowered)
         self.reads = _reads(lowered)
         self._output = _single_output(program, lowered)  # of the last stage, where that is all that the model returns
+        self._written_elsewhere: list[DeviceBuffer] = []  # since `refresh`: buffers that a stage writes in a copy
         self._in_use = False  # workers may be in the middle of an execution
         self._holds_gradients = False  # leaves may have gradients that were not collected
         places = {worker.device.torch_device for worker in self.workers}
@@ -292,19 +293,20 @@ class Executable:
     def refresh(self) -> None:
         """Bring every replica up to date with the model's tensors (changed, moved or frozen since the last call)."""
         by_id = self._by_id
+        self._written_elsewhere = []
         for one in self.replicas:
             for leaf in one.leaves:
                 leaf.refresh(by_id[leaf.key])
             for buffer in one.buffers:
-                buffer.refresh(self.tensor(buffer.piece.name))
+                if buffer.refresh(self.tensor(buffer.piece.name)):
+                    self._written_elsewhere.append(buffer)
             if one.graphs is not None:
                 one.graphs.follow()
 
     def write_back(self) -> None:
         """Bring the model's buffers up to date with what replicas have written elsewhere."""
-        for one in self.replicas:
-            for buffer in one.buffers:
-                buffer.write_back(self.tensor(buffer.piece.name))
+        for buffer in self._written_elsewhere:
+            buffer.write_back(self.tensor(buffer.piece.name))
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of the model's parameter, summed over the replicas in a fixed order; leaves lose theirs."""

@@ -17,6 +17,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import bucket_seconds, reduction_seconds
+from autopar.costs.python_overhead import NOT_MEASURED
 from autopar.costs.sends import Sent, estimated_sends, pass_seconds
 from autopar.costs.shared_hardware import SHARED_GPU, hardware_of, shared_gpu_notes
 from autopar.plan.plan import Plan, Stage, StageTransfer
@@ -152,7 +153,8 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 again=again,
             )
         )
-    return PredictedStep(
+    measured = costs.python != NOT_MEASURED
+    step = PredictedStep(
         tuple(stages),
         tuple(_transfers(costs, atoms, arrangement)),
         arrangement.schedule,
@@ -162,8 +164,12 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         costs.training,
         plain=arrangement.plain,
         barrier=costs.training and not conditions.loss_inside,
+        overhead=costs.python.busy,
         hardware=hardware_of(group.first for rank in arrangement.ranks for group in rank),
+        n_operators=sum(map(len, atoms.nodes)) if measured else 0,
     )
+    alone = arrangement.n_groups == 1 or step.by_one_worker
+    return replace(step, overhead=costs.python.alone) if alone else step
 
 
 def as_plan(
@@ -193,6 +199,7 @@ def as_plan(
         predicted_step_time=timeline.step_time,
         single_device_time=_single_device_time(costs, atoms, optimizer),
         bubble=timeline.bubble,
+        action_time=step.overhead if costs.python != NOT_MEASURED else None,
         transfers=tuple(_plan_transfers(costs, atoms, arrangement, step)),
     )
 

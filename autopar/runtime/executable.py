@@ -24,7 +24,7 @@ from torch import fx, nn
 from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
-from autopar.costs.python_overhead import ACTION_CPU_OVERHEAD, OPERATOR_CPU_OVERHEAD
+from autopar.costs.python_overhead import one_worker_suffices
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Constant, Lowered, StageProgram, replica
 from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, move, sum_gradients
@@ -39,9 +39,6 @@ from cost_models.graphs import get_attribute
 SlotAction = tuple[int, Action]  # (slot, action)
 WorkKey = tuple[int, bool, bool, bool]  # n_microbatches, training, only backwards, all of it by one worker
 
-# Where an action takes less than this multiple of Python's own overhead for it, worker threads gain nothing: only one
-# of them can run Python at a time.
-_TINY = 2.0
 _MOST_LOSS_WEIGHTS = 256  # kept as tensors; losses that count targets have new ones in every step
 
 
@@ -256,8 +253,9 @@ class Executable:
         """
         operators = self._n_operators * (forwards + 2 * backwards)
         actions = (forwards + backwards) * self.n_stages
-        overhead = n_microbatches * (actions * ACTION_CPU_OVERHEAD + operators * OPERATOR_CPU_OVERHEAD)
-        self._one_worker_suffices = self._on_cpu and seconds < _TINY * overhead
+        self._one_worker_suffices = self._on_cpu and one_worker_suffices(
+            seconds, actions * n_microbatches, operators * n_microbatches
+        )
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 

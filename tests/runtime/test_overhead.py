@@ -85,7 +85,7 @@ def calls() -> Iterator[Calls]:
 def test_an_action_and_a_call_take_few_functions(
     calls: Calls, one_worker: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.runtime.executable._TINY", 1e6 if one_worker else 0.0)
+    monkeypatch.setattr("autopar.costs.python_overhead.TINY", 1e6 if one_worker else 0.0)
     few, many = 4, 16
     by_count = {m: calls.of(pipelined(layers(2), m)) for m in (few, many)}
     per_microbatch = (by_count[many] - by_count[few]) / (many - few)
@@ -151,7 +151,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         original(self, work)
 
     monkeypatch.setattr(Worker, "submit", submit)
-    monkeypatch.setattr("autopar.runtime.executable._TINY", 1e6)
+    monkeypatch.setattr("autopar.costs.python_overhead.TINY", 1e6)
     return found
 
 

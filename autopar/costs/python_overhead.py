@@ -42,7 +42,7 @@ TINY = 2.0
 class PythonOverhead:
     """What Python takes on a machine, beyond the measured seconds of operators."""
 
-    busy: float = ACTION_OVERHEAD  # s of wall time for one action, while other workers act, too
+    busy: float = ACTION_OVERHEAD  # s for one action of one of several workers
     alone: float = ACTION_OVERHEAD  # the same where one worker does all actions
     splitting: float = SPLIT_OVERHEAD  # s for every operator whose backward comes in two parts
 
@@ -50,11 +50,9 @@ class PythonOverhead:
 NOT_MEASURED = PythonOverhead()
 
 
-def one_worker_suffices(seconds: float, n_actions: int, n_operators: int, *, scale: float = 1.0) -> bool:
+def one_worker_suffices(seconds: float, n_actions: int, n_operators: int) -> bool:
     """Whether the operators of a step are so small that one worker of a CPU does all actions as fast as several.
 
-    `seconds`: CPU time of all actions. `n_operators`: passes of operators in these; a backward counts twice. `scale`:
-    by which the machine is slower than the constants here say.
+    `seconds`: CPU time of all actions. `n_operators`: passes of operators in these; a backward counts twice.
     """
-    overhead = n_actions * ACTION_CPU_OVERHEAD + n_operators * OPERATOR_CPU_OVERHEAD
-    return seconds < TINY * overhead * scale
+    return seconds < TINY * (n_actions * ACTION_CPU_OVERHEAD + n_operators * OPERATOR_CPU_OVERHEAD)

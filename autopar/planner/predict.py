@@ -17,7 +17,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import bucket_seconds, reduction_seconds
-from autopar.costs.python_overhead import NOT_MEASURED
+from autopar.costs.python_overhead import NOT_MEASURED, one_worker_suffices
 from autopar.costs.sends import Sent, estimated_sends, pass_seconds
 from autopar.costs.shared_hardware import SHARED_GPU, hardware_of, shared_gpu_notes
 from autopar.plan.plan import Plan, Stage, StageTransfer
@@ -153,8 +153,8 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 again=again,
             )
         )
-    measured = costs.python != NOT_MEASURED
-    step = PredictedStep(
+    one_worker = _one_worker(costs, atoms, arrangement)
+    return PredictedStep(
         tuple(stages),
         tuple(_transfers(costs, atoms, arrangement)),
         arrangement.schedule,
@@ -164,12 +164,24 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         costs.training,
         plain=arrangement.plain,
         barrier=costs.training and not conditions.loss_inside,
-        overhead=costs.python.busy,
+        overhead=costs.python.alone if one_worker or arrangement.n_groups == 1 else costs.python.busy,
         hardware=hardware_of(group.first for rank in arrangement.ranks for group in rank),
-        n_operators=sum(map(len, atoms.nodes)) if measured else 0,
+        one_worker=one_worker,
     )
-    alone = arrangement.n_groups == 1 or step.by_one_worker
-    return replace(step, overhead=costs.python.alone) if alone else step
+
+
+def _one_worker(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> bool:
+    """Whether the runtime will have one of several workers do all actions, because their operators are tiny."""
+    if costs.python == NOT_MEASURED or arrangement.n_groups == 1:
+        return False
+    # On one busy device: where several are, what they wait for the interpreter counts in the seconds of operators.
+    m, everything = arrangement.n_microbatches, range(len(atoms.nodes))
+    each = atom_times(costs, atoms, costs.devices[0].kind, 1, costs.batch_size / m).stage(everything)
+    phases, passes = (2, 3) if costs.training else (1, 1)
+    operators = sum(map(len, atoms.nodes))
+    return one_worker_suffices(
+        m * (each.forward + each.backward), m * phases * len(arrangement.stages), m * passes * operators
+    )
 
 
 def as_plan(
@@ -199,6 +211,7 @@ def as_plan(
         predicted_step_time=timeline.step_time,
         single_device_time=_single_device_time(costs, atoms, optimizer),
         bubble=timeline.bubble,
+        one_worker=step.one_worker,
         action_time=step.overhead if costs.python != NOT_MEASURED else None,
         transfers=tuple(_plan_transfers(costs, atoms, arrangement, step)),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.costs.python_overhead import ACTION_OVERHEAD, one_worker_suffices
+from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.costs.shared_hardware import hardware_of
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import Recompute
@@ -53,8 +53,7 @@ class PredictedStep:
     barrier: bool = False  # all forwards come before the first backward: the caller computes the loss
     overhead: float = ACTION_OVERHEAD  # s of Python for every action, unless `plain`
     hardware: tuple[int, ...] = ()  # of each slot, a number that slots on one GPU share; (): each has its own
-    n_operators: int = 0  # of the model; 0: Python was not measured, so that nothing is known of tiny operators
-    scale: float = 1.0  # by which all of these seconds are multiplied
+    one_worker: bool = False  # does all actions, because Python takes most of their time
 
     def timeline(self, *, link_speed: float = 1.0) -> Timeline:
         """Who does what when. `link_speed`: every transfer takes its seconds divided by this."""
@@ -77,19 +76,8 @@ class PredictedStep:
             transfers,
             memory=memory or None,
             barrier=0.0 if self.barrier else None,
-            hardware=(0,) * slots if slots > 1 and self.by_one_worker else self.hardware,
+            hardware=(0,) * slots if slots > 1 and self.one_worker else self.hardware,
         )
-
-    @property
-    def by_one_worker(self) -> bool:
-        """Whether the runtime will have one worker do all actions, because Python takes most of their time."""
-        if not self.n_operators:
-            return False
-        seconds = sum(sum(s.forward) + (sum(s.backward) + sum(s.again) if self.training else 0.0) for s in self.stages)
-        phases = 2 if self.training else 1
-        actions = phases * len(self.stages) * self.n_microbatches
-        operators = (3 if self.training else 1) * self.n_operators * self.n_microbatches
-        return one_worker_suffices(seconds, actions, operators, scale=self.scale)
 
     def _times(self, stage: PredictedStage) -> StageTimes:
         """The seconds of the stage's actions, with the overhead of each.
@@ -138,7 +126,6 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
                 again=tuple((stage.recompute_time or 0.0) * s for s in share),
             )
         )
-    scale = plan.time_scale or 1.0
     transfers = []
     for link in plan.transfers:
         back = link.backward_seconds
@@ -157,8 +144,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
         plan.training,
         plain=len(plan.used_devices) == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
         barrier=barrier,
-        overhead=ACTION_OVERHEAD * scale if plan.action_time is None else plan.action_time,
+        overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0) if plan.action_time is None else plan.action_time,
         hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
-        n_operators=0 if plan.action_time is None else sum(len(stage.operators) for stage in plan.stages),
-        scale=scale,
+        one_worker=plan.one_worker,
     )

@@ -8,18 +8,19 @@ A step of two stages, a `Linear(8)` each, takes longer by every further micro-ba
 
 A backward of n operators that comes in two parts takes n splitting longer than a whole one.
 
-What one thread does is measured in CPU time, so that other programs hardly disturb it, and of many steps the fastest
-counts. The results hold for every model, and are cached like other measurements.
+What one thread does is measured in CPU time, which other programs hardly disturb: the median of many steps counts. Two
+workers wake each other, which takes time but no CPU time: of their steps the fastest counts. The results hold for every
+model, and are cached like other measurements.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache as once
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,11 +41,9 @@ from cost_models.hardware.devices import operator_threads
 
 _WIDTH, _ROWS = 8, 16
 _FEW, _MANY = 2, 10  # micro-batches
-_ROUNDS = 40
+_ROUNDS = 30
 _OPERATORS = 16  # of a backward in two parts
 _LONGEST = 1e-3  # s: what takes longer is no overhead of Python, but a disturbed measurement
-
-Step = Callable[[int], None]  # of n micro-batches
 
 
 def python_overhead(devices: tuple[Device, ...], *, cache: bool) -> PythonOverhead:
@@ -67,7 +66,14 @@ def python_overhead(devices: tuple[Device, ...], *, cache: bool) -> PythonOverhe
 @once
 def measured_once() -> PythonOverhead:
     """`python_overhead` of CPU workers, measured."""
-    with neutral_state({"cpu"}), without_warnings(), operator_threads(1), torch.device("cpu"):
+    # The user's random numbers stay as they would be.
+    with (
+        neutral_state({"cpu"}),
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        operator_threads(1),
+        without_warnings(),
+    ):
         times, splitting = _times(), _splitting()
     plain, alone, busy = (times[name] for name in ("plain", "one worker", "two workers"))
     one = max(0.0, (alone - plain) / 4)
@@ -77,7 +83,6 @@ def measured_once() -> PythonOverhead:
 def _times() -> dict[str, float]:
     """Seconds by which a further micro-batch makes a step longer."""
     model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH))
-    # Not from torch's generator, which is the user's.
     x = torch.linspace(-1, 1, _ROWS * _MANY * _WIDTH).reshape(-1, _WIDTH)
 
     def in_turn(n: int) -> None:
@@ -94,30 +99,23 @@ def _times() -> dict[str, float]:
         with modules[n].device_context(lambda device: nullcontext()):  # which every worker enters for itself
             by_one(n)
 
-    # If a disturbed step makes the runtime use two workers for the next, all of its threads count.
-    cpu, wall = time.process_time, time.perf_counter
+    # Should a disturbed step make the runtime use two workers for the next, the CPU time of both counts.
+    cpu, wall = (time.process_time, median), (time.perf_counter, min)
     steps = {"plain": (in_turn, cpu), "one worker": (by_one, cpu), "two workers": (by_two, wall)}
+    taken: dict[tuple[str, int], list[float]] = {(name, n): [] for name in steps for n in (_FEW, _MANY)}
     try:
-        lowest = _lowest(model, steps)
-    finally:
-        for module in modules.values():
-            module.close()
-    return {name: max(0.0, lowest[name, _MANY] - lowest[name, _FEW]) / (_MANY - _FEW) for name in steps}
-
-
-def _lowest(
-    model: nn.Module, steps: Mapping[str, tuple[Step, Callable[[], float]]]
-) -> dict[tuple[str, int], float]:
-    """Seconds of the fastest step of each kind and number of micro-batches, taken in turn."""
-    lowest: dict[tuple[str, int], float] = {}
-    for _ in range(_ROUNDS):
-        for name, (step, clock) in steps.items():
-            for n in (_FEW, _MANY):
+        for _ in range(_ROUNDS):
+            for (name, n), seconds in taken.items():
+                step, (clock, _) = steps[name]
                 model.zero_grad()
                 start = clock()
                 step(n)
-                lowest[name, n] = min(clock() - start, lowest.get((name, n), math.inf))
-    return lowest
+                seconds.append(clock() - start)
+    finally:
+        for module in modules.values():
+            module.close()
+    grown = {name: of(taken[name, _MANY]) - of(taken[name, _FEW]) for name, (_, (_, of)) in steps.items()}
+    return {name: max(0.0, seconds) / (_MANY - _FEW) for name, seconds in grown.items()}
 
 
 def _pipelined(model: nn.Module, n_microbatches: int) -> PipelinedModule:
@@ -141,15 +139,15 @@ def _splitting() -> float:
         _, weights = input_part([(output, gradient)], [x])
         weights.run(False)
 
-    lowest = {whole: math.inf, in_parts: math.inf}
+    taken: dict[Callable[[torch.Tensor], None], list[float]] = {whole: [], in_parts: []}
     for _ in range(_ROUNDS):
-        for backward in lowest:
+        for backward, seconds in taken.items():
             model.zero_grad()
             output = model(x)
             start = time.thread_time()
             backward(output)
-            lowest[backward] = min(time.thread_time() - start, lowest[backward])
-    return max(0.0, lowest[in_parts] - lowest[whole]) / _OPERATORS
+            seconds.append(time.thread_time() - start)
+    return max(0.0, median(taken[in_parts]) - median(taken[whole])) / _OPERATORS
 
 
 def _from_json(value: Any) -> PythonOverhead:

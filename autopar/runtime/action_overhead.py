@@ -100,22 +100,24 @@ def _times() -> dict[str, float]:
             by_one(n)
 
     # Should a disturbed step make the runtime use two workers for the next, the CPU time of both counts.
-    cpu, wall = (time.process_time, median), (time.perf_counter, min)
-    steps = {"plain": (in_turn, cpu), "one worker": (by_one, cpu), "two workers": (by_two, wall)}
+    steps = {"plain": in_turn, "one worker": by_one, "two workers": by_two}
+    clocks = {"plain": time.process_time, "one worker": time.process_time, "two workers": time.perf_counter}
     taken: dict[tuple[str, int], list[float]] = {(name, n): [] for name in steps for n in (_FEW, _MANY)}
     try:
         for _ in range(_ROUNDS):
             for (name, n), seconds in taken.items():
-                step, (clock, _) = steps[name]
                 model.zero_grad()
-                start = clock()
-                step(n)
-                seconds.append(clock() - start)
+                start = clocks[name]()
+                steps[name](n)
+                seconds.append(clocks[name]() - start)
     finally:
         for module in modules.values():
             module.close()
-    grown = {name: of(taken[name, _MANY]) - of(taken[name, _FEW]) for name, (_, (_, of)) in steps.items()}
-    return {name: max(0.0, seconds) / (_MANY - _FEW) for name, seconds in grown.items()}
+
+    def typical(name: str, n: int) -> float:
+        return min(taken[name, n]) if name == "two workers" else median(taken[name, n])
+
+    return {name: max(0.0, typical(name, _MANY) - typical(name, _FEW)) / (_MANY - _FEW) for name in steps}
 
 
 def _pipelined(model: nn.Module, n_microbatches: int) -> PipelinedModule:

@@ -94,7 +94,7 @@ class Estimated:
         self._folded = fold(self._module)  # equal layers cost the same
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
-        """The tables of some sizes; other sizes are estimated on demand, so that every search prices a plan the same."""
+        """The tables of some sizes; others are estimated on demand, so that every search prices a plan the same."""
         sizes = self._sizes()
         found: list[Mapping[str, _Estimate]] = []
         for row, rows in enumerate(sizes):

@@ -4,7 +4,7 @@
     vtrain      system gpus global_batch micro_batch hidden heads layers seq tensor data pipeline iteration_ms
     b200        model layers tensor pipeline data context expert seq microbatches step_ms peak_allocated_gib
     torchtitan  model gpus fsdp tp pp cp seq local_batch recompute variant tokens_per_s_gpu mem_gib
-    alpa        params_b gpus megatron intra_only inter_only alpa        the best of several plans; the table does not name it
+    alpa        params_b gpus megatron intra_only inter_only alpa        the best of several plans, not named
 
 What the headers of the tables say about all of their rows is written here, with its source.
 """

@@ -89,9 +89,9 @@ def filled(sizes: tuple[int, ...], units: int, depth: float = math.inf, reuse: f
         | wave 1| wave 2| wave 3|    at the edges, are full or not (section 3 of the guide)
 
     The best of TILES counts, as libraries choose, with what each costs: a tile of h x w takes as long as its h w
-    multiplications or as loading h + w numbers, where each number should serve `reuse` multiplications. For a result of at
-    most one wave of LARGEST_TILES, or of at most 64 rows or columns, thinner tiles count as well; and if fewer tiles
-    than units are left, libraries divide the sums, of `depth` products each, over several units, which write partial
+    multiplications or as loading h + w numbers, where each number should serve `reuse` multiplications. For a result
+    of at most one wave of LARGEST_TILES, or of at most 64 rows or columns, thinner tiles count as well; and if fewer
+    tiles than units are left, libraries divide the sums, of `depth` products each, over several units, which write partial
     sums.
 
     So a product never takes less time than one with fewer rows, columns or products in a sum. 1 if the number of units

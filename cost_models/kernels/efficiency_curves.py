@@ -91,8 +91,8 @@ def filled(sizes: tuple[int, ...], units: int, depth: float = math.inf, reuse: f
     The best of TILES counts, as libraries choose, with what each costs: a tile of h x w takes as long as its h w
     multiplications or as loading h + w numbers, where each number should serve `reuse` multiplications. For a result
     of at most one wave of LARGEST_TILES, or of at most 64 rows or columns, thinner tiles count as well; and if fewer
-    tiles than units are left, libraries divide the sums, of `depth` products each, over several units, which write partial
-    sums.
+    tiles than units are left, libraries divide the sums, of `depth` products each, over several units, which write
+    partial sums.
 
     So a product never takes less time than one with fewer rows, columns or products in a sum. 1 if the number of units
     is unknown (0), or the sizes are (none).

@@ -27,7 +27,7 @@ from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import AtomTimes, atom_times, seconds_once
 from autopar.planner.inter_op.atoms import Atoms, gather_all
 from autopar.planner.inter_op.optimizer_seconds import optimizer_rates, optimizer_seconds, stepped, sum_of
-from autopar.planner.predicted_step import PredictedStage, PredictedStep, step_of_plan
+from autopar.planner.predicted_step import ONE_WORKER, PredictedStage, PredictedStep, step_of_plan
 from autopar.planner.rehearsed_memory import BY_FORMULA, Peaks, rehearsed
 from autopar.planner.stage_contents import Traffic, stage_contents, stage_traffic, tied_gradients
 from autopar.schedule.clock import Transfer
@@ -54,7 +54,9 @@ def predict(
     peaks = rehearsed(costs, atoms, arrangement, conditions)
     priced = as_plan(costs, atoms, arrangement, step, step.timeline(), conditions.optimizer, peaks)
     shared = shared_gpu_notes([device.name for device in costs.devices], used=plan.used_devices)
-    priced = replace(priced, split=plan.split, notes=(*_notes_of(plan), *peaks.notes, *shared), model=plan.model)
+    priced = replace(
+        priced, split=plan.split, notes=(*_notes_of(plan), *peaks.notes, *shared, *step.notes), model=plan.model
+    )
     if configurations or not any(stage.sharding for stage in plan.stages):
         return priced
     kept = _with_sharded(priced, plan)
@@ -67,7 +69,7 @@ def predict(
 
 def _notes_of(plan: Plan) -> Iterator[str]:
     """The notes that stay when a plan is predicted anew."""
-    return (note for note in notes_without_scale(plan) if not note.startswith((BY_FORMULA, SHARED_GPU)))
+    return (note for note in notes_without_scale(plan) if not note.startswith((BY_FORMULA, SHARED_GPU, ONE_WORKER)))
 
 
 def arranged(

@@ -22,6 +22,8 @@ from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import StageMemory, Timeline
 
+ONE_WORKER = "one worker does all actions: operators take hardly longer than Python needs to call them"
+
 
 @dataclass(frozen=True)
 class PredictedStage:
@@ -54,6 +56,11 @@ class PredictedStep:
     overhead: float = ACTION_OVERHEAD  # s of Python for every action, unless `plain`
     hardware: tuple[int, ...] = ()  # of each slot, a number that slots on one GPU share; (): each has its own
     one_worker: bool = False  # does all actions, because Python takes most of their time
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan says of how it will run."""
+        return (ONE_WORKER,) if self.one_worker else ()
 
     def timeline(self, *, link_speed: float = 1.0) -> Timeline:
         """Who does what when. `link_speed`: every transfer takes its seconds divided by this."""

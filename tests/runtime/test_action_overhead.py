@@ -15,7 +15,7 @@ import autopar
 from autopar import Plan
 from autopar.costs import measured
 from autopar.costs.python_overhead import NOT_MEASURED, PythonOverhead
-from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.predicted_step import ONE_WORKER, step_of_plan
 from autopar.runtime import action_overhead
 from autopar.runtime.action_overhead import measured_once, python_overhead
 from cost_models import Device, parse_devices
@@ -73,6 +73,7 @@ def test_workers_of_gpus_keep_the_constants(measurements: list[str]) -> None:
     assert not measurements
 
 
+@pytest.mark.slow
 def test_measuring_leaves_random_numbers_and_threads_as_they_were() -> None:
     measured_once.cache_clear()
     state, threads = torch.get_rng_state(), torch.get_num_threads()
@@ -118,6 +119,7 @@ def test_a_pipeline_that_one_worker_runs_takes_all_of_its_actions_in_turn(monkey
     plan = autopar.plan(model, ["cpu", "cpu"], example_args=(x,), target=x, loss_fn=_loss, plan=by_hand, cache=False)
     work = sum(4 * ((s.forward_time or 0.0) + (s.backward_time or 0.0)) for s in plan.stages)
     assert plan.one_worker
+    assert plan.notes.count(ONE_WORKER) == 1
     assert plan.predicted_step_time is not None
     sent = sum(4 * link.seconds for link in plan.transfers)
     in_turn = work + 2 * 2 * 4 * GIVEN.alone
@@ -128,6 +130,7 @@ def test_a_pipeline_that_one_worker_runs_takes_all_of_its_actions_in_turn(monkey
     assert step.timeline().step_time == pytest.approx(plan.predicted_step_time)
 
 
+@pytest.mark.slow
 def test_the_dearer_an_action_the_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     def stages(busy: float) -> int:
         python = PythonOverhead(busy=busy, alone=busy, splitting=1.0)

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from torch import fx
 
+from autopar.analysis.kept_products import kept_products
 from autopar.analysis.operators import compute_nodes, unrepeatable_nodes, written_arguments
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program
@@ -55,6 +56,14 @@ class Blocks:
     def of(self) -> Mapping[fx.Node, int]:
         """Operator -> number of its block, among `all`."""
         return {node: number for number, block in enumerate(self.all) for node in block}
+
+    @cached_property
+    def kept(self) -> frozenset[fx.Node]:
+        """What their operators keep where the rest of the layers runs again."""
+        return frozenset(node for layer in self.all for node in kept_products(self.in_order(layer)))
+
+    def in_order(self, layer: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(layer, key=self._order.__getitem__)
 
     def runs_again(self, part: Collection[fx.Node], copied: Collection[fx.Node] = ()) -> bool:
         """Whether operators of one layer, run again, compute what they have computed, and change nothing else.

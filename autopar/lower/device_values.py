@@ -35,6 +35,9 @@ TRANSFER = "tensor"
 GROUP = "rerun"
 """In `meta` of an operator that runs again for its backward: the number of its group (`lower.rerun_groups`)."""
 
+KEPT = "kept"
+"""In `meta` of an operator of such a group whose result is kept: its kind (`analysis.kept_products`)."""
+
 
 @dataclass
 class DeviceValue:
@@ -248,7 +251,7 @@ def _without_local_start(passage: Passage) -> Passage:
 
 def _moved_meta(node: fx.Node) -> dict[str, Any]:
     """Of the same value, made by a transfer."""
-    return {key: value for key, value in node.meta.items() if key != GROUP} | {TRANSFER: node.name}
+    return {key: value for key, value in node.meta.items() if key not in (GROUP, KEPT)} | {TRANSFER: node.name}
 
 
 def may_have_gradient(tensor: torch.Tensor) -> bool:

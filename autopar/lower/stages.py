@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from autopar.analysis.attention import attention_cores
 from autopar.analysis.blocks import Blocks, written_through_views
+from autopar.analysis.kept_products import kept_products
 from autopar.analysis.operators import (
     move_constants,
     on_device,
@@ -34,7 +35,7 @@ from autopar.capture.program import Program, describe
 from autopar.capture.uncaptured import Uncaptured, uncaptured, uncaptured_in
 from autopar.lower.collectives import spread
 from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms, deferred_counters
-from autopar.lower.device_values import GROUP
+from autopar.lower.device_values import GROUP, KEPT
 from autopar.lower.random_operators import lower_random
 from autopar.lower.sharded import Piece, Sharded, shard
 from autopar.lower.stage_values import StageValues, stage_values
@@ -166,7 +167,7 @@ class _Source:
         needed, home = self.values.needed[stage], self.values.home
         if mode == Recompute.SELECTIVE:
             yield from (frozenset(n for n in core if home.get(n) == stage) for core in self.cores)
-        for layer in self.blocks.layers if mode == Recompute.FULL else ():
+        for layer in self.blocks.layers if mode.by_layer else ():
             part = frozenset(node for node in layer if node in needed and home.get(node, stage) == stage)
             alone = {node for node in copied if part.issuperset(n for n in node.users if n in needed)}
             if any(node in home for node in part) and self.blocks.runs_again(part, alone):
@@ -219,7 +220,7 @@ class _StageBuilder:
             shards=sharding.size if sharding is not None else 1,
             multiple=sharded.multiple,
             undivided=sharded.undivided,
-            layerwise=self.source.mode(self.stage) == Recompute.FULL,
+            layerwise=self.source.mode(self.stage).by_layer,
             reruns=any(node.meta.get(GROUP) is not None for node in sharded.graph.nodes),
         )
 
@@ -260,6 +261,9 @@ class _StageBuilder:
         for number, group in enumerate(self.source.groups(self.stage, self.cloned)):
             for node in group:
                 self.copies[node].meta[GROUP] = number
+            if self.source.mode(self.stage) == Recompute.OPERATORS:
+                for node, kind in kept_products(self.source.blocks.in_order(group)).items():
+                    self.copies[node].meta[KEPT] = kind
 
     def _sharded(self, sharding: StageSharding | None) -> Sharded:
         if sharding is None or sharding.size == 1:

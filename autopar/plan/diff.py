@@ -173,6 +173,10 @@ def _settings(before: Plan, after: Plan) -> list[Setting]:
         setting(
             "recomputed layer by layer", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.layerwise)
         ),
+        setting(
+            "recomputed without products",
+            lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.keeps_products),
+        ),
         setting("recomputed attention", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.selective)),
         setting("batch size", lambda plan: plan.batch_size),
         setting("training", lambda plan: plan.training),

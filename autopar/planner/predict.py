@@ -135,7 +135,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         mine = [times[names[number], size] for size in sizes]
         forward, backward, weight = zip(*(t.stage(inside, split=split) for t in mine), strict=True)
         again: tuple[float, ...] = ()
-        if recompute in (Recompute.SELECTIVE, Recompute.FULL):
+        if recompute == Recompute.SELECTIVE or recompute.by_layer:
             longer = [t.stage(inside, split=split, recompute=recompute) for t in mine]
             weight = tuple(one.weight for one in longer)
             again = tuple(one.backward - b for one, b in zip(longer, backward, strict=True))
@@ -220,7 +220,8 @@ def _plan_stages(
                 sharding=None if configuration is None else configuration.sharding(nodes),
                 operators=tuple(costs.operators[n].key for n in nodes),
                 recompute=predicted.recompute == Recompute.STAGE,
-                layerwise=predicted.recompute == Recompute.FULL,
+                layerwise=predicted.recompute.by_layer,
+                keeps_products=predicted.recompute == Recompute.OPERATORS,
                 selective=predicted.recompute == Recompute.SELECTIVE,
                 recompute_time=(sum(predicted.again) / len(predicted.again)) if predicted.again else None,
                 forward_time=mean.forward,

@@ -23,9 +23,10 @@ from benchmarks.published_runs.b200 import B200, NVLINK
 from benchmarks.published_runs.cases import Case, Degrees, Options
 from benchmarks.published_runs.models import GPTSizes, LlamaSizes, Sizes
 from benchmarks.published_runs.tables import Row, read_rows
+from benchmarks.published_runs.vtrain import HDR, TRACED_A100
+from benchmarks.published_runs.vtrain import NVLINK as VTRAIN_NVLINK
 from cost_models import Cluster
 from cost_models.hardware.device_specs import device_spec
-from cost_models.hardware.networks import network
 
 NODE = 8  # devices
 
@@ -62,14 +63,6 @@ GRAND_TETON = dataclasses.replace(
 NVL (835, NVIDIA H100 data sheet): taken for the mean. Large products: the 755 TFLOP/s that an H200 sustains with 700 W
 (stas00/ml-engineering, MSMF), times the cube root of 500 / 700, as the power of a chip grows with the cube of its
 clock."""
-
-_VTRAIN_NETWORK = dataclasses.replace(
-    network("HDR"),
-    name="4xHDR",
-    line_rate=100e9,
-    shared=True,
-    sources={"line_rate": "800 Gbit/s a node: vTrain, the header of its table, 2024"},
-)
 
 
 @dataclass(frozen=True)
@@ -164,8 +157,11 @@ def _vtrain(row: Row) -> Iterator[Case]:
         row.wrong("gpus", f"{tensor} x {data} x {pipeline} devices are not {gpus}")
     _divided(row, "tensor", model, tensor)
     _whole(row, "micro_batch", batch, data * micro_batch, "samples")
-    cluster = dataclasses.replace(_cluster("A100-80", gpus), inter_node=_VTRAIN_NETWORK)
     plan = _plan(tensor, pipeline, data, micro_batch)
+    cluster = dataclasses.replace(_cluster("A100-80", gpus), inter_node=HDR)
+    if row.text("system") == "single-node":  # see vtrain.py
+        cluster = dataclasses.replace(cluster, node=(TRACED_A100,) * len(cluster.node), intra_node=VTRAIN_NVLINK)
+        plan["recompute"] = "none"
     name = f"{hidden} x {layers} on {gpus}, batch {batch}: {tensor} x {pipeline} x {data}, {micro_batch} at a time"
     ms = row.number("iteration_ms")
     unit: dict[str, Any] = {"per_second": 1e3, "family": family}
@@ -213,7 +209,8 @@ def _torchtitan(row: Row) -> Iterator[Case]:
     model = LlamaSizes(**_LLAMA3[size], seq=row.count("seq"), fused=variant != "eager")
     local = row.count("local_batch")
     batch, micro_batch = data * local, row.count("micro_batch", 1 if pipeline > 1 else local)
-    plan = {**_plan(tensor, pipeline, data, micro_batch), "recompute": recompute, "zero": 3 if data > 1 else 0}
+    plan = _plan(tensor, pipeline, data, micro_batch) | {"zero": 3 if data > 1 else 0}
+    plan["recompute"] = "selective-op" if recompute == "selective" else recompute  # its default of `selective`
     plan |= {"sequence_parallel": tensor > 1, "chunks": 2 if variant == "interleaved" and pipeline > 1 else 1}
     not_expressed = "context parallelism" if context > 1 else ""
     if size == "405b":  # of which the header of the table says so

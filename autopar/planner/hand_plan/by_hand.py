@@ -19,6 +19,7 @@ from autopar.hints.module_paths import few, nearest
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
+from autopar.plan.recompute import RECOMPUTE
 from autopar.planner.hand_plan.degrees import Degrees, degrees_of
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.mesh_strategies import by_degrees
@@ -109,16 +110,18 @@ def plan_by_hand_for_workers(
 
 def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]]:
     """What all stages do, by its name, and notes about layers that do otherwise."""
-    if degrees.recompute != "full" or not example.training:
+    if not RECOMPUTE[degrees.recompute].by_layer or not example.training:
         return degrees.recompute, ()
     blocks = Blocks(example.program, example.batching.storages)
     if not blocks.layers:
-        return "stage", ("the model repeats no layers: with recompute='full' its stages run again as one",)
+        return "stage", (
+            f"the model repeats no layers: with recompute={degrees.recompute!r} its stages run again as one",
+        )
     kept = [min(layer, key=lambda n: n.name) for layer in blocks.layers if layer not in blocks.all]
     paths = dict.fromkeys(path for node in kept if (path := nearest(module_path(node), example.program.layers)))
     if not paths:
-        return "full", ()
-    return "full", (f"kept, because they cannot run again as they have run: {few(list(paths))}",)
+        return degrees.recompute, ()
+    return degrees.recompute, (f"kept, because they cannot run again as they have run: {few(list(paths))}",)
 
 
 def _check_one_kind(plan: Plan, cluster: Cluster) -> None:

@@ -41,6 +41,7 @@ class Layers:
     working: np.ndarray  # [n] bytes that an operator of the atom needs while it runs, with what its layer makes again
     atoms: tuple[int, ...]  # those with operators of layers
     outside: tuple[int, ...] = ()  # atoms that are to be recomputed and have operators outside of layers
+    products: tuple[Shared, ...] = ()  # what stages keep besides, that keep every second product of layers
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,17 @@ class Atoms:
         if names not in self._in_blocks:
             self._in_blocks[names] = np.array([costs.operators[name].block is not None for name in names])
         return self._in_blocks[names]
+
+    def of_operators(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
+        """Whether each node belongs to such a layer, and what it makes is not kept where the rest runs again, [nodes]."""
+        if names not in self._run_again:
+            kept = np.array([costs.operators[name].kept for name in names], dtype=bool)
+            self._run_again[names] = self.of_blocks(costs, names) & ~kept
+        return self._run_again[names]
+
+    @cached_property
+    def _run_again(self) -> dict[tuple[str, ...], np.ndarray]:
+        return {}
 
     @cached_property
     def _in_blocks(self) -> dict[tuple[str, ...], np.ndarray]:
@@ -240,6 +252,7 @@ def _layers(
     kept: dict[Hashable, float] = {}
     keepers: dict[Hashable, set[int]] = defaultdict(set)
     made: dict[int, dict[Hashable, float]] = defaultdict(dict)  # block -> what its operators save
+    products: dict[Hashable, tuple[float, int]] = {}  # storage of what kept operators make -> bytes, atom
 
     def keep(storage: Hashable, nbytes: float, atom: int) -> None:
         kept[storage] = max(nbytes, kept.get(storage, 0.0))
@@ -253,6 +266,8 @@ def _layers(
                 keep(storage, nbytes, atom_of[name])
             continue
         made[operator.block].update(operator.saved)
+        if operator.kept:
+            products |= {storage: (nbytes, atom_of[name]) for storage, nbytes in operator.results.items()}
         for source in costs.graph.predecessors(name):
             if operators[source].block != operator.block:
                 for storage, nbytes in operators[source].results.items():
@@ -265,7 +280,8 @@ def _layers(
     layered = {atom for name, atom in atom_of.items() if operators[name].block is not None}
     outside = {atom_of[name] for name in recompute if name in atom_of and operators[name].block is None}
     shared = tuple(Shared(n, tuple(sorted(keepers[s]))) for s, n in kept.items())
-    return Layers(shared, working, tuple(sorted(layered)), tuple(sorted(outside)))
+    besides = tuple(Shared(nbytes, (atom,)) for storage, (nbytes, atom) in products.items() if storage not in kept)
+    return Layers(shared, working, tuple(sorted(layered)), tuple(sorted(outside)), besides)
 
 
 def _transient(operator: OperatorCost) -> float:

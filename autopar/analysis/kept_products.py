@@ -11,7 +11,7 @@ bias count; here all that read a parameter do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from torch import fx
@@ -24,19 +24,22 @@ _PRODUCTS = {"linear", "mm", "matmul", "addmm"}
 _ATTENTION = "scaled_dot_product"  # in the name of an operator that is the whole attention
 
 
-def kept_products(layer: Iterable[fx.Node]) -> dict[fx.Node, Kept]:
-    """The operators of a layer whose results are kept. `layer`: in program order."""
+def kept_products(layer: Iterable[fx.Node], overwritten: Callable[[fx.Node], bool]) -> dict[fx.Node, Kept]:
+    """The operators of a layer whose results are kept. `layer`: in program order.
+
+    `overwritten`: whether the memory of a result is written later, so that it would not be what it was.
+    """
     found: dict[fx.Node, Kept] = {}
     products = 0
     for node in layer:
         if node.op != "call_function":
             continue
         name = operator_name(node)
-        if _ATTENTION in name:
+        if _ATTENTION in name and not overwritten(node):
             found[node] = "attention"
         elif name in _PRODUCTS and any(_of_parameters(source) for source in node.all_input_nodes):
             products += 1
-            if products % 2:
+            if products % 2 and not overwritten(node):
                 found[node] = "product"
     return found
 

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from autopar.analysis.attention import attention_cores
 from autopar.analysis.blocks import Blocks, written_through_views
-from autopar.analysis.kept_products import kept_products
+from autopar.analysis.kept_products import Kept
 from autopar.analysis.operators import (
     move_constants,
     on_device,
@@ -155,6 +155,11 @@ class _Source:
         return Blocks(self.program, self.storages)
 
     @cached_property
+    def kept(self) -> dict[fx.Node, Kept]:
+        """Operators whose results layers keep that run the rest again."""
+        return {node: kind for layer in self.blocks.layers for node, kind in self.blocks.kept_of(layer).items()}
+
+    @cached_property
     def cores(self) -> tuple[frozenset[fx.Node], ...]:
         return attention_cores(self.program.graph)
 
@@ -261,9 +266,8 @@ class _StageBuilder:
         for number, group in enumerate(self.source.groups(self.stage, self.cloned)):
             for node in group:
                 self.copies[node].meta[GROUP] = number
-            if self.source.mode(self.stage) == Recompute.OPERATORS:
-                for node, kind in kept_products(self.source.blocks.in_order(group)).items():
-                    self.copies[node].meta[KEPT] = kind
+                if self.source.mode(self.stage) == Recompute.OPERATORS and node in self.source.kept:
+                    self.copies[node].meta[KEPT] = self.source.kept[node]
 
     def _sharded(self, sharding: StageSharding | None) -> Sharded:
         if sharding is None or sharding.size == 1:

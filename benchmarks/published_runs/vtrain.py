@@ -1,12 +1,12 @@
 """The two systems of vTrain's table, from what its authors published beside it (Bang et al., vTrain, 2024,
 github.com/VIA-Research/vTrain at f8dda84).
 
-Rows of several nodes are measured iterations. Rows of one node are not: the last digit of each follows from others.
+Rows of several nodes are measured iterations. Those of one node are not, down to the last digit:
 
     rows that differ in                          differ by                     as in src/predictor.py
     micro-batches alone, m = 2, 4, 8, 16         exactly 2, 4, 8 slopes        layers profiled once, added up m times
-    replicas alone, 2, 4, 8                      a number that all sizes of    `compute_comm_time`: a table of all-reduces,
-                                                 micro-batches share           without 2 (n - 1) / n from 1 GiB on
+    replicas alone, 2, 4, 8                      what all sizes of micro-      `compute_comm_time`: by table, and
+                                                 batches share                 without 2 (n - 1) / n from 1 GiB on
 
 So they are what the authors' simulator makes of traces of one layer on one A100, and an error against them is the
 distance between two predictions. Two more facts follow from the figures, none of which the table says:
@@ -27,9 +27,9 @@ from cost_models.hardware.device_specs import device_spec
 from cost_models.hardware.networks import network
 
 TRACED_HOST = 2.95
-"""Times that the traced host takes as long as `launches.HOST_COSTS`: fitted to the rows of one node with hidden size
-1024 and a pipeline of one stage, by mean error, for 1.8 ms to launch one pass of a layer. A trace of CUPTI records every
-call of the driver; an A100's usual host has 1.84."""
+"""Times that the traced host takes as long as `launches.HOST_COSTS`, where an A100's usual host has 1.84: fitted to the
+rows of one node with hidden size 1024 and one stage, by mean error in steps of 0.15. Recording every call of the driver
+takes the host time."""
 
 TRACED_A100 = dataclasses.replace(
     device_spec("A100-40"), name="A100 of 40 GB under a tracer", memory=80e9, host=TRACED_HOST

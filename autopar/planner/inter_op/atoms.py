@@ -95,7 +95,7 @@ class Atoms:
         return self._in_blocks[names]
 
     def of_operators(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
-        """Whether each node belongs to such a layer, and what it makes is not kept where the rest runs again, [nodes]."""
+        """Whether each node runs again where layers keep every second product, [nodes]."""
         if names not in self._run_again:
             kept = np.array([costs.operators[name].kept for name in names], dtype=bool)
             self._run_again[names] = self.of_blocks(costs, names) & ~kept

@@ -127,7 +127,7 @@ def _body(group: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node], list[fx.No
     for node in (*(n for n in read if n.op == "get_attr"), *group):
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if KEPT in node.meta and node.op == "call_function":
-            copies[node].target = keeping(node.target, node.meta[KEPT])  # type: ignore[arg-type]
+            copies[node].target = keeping(node.target, node.meta[KEPT])
     graph.output(tuple(copies[node] for node in outputs))
     return graph, inputs, outputs
 

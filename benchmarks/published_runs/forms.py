@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.published_runs.alpa import ALPA_GPT, ALPA_PLANS
 from benchmarks.published_runs.b200 import B200, NVLINK
 from benchmarks.published_runs.cases import Case, Degrees, Options
-from benchmarks.published_runs.models import GPTSizes, LlamaSizes, Sizes
+from benchmarks.published_runs.models import GPTSizes, LlamaSizes, Sizes, has_fused_softmax
 from benchmarks.published_runs.tables import Row, read_rows
 from benchmarks.published_runs.vtrain import HDR, TRACED_A100
 from benchmarks.published_runs.vtrain import NVLINK as VTRAIN_NVLINK
@@ -155,8 +155,9 @@ def _vtrain(row: Row) -> Iterator[Case]:
     hidden, heads, layers, seq = row.counts("hidden", "heads", "layers", "seq")
     tensor, data, pipeline = row.counts("tensor", "data", "pipeline")
     family = GPTSizes(layers, hidden, heads, seq, row.count("vocab", 50257))
-    model = dataclasses.replace(family, vocab=family.vocab // tensor * tensor)
     gpus, batch, micro_batch = _checked_gpus(row), row.count("global_batch"), row.count("micro_batch")
+    fused = has_fused_softmax(heads // tensor, micro_batch, seq)
+    model = dataclasses.replace(family, vocab=family.vocab // tensor * tensor, fused_softmax=fused)
     if tensor * data * pipeline != gpus:
         row.wrong("gpus", f"{tensor} x {data} x {pipeline} devices are not {gpus}")
     _divided(row, "tensor", model, tensor)

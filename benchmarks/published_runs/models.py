@@ -98,6 +98,8 @@ class MegatronGPT(nn.Module):
 
 
 class GPTLayer(nn.Module):
+    mask: Tensor
+
     def __init__(self, sizes: GPTSizes, dropout: float) -> None:
         super().__init__()
         hidden = sizes.hidden

@@ -1,7 +1,7 @@
 """Gathered tensors of which a stage keeps the shards for the backward, and which it gathers there once more.
 
-    forward     x_0 .. x_n-1 -- all_gather -- kept_as_shards -- x -- queries, keys, values       keep x for their weights
-    backward                                   all_gather again, once for all of them
+    forward     x_0 .. x_n-1 -- all_gather -- kept_as_shards -- x -- queries, keys, values, whose weights' gradients
+    backward                                   all_gather again, once for all of them        need x
 
 Autograd asks hooks what to keep of a tensor. Inside `keeping_shards`, they answer for a gathered tensor, or a view of
 it, with its shards, and gather these again when the first of its readers needs it; the result stays until the last one
@@ -101,7 +101,7 @@ class _View(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor, shards: _Shards, device: int) -> _View:
         entries = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
-        return cls(shards, device, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), entries)
+        return cls(shards, device, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), entries)
 
     def get(self) -> torch.Tensor:
         return self.shards.gathered(self.device).as_strided(self.size, self.stride, self.offset)

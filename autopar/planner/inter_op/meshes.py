@@ -30,7 +30,8 @@ from autopar.analysis.operators import on_device
 from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
-from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
+from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.intra_op.frontier import frontier
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem

@@ -13,6 +13,9 @@ of memory (`Prices`). A micro-batch's bytes count as often as it may be in fligh
     1               the last stage
     meshes          the first of as many stages under 1F1B
     micro-batches   GPipe, or a caller's loss between the forwards and the backwards
+
+Solutions that keep shards of what they gather (`regathering`) come in addition: the fastest one, and the one with the
+fewest bytes. The strategies are not chosen anew for them.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.planner.intra_op.elimination.envelope import Direction, EnvelopePoint, Prices
+from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 
 # Of the memory. What operators need only while they run, and what stages receive, takes the rest.
@@ -52,6 +56,20 @@ def frontier(problem: ShardingProblem, memory: float, n_meshes: int, most: int) 
         shared_less = _useful(fewer, memory, n_meshes, m, share)[:share]
         found[_ONE_KIND:_ONE_KIND] = [problem.solution_of(point, fewer) for point in shared_less]
     return tuple(_unlike(found)[:most])
+
+
+def with_regathered(problem: ShardingProblem, found: Sequence[Sharding], memory: float) -> tuple[Sharding, ...]:
+    """The solutions of a `frontier`, and up to two of them that gather activations again in the backward.
+
+    memory: bytes of each device. Nothing is added where the fastest solution fits with all micro-batches in flight.
+    """
+    fastest, m = found[0], problem.task.n_microbatches
+    if fastest.resident + m * (fastest.nbytes - fastest.resident) <= _ROOM * memory:
+        return tuple(found)
+    again = [one for one in (regathered(problem, one) for one in found) if one.keeping is not None]
+    new = [one for one in _unlike([*found, *again]) if one.keeping is not None]
+    smallest = min(new, key=lambda one: one.nbytes, default=None)
+    return (*found, *(one for number, one in enumerate(new) if number == 0 or one is smallest))
 
 
 def _useful(prices: Prices, memory: float, n_meshes: int, m: int, most: int) -> list[EnvelopePoint]:

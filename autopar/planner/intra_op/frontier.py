@@ -14,8 +14,8 @@ of memory (`Prices`). A micro-batch's bytes count as often as it may be in fligh
     meshes          the first of as many stages under 1F1B
     micro-batches   GPipe, or a caller's loss between the forwards and the backwards
 
-Solutions that keep shards of what they gather (`regathering`) come in addition: the fastest one, and the one with the
-fewest bytes. The strategies are not chosen anew for them.
+In addition comes the fastest solution with shards of what it gathers kept (`regathering`). Its strategies are not
+chosen anew: with the gathers of its backward in the search, another choice could be better.
 """
 
 from __future__ import annotations
@@ -59,17 +59,14 @@ def frontier(problem: ShardingProblem, memory: float, n_meshes: int, most: int) 
 
 
 def with_regathered(problem: ShardingProblem, found: Sequence[Sharding], memory: float) -> tuple[Sharding, ...]:
-    """The solutions of a `frontier`, and up to two of them that gather activations again in the backward.
+    """The solutions of a `frontier`, and the fastest of them once more, with shards of what it gathers kept.
 
     memory: bytes of each device. Nothing is added where the fastest solution fits with all micro-batches in flight.
     """
     fastest, m = found[0], problem.task.n_microbatches
     if fastest.resident + m * (fastest.nbytes - fastest.resident) <= _ROOM * memory:
         return tuple(found)
-    again = [one for one in (regathered(problem, one) for one in found) if one.keeping is not None]
-    new = [one for one in _unlike([*found, *again]) if one.keeping is not None]
-    smallest = min(new, key=lambda one: one.nbytes, default=None)
-    return (*found, *(one for number, one in enumerate(new) if number == 0 or one is smallest))
+    return tuple(_unlike([*found, regathered(problem, fastest)]))
 
 
 def _useful(prices: Prices, memory: float, n_meshes: int, m: int, most: int) -> list[EnvelopePoint]:

@@ -6,7 +6,8 @@ node `gradient`, which holds the steps of its gradient (`lower.collectives`):
     x__0, x__1 -- all_gather --.-- gradient(moves=[reduce_scatter]) -- getitem 0, getitem 1 -- readers
          `---------------------'
 
-Where a stage gathers activations again in the backward, a node `kept_as_shards` follows the gathers (`lower.regather`).
+A node `kept_as_shards` follows the gathers of what the backward gathers again: parameters that are stored in parts, and
+activations where the plan says so (`lower.regather`).
 
 The steps are those of the plan (`TensorRedistribution`), which the search priced. Values that the plan says nothing
 about take the steps in which a device sends the fewest bytes.
@@ -58,7 +59,7 @@ class DeviceValues:
     """Writes the graph of all devices of a mesh."""
 
     def __init__(self, mesh: tuple[int, ...], size: int, *, regather: bool = False) -> None:
-        """`regather`: activations that are gathered are kept as shards (`lower.regather`)."""
+        """`regather`: activations that are gathered are kept as shards, as parameters are (`lower.regather`)."""
         self.graph, self.mesh, self.size, self.regather = fx.Graph(), mesh, size, regather
         self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
         self.places = list(itertools.product(*map(range, mesh)))  # of every device on the mesh
@@ -205,7 +206,8 @@ class DeviceValues:
         key = ("steps", *passed)
         if key not in made.moved:
             moves = self._moves(node, passed)
-            first = before_gathers(passed) if self.regather and node.op != "get_attr" else len(moves)
+            # Gathered parameters always count as gathered again, as ZeRO-3 does.
+            first = before_gathers(passed) if self.regather or node.op == "get_attr" else len(moves)
             result: Any = None
             shards: Any = None
             for number, (name, axis, dim) in enumerate(moves):

@@ -65,7 +65,7 @@ class StageProgram:
     multiple: int = 1  # the number of samples in a micro-batch must be a multiple of this to be cut evenly
     layerwise: bool = False  # its layers run again for their backward, each as one
     reruns: bool = False  # groups of its operators run again for their backward
-    regathers: bool = False  # activations are kept as shards, and gathered again in the backward
+    regathers: bool = False  # keeps shards of what it gathers, and gathers that again in the backward
     undivided: tuple[str, ...] = ()  # operators that all of these devices do whole: their sizes cannot be cut evenly
 
     @cached_property

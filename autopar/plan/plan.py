@@ -265,7 +265,8 @@ class Plan:
                 "selective": stages keep all but what attention makes between its products, scores, softmax and
                 dropout, and run that with both products again. It is found by dataflow. Of an attention in one
                 operator, such as scaled_dot_product_attention, nothing is kept but its operands and its result.
-            sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well.
+            sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well. What matrices
+                then read gathered is kept as parts, and gathered again in the backward, as in Megatron-LM.
             optimizer: whose state must fit the memory, and whose step ends the predicted one.
             launch, precision, optimizer_step, overlap: as for `autopar.plan` on a cluster.
 

@@ -17,8 +17,8 @@ from autopar.analysis.example import example_ahead
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.estimated import estimate_costs
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem

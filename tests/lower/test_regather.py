@@ -136,6 +136,16 @@ def test_the_hooks_of_the_caller_get_shards_in_place_of_gathered_tensors(regathe
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_parameters_that_are_stored_in_parts_are_gathered_for_each_pass(gathered_again: list[str]) -> None:
+    """ZeRO 3: once more for the backward of each micro-batch."""
+    model = Layers(1)
+    weights = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
+    sharding = StageSharding.from_texts((N,), ("data",), {}, dict.fromkeys(weights, "S0"))
+    pm = pipelined(model, one_stage(capture(model, (inputs(),), {}), sharding, 2))
+    assert_same_step(model, pm, inputs())
+    assert gathered_again == ["all_gather"] * 2 * len(weights)
+
+
 # -- the hooks by themselves ------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ from autopar.lower.collectives import spread
 from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms, deferred_counters
 from autopar.lower.device_values import GROUP, KEPT
 from autopar.lower.random_operators import lower_random
+from autopar.lower.regather import kept_as_shards
 from autopar.lower.sharded import Piece, Sharded, shard
 from autopar.lower.stage_values import StageValues, stage_values
 from autopar.plan.recompute import Recompute
@@ -65,6 +66,7 @@ class StageProgram:
     multiple: int = 1  # the number of samples in a micro-batch must be a multiple of this to be cut evenly
     layerwise: bool = False  # its layers run again for their backward, each as one
     reruns: bool = False  # groups of its operators run again for their backward
+    regathers: bool = False  # keeps shards of what it gathers, and gathers that again in the backward
     undivided: tuple[str, ...] = ()  # operators that all of these devices do whole: their sizes cannot be cut evenly
 
     @cached_property
@@ -227,6 +229,7 @@ class _StageBuilder:
             undivided=sharded.undivided,
             layerwise=self.source.mode(self.stage).by_layer,
             reruns=any(node.meta.get(GROUP) is not None for node in sharded.graph.nodes),
+            regathers=any(node.target is kept_as_shards for node in sharded.graph.nodes),
         )
 
     def _receive(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:

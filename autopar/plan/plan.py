@@ -270,7 +270,8 @@ class Plan:
                 "selective-op": as "full", but layers also keep what every second product with a parameter and every
                 attention in one operator make, and do not make that again (torchtitan: selective activation
                 checkpointing by operator). The search does not try it.
-            sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well.
+            sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well. What matrices
+                then read gathered is kept as parts, and gathered again in the backward, as in Megatron-LM.
             optimizer: whose state must fit the memory, and whose step ends the predicted one.
             launch, precision, optimizer_step, overlap: as for `autopar.plan` on a cluster.
 

@@ -17,6 +17,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import bucket_seconds, reduction_seconds
+from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.sends import Sent, estimated_sends, pass_seconds
 from autopar.costs.shared_hardware import SHARED_GPU, hardware_of, shared_gpu_notes
 from autopar.plan.plan import Plan, Stage, StageTransfer
@@ -214,10 +215,11 @@ def _plan_stages(
         )
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         configuration = costs.configuration.get(name)
+        run_again = {n for n in nodes if _runs_again(costs.operators[n], predicted.recompute)}
         stages.append(
             Stage(
                 devices=tuple(device for group in arrangement.groups[number] for device in group.devices),
-                sharding=None if configuration is None else configuration.sharding(nodes),
+                sharding=None if configuration is None else configuration.sharding(nodes, run_again),
                 operators=tuple(costs.operators[n].key for n in nodes),
                 recompute=predicted.recompute == Recompute.STAGE,
                 layerwise=predicted.recompute.by_layer,
@@ -236,6 +238,13 @@ def _plan_stages(
             )
         )
     return stages
+
+
+def _runs_again(operator: OperatorCost, recompute: Recompute) -> bool:
+    """Whether an operator runs again for its own backward, or with its layer; not with the whole stage."""
+    if recompute == Recompute.SELECTIVE:
+        return operator.core is not None
+    return recompute == Recompute.FULL and operator.block is not None
 
 
 def _plan_transfers(

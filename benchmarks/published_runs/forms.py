@@ -37,9 +37,11 @@ divisible-by). All are taken for 8 devices here, so that they share one model.""
 MEGATRON = Options(launch="eager-functions", precision="fp16-mixed")
 """Megatron-LM of 2021 to 2023: every kernel launched by Python, fp16 with float32 copies, apex' fused Adam."""
 
-MEGATRON_CORE = Options(launch="compiled", precision="bf16-mixed")
+MEGATRON_CORE = Options(launch="compiled", precision="bf16-mixed", overlap="gathers")
 """Megatron-LM of 2025 with Transformer Engine: chains of pointwise operators are single kernels, as a compiler makes
-them; bf16 with gradients summed in float32."""
+them; bf16 with gradients summed in float32. With sequence parallelism the input of a column-parallel product is
+gathered again behind the product for that input's gradient (LinearWithGradAccumulationAndAsyncCommunication of
+megatron/core/tensor_parallel/layers.py)."""
 
 _LLAMA3: dict[str, dict[str, Any]] = {
     "8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "inner": 14336},

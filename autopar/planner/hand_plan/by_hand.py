@@ -25,6 +25,7 @@ from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_op
 from autopar.planner.hand_plan.mesh_strategies import by_degrees
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
+from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.predict import predict
 from autopar.planner.search_options import assumptions_of, search_options
 from autopar.sharding.mesh import make_mesh
@@ -187,6 +188,8 @@ class _Configurations:
             mesh = make_mesh(self._degrees.mesh, stage.devices, self._degrees.axes)
             problem = self._shared.problem(self._task, mesh, pattern)
             sharding, notes = by_degrees(problem, self._degrees, self._batch_dims, self._shared.keys)
+            if self._degrees.sequence_parallel:
+                sharding = regathered(problem, sharding)
             self.notes.update(dict.fromkeys(notes))
             name = f"by hand, {len(self.found)}"
             kind = next(d.kind for d in self._costs.devices if d.name == stage.devices[0])

@@ -50,7 +50,10 @@ def passes(
 
 
 class CoreSeconds(NamedTuple, Generic[Seconds]):
-    """Seconds of a micro-batch to run the cores of attention once, forward; or all layers."""
+    """Seconds of a micro-batch to run the cores of attention once more; or all layers.
+
+    A forward, without what the backward need not gather after it.
+    """
 
     kernels: Seconds
     host: Seconds
@@ -207,8 +210,11 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     forward, backward, loss = table.at(rows)
     network = nothing if table.overlapped is None else table.overlapped.network[0]
     launched = nothing if host is None else host.forward
+    once_more = [forward, launched, network]
+    if table.gathering is not None:
+        once_more = [seconds - less for seconds, less in zip(once_more, table.gathering, strict=True)]
     cores, blocks, operators = (
-        CoreSeconds(*(atoms.sums(table.nodes, seconds * inside) for seconds in (forward, launched, network)))
+        CoreSeconds(*(atoms.sums(table.nodes, seconds * inside) for seconds in once_more))
         for inside in (of(costs, table.nodes) for of in (atoms.of_cores, atoms.of_blocks, atoms.of_operators))
     )
     kernels = sums(forward, backward, loss, table.weight)

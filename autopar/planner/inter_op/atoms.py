@@ -265,7 +265,7 @@ def _layers(
             for storage, nbytes in operator.saved.items():
                 keep(storage, nbytes, atom_of[name])
             continue
-        made[operator.block].update(operator.saved)
+        made[operator.block].update(operator.saved if operator.saved_within is None else operator.saved_within)
         if operator.kept:
             products |= {storage: (nbytes, atom_of[name]) for storage, nbytes in operator.results.items()}
         for source in costs.graph.predecessors(name):
@@ -275,8 +275,10 @@ def _layers(
     largest = {number: sum(n for s, n in saved.items() if s not in kept) for number, saved in made.items()}
     working = np.zeros(max(atom_of.values(), default=-1) + 1)
     for name, atom in atom_of.items():
-        number = operators[name].block
-        working[atom] = max(working[atom], _transient(operators[name]) + (0.0 if number is None else largest[number]))
+        number, transient = operators[name].block, _transient(operators[name])
+        if number is not None:  # what its layer gathers in its second run is among what that saves
+            transient += largest[number] - operators[name].regathered_bytes
+        working[atom] = max(working[atom], transient)
     layered = {atom for name, atom in atom_of.items() if operators[name].block is not None}
     outside = {atom_of[name] for name in recompute if name in atom_of and operators[name].block is None}
     shared = tuple(Shared(n, tuple(sorted(keepers[s]))) for s, n in kept.items())
@@ -286,7 +288,7 @@ def _layers(
 
 def _transient(operator: OperatorCost) -> float:
     """Bytes while it runs."""
-    return operator.allocated_bytes + operator.output_bytes + operator.gradient_bytes
+    return operator.allocated_bytes + operator.output_bytes + operator.gradient_bytes + operator.regathered_bytes
 
 
 def _seconds(costs: CostGraph) -> dict[str, float]:

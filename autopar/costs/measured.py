@@ -382,7 +382,7 @@ def measure_costs(
             example.program, example.batching, source, training=example.training, progress=progress
         )
         types = {device.kind: device.torch_device.type for device in devices}
-        return replace(costs, rehearsal=StepRehearsal.of(example, types))
+        return replace(costs, rehearsal=StepRehearsal.of(example, types, autocasts(types.values())))
 
 
 def with_shards(costs: CostGraph, widest: int, *, cache: bool = True, progress: Progress = SILENT) -> CostGraph:

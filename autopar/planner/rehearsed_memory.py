@@ -157,6 +157,7 @@ class _Step:
         stages = schedule.stages_of(slot)
         now = self._resident(slot, stages)
         certain = peak = now
+        now += sum(self._passes[stage, self._sizes[0]].casts for stage in stages)  # to the end of all passes
         messages = waiting(slot, self._precedence, self._messages_of(slot), shared=self._shared)
         last = len(self._stages) - 1
         started: set[tuple[int, Phase]] = set()  # what has run of the stages' backwards

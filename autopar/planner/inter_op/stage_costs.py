@@ -279,11 +279,12 @@ class Costs:
         if recompute == Recompute.STAGE and not alone:
             recompute = Recompute.NONE
         if (kind, recompute) not in self._known_passes:
-            own = PassSeconds(problem.forward, problem.backward, problem.weight)
+            forward, backward, weights = problem.forward, problem.backward, problem.weight
             if problem.captured is not None and alone:
-                own = problem.captured.each
-            weight = np.zeros(()) if problem.weight is None else self._between(own.weight[kind])
-            known = PassSeconds(self._between(own.forward[kind]), self._between(own.backward[kind]), weight)
+                forward, backward = problem.captured.each.forward, problem.captured.each.backward
+                weights = problem.captured.each.weight if split else None
+            weight = np.zeros(()) if weights is None else self._between(weights[kind])
+            known = PassSeconds(self._between(forward[kind]), self._between(backward[kind]), weight)
             nothing, launches = np.zeros_like(known.forward), problem.launches
             host, start = PassSeconds(nothing, nothing, np.zeros_like(weight)), 0.0
             if launches is not None:

@@ -120,7 +120,8 @@ def _effects(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
         return (first if in_place else []), (first if name in _VIEWS or in_place else [])
-    written, aliased = [], []
+    written: list[fx.Node] = []
+    aliased: list[fx.Node] = []
     for argument, value in zip(schema.arguments, node.args, strict=False):
         if argument.alias_info is not None and isinstance(value, fx.Node):
             (written if argument.alias_info.is_write else aliased).append(value)
@@ -146,7 +147,7 @@ def assignments_refused(model: nn.Module) -> Iterator[None]:
             raise refusal(names.get(id(parameter)) or _name_of(parameter, model), "it assigns to its .data")
         _DATA.__set__(parameter, value)
 
-    nn.Parameter.data = property(_DATA.__get__, assign)
+    nn.Parameter.data = property(_DATA.__get__, assign)  # noqa: B010: a tensor's own is no property
     try:
         yield
     finally:

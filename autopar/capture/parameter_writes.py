@@ -147,7 +147,7 @@ def assignments_refused(model: nn.Module) -> Iterator[None]:
             raise refusal(names.get(id(parameter)) or _name_of(parameter, model), "it assigns to its .data")
         _DATA.__set__(parameter, value)
 
-    nn.Parameter.data = property(_DATA.__get__, assign)  # noqa: B010: a tensor's own is no property
+    nn.Parameter.data = property(_DATA.__get__, assign)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -31,11 +31,15 @@ from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.contestants import ComparedCall, Rounds, contestants, steps_in_turn
 from autopar.runtime.stage_code import GRAPHS, left_alone_because
 from cost_models import Device, signature_key
-from cost_models.hardware.devices import operator_threads
+from cost_models.hardware.devices import available_memory, operator_threads
 
 log = logging.getLogger(__name__)
 
+_NOT_COMPILED = "predicted for stages that are not compiled:"
 _ROUNDS = Rounds(3, 0.1, 10.0)  # medians of a few steps, after the one that compiles
+
+
+Ratio = tuple[int, float]  # number of micro-batches, and seconds of compiled stages over those of captured ones
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,16 @@ def with_compiled(
         return CompiledPrices(costs)
     why = _left_alone(call.example, compile)
     if why:
-        return CompiledPrices(costs, (f"predicted for stages that are not compiled: as one stage, {why}",))
+        return CompiledPrices(costs, (f"{_NOT_COMPILED} as one stage, {why}",))
     ratios = {}
     kinds: dict[str, Device] = {}
     for device in costs.devices:
         kinds.setdefault(device.kind, device)
     for kind, device in kinds.items():
         found = _cached_ratios(device, costs, call, search, cache, progress)
+        if found is None:
+            why = f"{device.name} does not hold the whole model in one stage"
+            return CompiledPrices(costs, (f"{_NOT_COMPILED} {why}",))
         ratios[kind] = replace(found, left_alone=left_alone_under(compile == GRAPHS))
     what = "recorded as CUDA graphs" if compile == GRAPHS else "compiled"
     texts = (f"{one.text()}{f' on {kind}' if len(ratios) > 1 else ''}" for kind, one in ratios.items())
@@ -85,19 +92,22 @@ def _left_alone(example: Example, compile: bool | str) -> str:
 
 def _cached_ratios(
     device: Device, costs: CostGraph, call: ComparedCall, search: SearchOptions, cache: bool, progress: Progress
-) -> CompiledRatio:
+) -> CompiledRatio | None:
+    """None where the device lacks memory for the whole model."""
     example, settings = call.example, call.settings
     most = 1 if search.one_microbatch_because else costs.batch_size // max(1, search.least_rows)
     counts = microbatches_to_compile(costs.batch_size, max(1, most), search.n_microbatches)
     how = (settings.batch_norm, settings.compile)
     key = signature_key("compiled", call_signature(example, [device]), device.kind, device.threads, how, counts)
     with measurement_cache(cache) as store:
-        known = store.get(key, partial(_from_json, n=len(counts))) if store is not None else None
+        known = store.get(key, partial(_from_json, counts=counts)) if store is not None else None
         if known is None:
             known = _measured(device, costs, call, search, counts, progress)
-            if store is not None:
+            if store is not None and known:
                 store.put(key, known)
-    pairs = sorted((costs.batch_size / m, ratio) for m, ratio in zip(counts, known, strict=True))
+    if not known:
+        return None
+    pairs = sorted((costs.batch_size / m, ratio) for m, ratio in known)
     rows, ratios = zip(*pairs, strict=True)
     return CompiledRatio(rows, ratios)
 
@@ -109,12 +119,16 @@ def _measured(
     search: SearchOptions,
     counts: Sequence[int],
     progress: Progress,
-) -> list[float]:
-    """Seconds of compiled steps over those of captured ones, for each number of micro-batches."""
+) -> list[Ratio]:
+    """Seconds of compiled steps over those of captured ones, for each number of micro-batches that fits the memory."""
     plans = {}
     for m in counts:
         whole = Plan((Stage((device.name,)),), n_microbatches=m, schedule="gpipe")
-        plans[m] = predict_plan(whole, call.example, costs, search.conditions)
+        plan = predict_plan(whole, call.example, costs, search.conditions)
+        if 2 * (plan.stages[0].peak_memory or 0) <= available_memory(device.torch_device):  # captured, and compiled
+            plans[m] = plan
+    if not plans:
+        return []
     plain: RunSettings = replace(call.settings, compile=False)
     with without_warnings(), operator_threads(device.threads), ExitStack() as stack:
         ready = []
@@ -127,12 +141,13 @@ def _measured(
         )
     seconds = [median(one) for one in steps]
     log.info("steps on %s, captured and compiled in turn: %s ms", device.kind, [f"{s * 1e3:.3g}" for s in seconds])
-    return [compiled / captured for captured, compiled in zip(seconds[::2], seconds[1::2], strict=True)]
+    found = zip(plans, seconds[::2], seconds[1::2], strict=True)
+    return [(m, compiled / captured) for m, captured, compiled in found]
 
 
-def _from_json(value: Any, n: int) -> list[float]:
-    """Cached ratios of `n` sizes. Raises ValueError for anything else."""
-    ratios = [float(one) for one in value]
-    if len(ratios) != n or not all(0 < one < math.inf for one in ratios):
-        raise ValueError(f"cached ratios must be {n} numbers > 0")
+def _from_json(value: Any, counts: Sequence[int]) -> list[Ratio]:
+    """Cached ratios of some of `counts`. Raises TypeError or ValueError for anything else."""
+    ratios = [(int(m), float(ratio)) for m, ratio in value]
+    if not ratios or not {m for m, _ in ratios} <= {*counts} or not all(0 < ratio < math.inf for _, ratio in ratios):
+        raise ValueError(f"cached ratios must be numbers > 0 for {counts} micro-batches")
     return ratios

@@ -27,6 +27,7 @@ from autopar.capture.cleanup import tidy
 from autopar.capture.export import Traced, Tracers, check_call, trace, warn_of_assignments, warn_of_out_arguments
 from autopar.capture.layers import repeated_layers
 from autopar.capture.module_state import Attributes, Generators
+from autopar.capture.parameter_writes import assignments_refused, refusal, unseen_write, written_parameter
 from autopar.capture.rehearsal import WRITES_INPUT
 from autopar.capture.repeated_layers.trace_once import copy_traced_layers, equal_layers_traced_once
 from autopar.capture.uncaptured import Effects, uncaptured_in
@@ -215,7 +216,8 @@ def capture(
     call = _Call(model, args, kwargs, in_spec, dims, batch, frozenset(open_sizes))
     home = common_device(model, leaves) if device is None else device
     places = {tensor.device for tensor in [*_tensors_of(model), *leaves] if isinstance(tensor, torch.Tensor)}
-    with contextlib.nullcontext() if places <= {home} and device is None else torch_private.fakes_on(home):
+    elsewhere = contextlib.nullcontext() if places <= {home} and device is None else torch_private.fakes_on(home)
+    with elsewhere, assignments_refused(model):
         if open_sizes:
             found = _traced(call, Opaque(), trace_equal_layers_once)
         else:
@@ -353,6 +355,13 @@ def _traced(call: _Call, opaque: Opaque, equal_layers_once: bool, tracers: Trace
         traced_as_calls(model, opaque, calls, dims),
     ):
         traced = trace(model, call.args, call.kwargs, call.symbols(dims), call.in_spec, tracers=tracers)
+    write, unseen = written_parameter(traced.module), unseen_write(traced.module)
+    if write is not None:
+        raise refusal(write[0], describe(write[1]))
+    if unseen is not None:
+        path = module_path(unseen)
+        why = f"{describe(unseen)} writes in place under no_grad or autocast, which a graph does not show"
+        raise RefusedError(why, path, why)
     if equal_layers_once:
         copy_traced_layers(traced.module, model)
     regions = shard_regions.borders(traced.module.graph, sharded_calls)

@@ -28,6 +28,7 @@ from autopar.capture import torch_private
 from autopar.capture.held_tensors import HeldTensors
 from autopar.capture.module_hooks import switched_off
 from autopar.capture.module_state import Attributes, Generators
+from autopar.capture.parameter_writes import ParameterValues, refusal
 from autopar.capture.uncaptured import Effects, Size, Structure, TensorResult, same_constants
 
 WRITES_INPUT = "writes into its input"
@@ -124,9 +125,28 @@ def rehearse(
     functions: bool,
 ) -> Rehearsal:
     """Run `model` on the example. `dims`: the batch dimension of every flat input. `functions`: watch calls of custom
-    autograd Functions outside of the opaque modules at `paths`, too. Raises whatever the model raises."""
+    autograd Functions outside of the opaque modules at `paths`, too. Raises whatever the model raises, and
+    ParameterWriteError for an opaque module that writes its parameters."""
     leaves, spec = torch_private.tree_flatten((args, kwargs))
     held = {path: HeldTensors(model.get_submodule(path)) for path in paths}
+    parts = [module for one in held.values() for module in one.modules]
+    before, names = ParameterValues(parts), {id(p): name for name, p in model.named_parameters()}
+    try:
+        return _rehearsed(model, leaves, spec, dims, held, functions)
+    finally:
+        written = before.put_back()
+        if written:
+            raise refusal(names[written[0]], "in code that runs uncaptured")
+
+
+def _rehearsed(
+    model: nn.Module,
+    leaves: Sequence[Any],
+    spec: torch_private.TreeSpec,
+    dims: Sequence[int | None],
+    held: Mapping[str, HeldTensors],
+    functions: bool,
+) -> Rehearsal:
     rows = next((leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None), 0)
     runs = [(rows, _watched_run(model, leaves, spec, held, functions))]
     any_batch = rows > 1

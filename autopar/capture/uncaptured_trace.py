@@ -24,6 +24,7 @@ from torch import fx, nn
 
 from autopar.capture import torch_private
 from autopar.capture.held_tensors import HeldTensors
+from autopar.capture.parameter_writes import ParameterWriteError
 from autopar.capture.rehearsal import (
     CallNames,
     Rehearsal,
@@ -129,6 +130,8 @@ def rehearsed(
     """What the opaque parts return. Raises CaptureError if the model does not run."""
     try:
         return OpaqueCalls(rehearse(model, args, kwargs, dims, opaque.reasons.keys(), opaque.functions))
+    except ParameterWriteError:
+        raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise RehearsalError(

@@ -30,6 +30,7 @@ from autopar.analysis.operators import (
     write_order,
 )
 from autopar.capture.program import Program, module_path, source_line
+from autopar.costs.compiled import CompiledRatio
 from autopar.costs.cost_table import CostSource, CostTable, Progress
 from autopar.costs.device_group import DeviceGroup, StageConfiguration
 from autopar.costs.operator_cost import OperatorCost, Weight, operator_costs
@@ -62,6 +63,8 @@ class CostGraph:
     notes: tuple[str, ...] = ()  # what a plan has to say about the seconds
     python: PythonOverhead = NOT_MEASURED
     shards: ShardCosts | None = None  # of meshes of devices at hand; None: no mesh is priced there
+    # By device kind, for stages that run compiled on single devices; `tables` are those of captured stages.
+    compiled: Mapping[str, CompiledRatio] = field(default_factory=dict)
     # Tells what a plan's devices hold; None: only the formula of the search does.
     rehearsal: StepRehearsal | None = field(default=None, repr=False, compare=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
 from autopar.errors import InfeasibleError
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
+from cost_models.graphs import on_meta
 from cost_models.hardware.devices import operator_threads, usable_cores
 from cost_models.measuring.autocast import Autocast, autocasts
 from cost_models.measuring.core_waiting import waiting_is_known
@@ -120,7 +122,17 @@ class Measured:
         )
 
     def counted(self) -> GraphBytes:
+        """On the meta device, by the kernels of the devices at hand and under the caller's autocast, as steps are
+        rehearsed; with real tensors where code needs values."""
         rows, inputs = self._few_rows()
+        types = {device.torch_device.type for device in self.devices}
+        if not self._program.uncaptured and len(types) == 1:
+            device_type, meta = types.pop(), torch.device("meta")
+            module = on_device(self._program.graph_module, self._program.device, meta)
+            autocast = self._autocasts[device_type].dtype
+            with contextlib.suppress(RuntimeError):  # torch's for what has no result without values
+                own = [on_meta(x) for x in inputs]
+                return measure_bytes(module, own, rows, self._training, device_type, autocast)
         counted = measure_bytes(self._program.graph_module, inputs, rows, self._training)
         return with_sizes(counted, self._under_autocast)
 
@@ -382,7 +394,7 @@ def measure_costs(
             example.program, example.batching, source, training=example.training, progress=progress
         )
         types = {device.kind: device.torch_device.type for device in devices}
-        return replace(costs, rehearsal=StepRehearsal.of(example, types))
+        return replace(costs, rehearsal=StepRehearsal.of(example, types, autocasts(types.values())))
 
 
 def with_shards(costs: CostGraph, widest: int, *, cache: bool = True, progress: Progress = SILENT) -> CostGraph:

@@ -31,6 +31,7 @@ from autopar.lower.split_backward import input_part
 from autopar.lower.stages import Constant, Lowered, StageProgram, lower
 from autopar.plan.recompute import Recompute
 from cost_models.graphs import Loss, get_attribute, on_meta, storage_key, tensors_in
+from cost_models.measuring.autocast import Autocast
 from cost_models.memory.micro_batch_memory import MicroBatchMemory, PassConditions, TensorSpec, micro_batch_memory
 
 log = logging.getLogger(__name__)
@@ -75,11 +76,14 @@ class StepRehearsal:
         target: Any = None,
         target_dims: tuple[int | None, ...] = (),
         loss_inside: bool = False,
+        autocasts: Mapping[str, Autocast] | None = None,
     ) -> None:
         """`device_types`: device kind -> "cpu" or "cuda". `loss_inside`: micro-batches have losses of their own; else
-        the caller computes it on the outputs of the whole batch."""
+        the caller computes it on the outputs of the whole batch. `autocasts`: by device type, what steps run under;
+        None: off."""
         self.program, self.batching, self.training = program, batching, training
         self.device_types = device_types
+        self._autocasts = autocasts or {}
         self.loss_inside = loss_inside
         target = torch_private.tree_map(on_meta, target)
         self._calls = Calls(program, [on_meta(x) for x in leaves], loss_fn, target, target_dims)
@@ -89,7 +93,9 @@ class StepRehearsal:
         self._signatures: dict[int, tuple[Any, ...]] = {}
 
     @classmethod
-    def of(cls, example: Example, device_types: Mapping[str, str]) -> StepRehearsal:
+    def of(
+        cls, example: Example, device_types: Mapping[str, str], autocasts: Mapping[str, Autocast] | None = None
+    ) -> StepRehearsal:
         return cls(
             example.program,
             example.batching,
@@ -100,6 +106,7 @@ class StepRehearsal:
             target=example.target,
             target_dims=example.target_dims,
             loss_inside=example.stage_loss is not None,
+            autocasts=autocasts,
         )
 
     @property
@@ -163,6 +170,7 @@ class StepRehearsal:
             in_parts = False
         last = index == len(lowered.stages) - 1
         loss = self._loss(lowered, rows) if last and self.training and self.loss_inside else None
+        autocast = self._autocasts.get(device_type, Autocast(device_type))
         passes = PassConditions(
             tuple(inputs),
             held=held,
@@ -170,6 +178,8 @@ class StepRehearsal:
             recompute=recompute,
             training=self.training,
             device_type=device_type,
+            autocast=autocast.dtype,
+            autocast_cache=autocast.cache,
         )
         key = (self._signature(stage), passes, loss is not None and rows, several, in_parts)
         if key not in self._known:

@@ -18,7 +18,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class _Current(threading.local):
     def __init__(self) -> None:
         self.generators = {}
         self.fresh: set[torch.device] = set()
+        self.held: set[threading.Lock] = set()
 
 
 _current = _Current()
@@ -109,8 +110,33 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 def generator_lock(device: torch.device) -> threading.Lock:
-    """While a thread holds it, the default generator of `device` has its own state. It must not be held in a draw."""
+    """While a thread holds it, no other thread of a stage draws from the default generator of `device`."""
     return _locks.setdefault(device, threading.Lock())
+
+
+@contextmanager
+def generators_held(device: torch.device) -> Iterator[None]:
+    """Inside, no other thread of a stage draws from the global generators of the CPU and of `device`.
+
+    For backwards of uncaptured code: its checkpoints set these generators to the state of their forward, draw the same
+    numbers again, and put them back.
+    """
+    with _holding(_global_generator), _holding(generator_lock(device)) if device.type in _FUSED else nullcontext():
+        yield
+
+
+@contextmanager
+def _holding(lock: threading.Lock) -> Iterator[None]:
+    """Hold the lock, unless this thread does already: checkpoints run again within a backward that holds it."""
+    if lock in _current.held:
+        yield
+        return
+    with lock:
+        _current.held.add(lock)
+        try:
+            yield
+        finally:
+            _current.held.discard(lock)
 
 
 @contextmanager
@@ -123,7 +149,7 @@ def _own_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for device in sorted(devices, key=str):  # one order for all threads, so that none waits for another in a circle
-            stack.enter_context(generator_lock(device))
+            stack.enter_context(_holding(generator_lock(device)))
             own, default = _generator(device), _default_generator(device)
             assert own is not None, "a micro-batch runs"
             stack.callback(default.graphsafe_set_state, default.graphsafe_get_state())
@@ -186,7 +212,7 @@ def from_global_generator(function: Callable[..., Any], *args: Any, **kwargs: An
     others = {device for device in _devices(args, kwargs) if device.type in _FUSED - {"cpu"}}
     # All say "cpu": the caller's default device may be another one.
     seed = int(torch.randint(1 << 62, (), generator=_generator(torch.device("cpu")), device="cpu").item())
-    with _global_generator, torch.random.fork_rng(devices=[]), _own_numbers(others):
+    with _holding(_global_generator), torch.random.fork_rng(devices=[]), _own_numbers(others):
         # Not `torch.manual_seed`: it seeds every GPU of the machine, and only those named above are put back.
         torch.default_generator.manual_seed(seed)
         return function(*args, **kwargs)

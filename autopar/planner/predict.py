@@ -136,7 +136,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     stepping = optimizer_seconds(costs, atoms, arrangement, conditions.optimizer)
     for number, content in enumerate(contents):
         inside, recompute = list(arrangement.stages[number]), Recompute(arrangement.recompute[number])
-        mine = [times[names[number], size] for size in sizes]
+        mine = [times[names[number], size].running(recompute) for size in sizes]
         forward, backward, weight = zip(*(t.stage(inside, split=split) for t in mine), strict=True)
         again: tuple[float, ...] = ()
         if recompute == Recompute.SELECTIVE or recompute.by_layer:
@@ -231,6 +231,7 @@ def _plan_stages(
         assert memory is not None, "a step that was predicted from costs knows its memory"
         rows = costs.batch_size / arrangement.n_microbatches
         each = atom_times(costs, atoms, name, arrangement.busy, rows).under(arrangement.schedule)
+        each = each.running(predicted.recompute)
         mean, longer = (
             each.stage(inside, split=arrangement.schedule == "zb-h1", recompute=mode)
             for mode in (Recompute.NONE, predicted.recompute)

@@ -7,8 +7,9 @@ A slot does its actions one after the other, so what it holds follows from the o
     B i      its highest, then less: activations go, gradients of parameters stay
     step     gradients and what the optimizer needs besides
 
-What waits between stages comes on top (`waiting_messages.py`): at least what waits in every run, at the most what may
-wait in one, as other workers are faster or slower. A plan states the most.
+Copies between GPUs hold what they read for some more actions (`schedule/transit.py`). What waits between stages comes
+on top (`waiting_messages.py`): at least what waits in every run, at the most what may wait in one, as other workers are
+faster or slower. A plan states the most.
 
 This is what `Stage.peak_memory` states, whether the search found the plan or somebody wrote it, and what the search
 checks before it returns a plan. Not rehearsed are stages on meshes, as that takes each of their shards, and steps with
@@ -36,10 +37,13 @@ from autopar.schedule.clock import Action, Phase
 from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.precedence import Precedence
 from autopar.schedule.table import Schedule, phased
+from autopar.schedule.transit import Sent, in_transit
+from cost_models.hardware.devices import gpu_of
 from cost_models.memory.micro_batch_memory import MemoryChange, MicroBatchMemory, TensorSpec
 from cost_models.memory.optimizer_step import Implementation, optimizer_step_temporaries
 from cost_models.memory.training_memory import Precision
 
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT)
 _MOST_PAIRS = 50_000_000  # of an action and a slot: their order takes 4 bytes each
 
 
@@ -157,7 +161,9 @@ class _Step:
         stages = schedule.stages_of(slot)
         now = self._resident(slot, stages)
         certain = peak = now
+        now += sum(self._passes[stage, self._sizes[0]].casts for stage in stages)  # to the end of all passes
         messages = waiting(slot, self._precedence, self._messages_of(slot), shared=self._shared)
+        certain_transit, transit = self._in_transit(slot)
         last = len(self._stages) - 1
         started: set[tuple[int, Phase]] = set()  # what has run of the stages' backwards
         joined = backwards = False
@@ -171,8 +177,8 @@ class _Step:
             row = action.stage, action.phase
             change = self._change(action, first=row not in started)
             started.add(row)
-            certain = max(certain, now + change.highest + messages.certain[number])
-            peak = max(peak, now + change.highest + messages.possible[number])
+            certain = max(certain, now + change.highest + messages.certain[number] + certain_transit[number])
+            peak = max(peak, now + change.highest + messages.possible[number] + transit[number])
             now += change.left
         in_step = self._in_step(slot, stages)
         return max(certain, in_step), max(peak, in_step)
@@ -266,6 +272,60 @@ class _Step:
         wanted = [spec for spec in found if spec.requires_grad]
         scalars = [spec for spec in wanted if not spec.shape]
         return sum(spec.nbytes for spec in scalars or wanted)
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def _in_transit(self, slot: int) -> tuple[list[int], list[int]]:
+        """Bytes that copies under way hold during each action: those that other stages send and get; and with the
+        copies of the call's inputs and targets, which may be there already. None on CPUs, and none on planned
+        clusters, where this runtime does not run."""
+        actions = self._schedule.actions[slot]
+        if self._shared or self._costs.cluster is not None:
+            return [0] * len(actions), [0] * len(actions)
+        sent = list(self._sent_by(slot))
+        inputs = [Sent(self._input_bytes(action), action) for action in actions if action.phase is Phase.FORWARD]
+        return in_transit(actions, sent), in_transit(actions, [*sent, *inputs])
+
+    def _input_bytes(self, forward: Action) -> int:
+        """Of the model's inputs, and the target, that an action gets."""
+        nbytes = self._stages[forward.stage].batch_bytes
+        if forward.stage == len(self._stages) - 1 and self._rehearsal.loss_inside:
+            nbytes += self._rehearsal.target_bytes
+        return nbytes * self._sizes[forward.microbatch] // sum(self._sizes)
+
+    def _sent_by(self, slot: int) -> Iterator[Sent]:
+        """What a slot sends to others, and takes over from them."""
+        place = self._precedence.place
+        gpus = [gpu_of(group.first) for rank in self._arrangement.ranks for group in rank]
+        recompute = self._arrangement.recompute
+        for message in self._messages_of(slot):
+            forward, *backwards = (Action(phase, message.source, message.microbatch) for phase in _PHASES)
+            source_back = next((action for action in backwards if action in place), None)
+            target_back = next(
+                (a for a in (Action(p, message.target, message.microbatch) for p in _PHASES[1:]) if a in place), None
+            )
+            arrives = Action(Phase.FORWARD, message.target, message.microbatch)
+            if gpus[place[forward][0]] == gpus[place[arrives][0]]:
+                continue  # passed on
+            if message.sends:
+                keeps = source_back is not None and recompute[message.source] != Recompute.STAGE
+                yield Sent(
+                    message.nbytes, forward, self._last(message.source, message.microbatch) if keeps else forward
+                )
+                if source_back is not None:
+                    yield Sent(message.gradient, source_back)
+            else:
+                yield Sent(message.nbytes, arrives)
+                if target_back is not None:
+                    yield Sent(message.gradient, target_back, target_back)
+
+    def _last(self, stage: int, microbatch: int) -> Action:
+        """The action that frees what the forward of a stage has kept."""
+        weights = Action(Phase.WEIGHT, stage, microbatch)
+        whole = (Action(phase, stage, microbatch) for phase in (Phase.BACKWARD, Phase.INPUT))
+        found = next(action for action in whole if action in self._precedence.place)
+        in_one = len(self._passes[stage, self._sizes[microbatch]].backward) == 1
+        return weights if weights in self._precedence.place and not in_one else found
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ the same random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from autopar.analysis.example import LossFunction
 from autopar.capture import module_hooks, torch_private
 from autopar.lower.deferred_batch_norm import collecting
-from autopar.lower.random_operators import mix_seed, seeded
+from autopar.lower.random_operators import generators_held, mix_seed, seeded
 from autopar.lower.split_backward import GradientRoot, input_part
 from autopar.runtime.call import CallTensors, KeptForward, PipelineCall
 from autopar.runtime.error_context import check_not_nan
@@ -155,7 +155,9 @@ class Passes:
         roots = self._roots(replica, microbatch, kept)
         if roots:  # (11)
             tensors, of_tensors = zip(*roots, strict=True)
-            torch_private.run_backward(tensors, of_tensors, self._keep_graph)
+            redraws = replica.stage.uncaptured and replica.stage.random  # in checkpoints of its own
+            with generators_held(replica.device) if redraws else nullcontext():
+                torch_private.run_backward(tensors, of_tensors, self._keep_graph)
             del tensors, of_tensors
         gradients = [_take_gradient(leaf) for leaf in (*kept.model_inputs, *kept.received)]
         del roots, kept  # sending needs neither; free them before, as the receiver allocates at once

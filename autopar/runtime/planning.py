@@ -26,6 +26,7 @@ from autopar.planner.search_options import search_options
 from autopar.runtime.action_overhead import python_overhead
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.calibration import calibrated
+from autopar.runtime.compiled_prices import CompiledPrices, with_compiled
 from autopar.runtime.contestants import ComparedCall
 from autopar.runtime.tuning import tuned
 from cost_models import Device
@@ -45,6 +46,9 @@ def plan_at_hand(
     # Candidates may split the batch differently from the options: then every size is measured.
     only = None if options.candidates else search.n_microbatches
     costs = _measured(example, devices, options, only, progress)
+    call = ComparedCall(example, RunSettings.of(options))
+    compiled = with_compiled(costs, call, search, cache=options.cache, progress=progress)
+    costs = compiled.costs
     at_hand = shards_at_hand(example, costs, search, options.max_shards, cache=options.cache, progress=progress)
     costs, meshes = _pricing_candidates(at_hand.costs, options, progress), at_hand.meshes
     spent = time.perf_counter() - start
@@ -53,8 +57,9 @@ def plan_at_hand(
     else:
         best = make_plan(costs, search, meshes)
     if options.calibrate and best.time_scale is None:
-        best = calibrated(best, ComparedCall(example, RunSettings.of(options)), costs, search, progress)
-    return replace(_noted(with_shard_notes(best, at_hand), options), model=fingerprint(example.model))
+        best = calibrated(best, call, costs, search, progress)
+    best = _noted(with_shard_notes(best, at_hand), compiled)
+    return replace(best, model=fingerprint(example.model))
 
 
 def priced_at_hand(
@@ -64,11 +69,13 @@ def priced_at_hand(
     plan.check_model(example.model)
     example, search = search_options(example, options, len(devices))
     costs = _measured(example, devices, options, None, progress)
-    costs = with_shards(costs, widest_mesh([plan]), cache=options.cache, progress=progress)
+    call = ComparedCall(example, RunSettings.of(options))
+    compiled = with_compiled(costs, call, search, cache=options.cache, progress=progress)
+    costs = with_shards(compiled.costs, widest_mesh([plan]), cache=options.cache, progress=progress)
     priced = predict_any(plan, example, costs, search.conditions)
     if options.calibrate:
-        priced = calibrated(priced, ComparedCall(example, RunSettings.of(options)), costs, search, progress)
-    return replace(_noted(priced, options), model=fingerprint(example.model))
+        priced = calibrated(priced, call, costs, search, progress)
+    return replace(_noted(priced, compiled), model=fingerprint(example.model))
 
 
 def _measured(
@@ -80,10 +87,10 @@ def _measured(
     return replace(costs, python=python_overhead(costs.devices, cache=options.cache))
 
 
-def _noted(plan: Plan, options: PlanOptions) -> Plan:
-    """With `compile`, the plan says that its predictions are of stages as they were captured."""
-    note = "predicted for stages that are not compiled; tune= and calibrate= measure compiled ones"
-    return replace(plan, notes=(*plan.notes, note)) if options.compile and note not in plan.notes else plan
+def _noted(plan: Plan, compiled: CompiledPrices) -> Plan:
+    """With `compile`, the plan says how compiled stages are priced."""
+    new = [note for note in compiled.notes if note not in plan.notes]
+    return replace(plan, notes=(*plan.notes, *new)) if new else plan
 
 
 def _pricing_candidates(costs: CostGraph, options: PlanOptions, progress: Progress) -> CostGraph:

@@ -32,7 +32,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-_AHEAD = 4  # actions of a worker whose copies may be under way: a forward and a backward of two micro-batches
+from autopar.schedule.transit import COPIES_UNDER_WAY
+
+_AHEAD = COPIES_UNDER_WAY
 
 
 class _Held(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from cost_models.graphs import StorageNumbers, device_of, private_copy, run_nodes, tensors_in
+from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.device_kernels import DeviceKernels
 
 Place = int | None
@@ -29,13 +30,19 @@ class GraphBytes:
 
 
 def measure_bytes(
-    module: fx.GraphModule, inputs: list[Any], rows: int, training: bool, device_type: str = "cpu"
+    module: fx.GraphModule,
+    inputs: list[Any],
+    rows: int,
+    training: bool,
+    device_type: str = "cpu",
+    autocast: torch.dtype | None = None,
 ) -> GraphBytes:
     """One forward that counts bytes by storages: what each node returns, allocates, and keeps for backward. Values are
     freed after their last use, and nothing is kept for a backward.
 
     It runs where `inputs` are. On the meta device nothing is allocated, and the bytes are those of a pass on a device
-    of `device_type`, whose kernels may keep other tensors than those of another.
+    of `device_type`, whose kernels may keep other tensors than those of another, under `autocast` (None: off). Casts of
+    parameters are left out of what is kept, as the parameters are: they do not grow with the batch.
     """
     device = device_of(inputs)
     own = private_copy(module, device, gradients=False)
@@ -50,11 +57,12 @@ def measure_bytes(
     lies_in = {node: [number(x)] for node, x in zip(placeholders, inputs, strict=False) if isinstance(x, torch.Tensor)}
     known: set[int] = {number(t) for t in inputs if isinstance(t, torch.Tensor)} | resident
     pending: dict[int, int] = {}
+    casts = AutocastCasts(device_type)
 
     def pack(tensor: torch.Tensor) -> None:
         """Nothing is kept, as no backward follows: an operator that kept its own result would never be freed."""
         key, nbytes = number(tensor), tensor.untyped_storage().nbytes()
-        if key not in resident and nbytes:
+        if key not in resident and nbytes and key not in {number(cast) for cast in casts.kept}:
             pending[key] = nbytes
 
     def on_node(node: fx.Node, value: Any) -> None:
@@ -71,8 +79,14 @@ def measure_bytes(
         pending.clear()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing)
-    kernels = DeviceKernels(device_type) if device.type == "meta" else nullcontext()
-    with torch.set_grad_enabled(training), hooks, kernels:
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(training))
+        stack.enter_context(hooks)
+        if device.type == "meta":
+            stack.enter_context(DeviceKernels(device_type))
+        if autocast is not None:
+            stack.enter_context(torch.autocast(device_type, autocast))
+            stack.enter_context(casts)
         run_nodes(own, inputs, on_node)
     return GraphBytes(rows, output, fresh, saved, places, results)
 

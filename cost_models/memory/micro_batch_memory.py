@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from cost_models.graphs import Loss, private_copy, run_nodes, tensors_in
+from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.device_kernels import DeviceKernels
 from cost_models.memory.allocations import Allocations
 from cost_models.memory.step_memory import BLOCK
@@ -83,6 +84,7 @@ class MicroBatchMemory:
     input_gradients: int  # bytes that the backward leaves for the devices that sent the inputs
     keeps_gradients: bool = False  # the weight part needs gradients that the input part has received
     keeps_sent: int = 0  # bytes of `input_gradients` that the weight part needs, too
+    casts: int = 0  # bytes of parameters cast by autocast, from the first forward to the end of all passes
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class PassConditions:
     recompute: bool = False
     training: bool = True
     device_type: str = "cpu"
+    autocast: torch.dtype | None = None  # that the passes run under; None: off
+    autocast_cache: bool = True  # casts of parameters are kept for all micro-batches of a step
 
 
 def micro_batch_memory(
@@ -129,13 +133,15 @@ def micro_batch_memory(
     rehearsal = _Rehearsal(module, passes, split, reruns, caller_keeps=passes.start == "caller" and not several)
     forward = rehearsal.forward()
     if not passes.training:
-        return MicroBatchMemory(forward, (), (), rehearsal.outputs, 0)
+        return MicroBatchMemory(forward, (), (), rehearsal.outputs, 0, casts=rehearsal.casts)
     first = later = rehearsal.backward()
     if several:
         rehearsal.forward()
         later = rehearsal.backward()
     sent, keeps = rehearsal.input_gradients, rehearsal.keeps_gradients
-    return MicroBatchMemory(forward, first, later, rehearsal.outputs, sent, keeps, rehearsal.keeps_sent)
+    return MicroBatchMemory(
+        forward, first, later, rehearsal.outputs, sent, keeps, rehearsal.keeps_sent, rehearsal.casts
+    )
 
 
 class _Rehearsal:
@@ -154,7 +160,8 @@ class _Rehearsal:
         self._module.zero_grad(set_to_none=True)
         self._code = self._module  # as it runs, over the same tensors
         if reruns is not None and passes.training:  # torch drops function modes in a backward
-            self._code = reruns(self._module, lambda: DeviceKernels(passes.device_type))
+            self._code = reruns(self._module, self._as_on_device)
+        self._casts = AutocastCasts(passes.device_type)
         self._passes, self._split = passes, split
         self._allocations = Allocations(BLOCK[passes.device_type])
         self._start = 0  # event at which the current pass starts
@@ -178,16 +185,39 @@ class _Rehearsal:
         self.keeps_sent = 0
 
     @contextmanager
+    def _as_on_device(self) -> Iterator[None]:
+        """Operators of meta tensors do what they do on the device, under the autocast of the passes."""
+        passes = self._passes
+        with DeviceKernels(passes.device_type):
+            if passes.autocast is None:
+                yield
+                return
+            autocast = torch.autocast(passes.device_type, passes.autocast, cache_enabled=passes.autocast_cache)
+            with autocast, self._casts:
+                yield
+
+    @contextmanager
     def _recorded(self, *, grad: bool) -> Iterator[None]:
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), DeviceKernels(self._passes.device_type):
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), self._as_on_device():
             self._start = len(self._allocations.events)
             with self._allocations:
                 yield
 
+    @property
+    def casts(self) -> int:
+        """Bytes of the casts of parameters that autocast keeps."""
+        return sum(self._allocations.nbytes[place] for place in self._cast_places())
+
+    def _cast_places(self) -> set[int]:
+        return {*self._allocations.record(self._casts.kept)}
+
     def _change(self) -> MemoryChange:
-        """Since the start of the pass."""
+        """Since the start of the pass, without casts of parameters that all passes share."""
         now = highest = 0
-        for event in self._allocations.events[self._start :]:
+        events, shared = self._allocations.events[self._start :], self._cast_places()
+        for event in events:
+            if event in shared:
+                continue
             now += self._allocations.nbytes[event] if event >= 0 else -self._allocations.nbytes[~event]
             highest = max(highest, now)
         return MemoryChange(highest, now)

@@ -27,6 +27,7 @@ from autopar.costs import shard_costs
 from autopar.costs.measured import measure_costs, with_shards
 from autopar.costs.shard_costs import SIZES, ShardCosts
 from autopar.options import PlanOptions
+from autopar.planner.inter_op.at_hand import SearchingAtHand
 from autopar.planner.inter_op.meshes import as_measured, subject_of
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.search import make_plan
@@ -148,6 +149,23 @@ def test_a_plan_with_meshes_prints_and_explains_its_strategies() -> None:
     assert "mesh" in str(plan)
     assert f"in stage {stage}" in str(plan.explain("2"))
     assert "bottleneck" in str(plan.explain())
+
+
+def test_costs_that_know_meshes_from_a_search_can_be_searched_again() -> None:
+    devices = parse_devices(DEVICES)
+    example = capture_example(
+        big_layer(), devices, CALL["example_args"], {}, loss_fn=CALL["loss_fn"], target=CALL["target"]
+    )
+    example, search = search_options(example, PlanOptions(**SHORT), len(devices))
+    at_hand = shards_at_hand(example, measure_costs(example, devices), search, 2, cache=True)
+    first = SearchingAtHand(at_hand.costs, search, at_hand.meshes)
+    best = min(candidate.timeline.step_time for candidate in first.run())
+    assert first.costs.configurations
+    again = SearchingAtHand(first.costs, search, at_hand.meshes)
+    assert min(candidate.timeline.step_time for candidate in again.run()) == best
+    for device_counts in again.device_counts():  # without meshes, every problem has a device
+        again._with_meshes = False
+        assert all(config.least_width == 1 for config in again.configs(2, device_counts))
 
 
 def test_an_edited_plan_with_meshes_is_priced_as_what_it_has_become() -> None:

@@ -64,6 +64,7 @@ PLANS = {
     "interleaved": plan_of("interleaved-1f1b", TWO * 2, 4),
     "recompute": plan_of("1f1b", TWO, recompute=(0, 1)),
     "replicas": plan_of("1f1b", [["cuda:0", "cuda:2"], "cuda:1"]),
+    "replicas of the last stage": plan_of("1f1b", ["cuda:0", ["cuda:1", "cuda:2"]]),
     "three stages": plan_of("1f1b", ["cuda:2", "cuda:0", "cuda:1"], 3, 5),
     "there and back": plan_of("gpipe", ["cuda:1", "cuda:0"], n_microbatches=7),
     "one GPU": plan_of("1f1b", ["cuda:0", "cuda:0#1"]),

@@ -37,6 +37,10 @@ class SearchingAtHand(Searching):
                         self._search(replace(config, least_width=2), found, self.effort.tolerance)
         return [*candidates, *self._simulate(found)]
 
+    def widths(self, m: int) -> list[int]:
+        """Without meshes single devices only, also where the costs know meshes from a search before."""
+        return super().widths(m) if self._with_meshes else [1]
+
     def configs(self, m: int, counts: Used) -> Iterator[Config]:
         for config in super().configs(m, counts):
             yield config if self._with_meshes else replace(config, most_width=1)

@@ -127,14 +127,29 @@ class AtomTimes(NamedTuple):
     operators: CoreSeconds[np.ndarray]  # [n] of these, but for what is kept of every second product
     overlapped: OverlappedAtoms | None = None
     splitting: np.ndarray | float = 0.0  # [n] of Python, more than these where a backward comes in two parts
+    # `kernels` of stages that are not compiled, where `kernels` are of compiled ones; None: all stages run alike.
+    captured: PassSeconds[np.ndarray] | None = None
+    left_alone: frozenset[Recompute] = frozenset()  # stages that recompute so take what `captured` says
+
+    def running(self, recompute: Recompute) -> AtomTimes:
+        """The times of stages with this mode, compiled or not."""
+        if self.captured is None or recompute not in self.left_alone:
+            return self
+        return self._replace(kernels=self.captured, captured=None)
 
     def under(self, schedule: str) -> AtomTimes:
         """The times of a schedule's actions. Python divides backwards that come in two parts; half of what that takes
         counts to each part."""
         if schedule != "zb-h1":
             return self
-        forward, backward, weight = self.kernels
-        return self._replace(kernels=PassSeconds(forward, backward + self.splitting, weight + self.splitting / 2))
+
+        def divided(seconds: PassSeconds[np.ndarray]) -> PassSeconds[np.ndarray]:
+            forward, backward, weight = seconds
+            return PassSeconds(forward, backward + self.splitting, weight + self.splitting / 2)
+
+        if self.captured is None:
+            return self._replace(kernels=divided(self.kernels))
+        return self._replace(captured=divided(self.captured))  # a compiled backward is one node, and stays whole
 
     def stage(
         self, inside: Sequence[int], *, split: bool = False, recompute: Recompute = Recompute.NONE
@@ -143,6 +158,8 @@ class AtomTimes(NamedTuple):
         whole forward is a pass of its own."""
         kernels, host = (_summed(times, inside) for times in (self.kernels, self.host))
         network = None if self.overlapped is None else _summed(self.overlapped.network, inside)
+        if self.captured is not None and recompute in self.left_alone:
+            return self.running(recompute).stage(inside, split=split, recompute=recompute)
         parts = {Recompute.SELECTIVE: self.cores, Recompute.FULL: self.blocks, Recompute.OPERATORS: self.operators}
         if recompute in parts:
             atoms = list(inside)
@@ -221,7 +238,15 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     splits = host is None and name not in costs.configuration
     splitting = atoms.sums(table.nodes, np.where(backward > 0, costs.python.splitting, 0.0)) if splits else 0.0
     again = (cores, blocks, operators)
-    return AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), *again, overlapped, splitting)
+    times = AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), *again, overlapped, splitting)
+    ratio = costs.compiled.get(name)
+    if ratio is None:
+        return times
+    # A compiled backward is one autograd node, which computes the gradients of inputs and parameters together: no part
+    # of it can be delayed.
+    factor = ratio.at(rows)
+    compiled = PassSeconds(factor * kernels.forward, factor * kernels.backward, 0 * kernels.weight)
+    return times._replace(kernels=compiled, captured=kernels, left_alone=ratio.left_alone)
 
 
 def _summed(times: PassSeconds[np.ndarray], inside: Sequence[int]) -> PassSeconds[float]:

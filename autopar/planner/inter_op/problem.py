@@ -22,6 +22,7 @@ import numpy as np
 
 from autopar.costs.gradient_reduction import BUCKET, Position, ReductionCurve
 from autopar.costs.sends import Lane
+from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atom_times import Behind, CoreSeconds, PassSeconds
 from autopar.planner.inter_op.cut_tables import Tables, tables
 from autopar.planner.inter_op.stage_bytes import Shared, Stepped, Value
@@ -208,6 +209,18 @@ class Overlapping:
 
 
 @dataclass(frozen=True)
+class Captured:
+    """Seconds of stages that run as they were captured, where `Problem.forward` .. `weight` are of compiled ones."""
+
+    each: PassSeconds[np.ndarray]  # [n_kinds, n] per micro-batch
+    modes: frozenset[Recompute]  # of these stages
+
+    def only(self, kinds: Sequence[int]) -> Captured:
+        chosen = list(kinds)
+        return Captured(PassSeconds(*(a[chosen] for a in self.each)), self.modes)
+
+
+@dataclass(frozen=True)
 class Problem:
     """What to partition, over which devices, at which number of micro-batches; checked on creation.
 
@@ -223,6 +236,7 @@ class Problem:
     kinds: tuple[DeviceKind, ...]
     max_replicas: int  # of one stage
     weight: np.ndarray | None = None  # [n_kinds, n] seconds of `backward` that a split backward may delay
+    captured: Captured | None = None  # of stages that are not compiled; None: all stages run alike
     once: np.ndarray | None = None  # [n_kinds, n] seconds once a step, however many micro-batches and replicas
     launches: Launches | None = None  # beside `forward`, `backward` and `weight`; None: those contain them
     overlapping: Overlapping | None = None  # None: no collective runs behind kernels
@@ -249,6 +263,10 @@ class Problem:
             shape = (len(self.kinds), n)
             _check(array.shape == shape, f"launches: {name} must have shape {shape}, got {array.shape}")
             check_costs(f"launches: {name}", array)
+        for name, array in () if self.captured is None else self.captured.each._asdict().items():
+            shape = (len(self.kinds), n)
+            _check(array.shape == shape, f"captured: {name} must have shape {shape}, got {array.shape}")
+            check_costs(f"captured: {name}", array)
         if self.overlapping is not None:
             named = {**self.overlapping.network._asdict(), **self.overlapping.behind._asdict()}
             for name, array in named.items():
@@ -318,6 +336,7 @@ class Problem:
             once=None if self.once is None else self.once[kept],
             launches=None if launches is None else launches.only(kept),
             overlapping=None if overlapping is None else overlapping.only(kept),
+            captured=None if self.captured is None else self.captured.only(kept),
             cores=cores,
             blocks=blocks,
         )
@@ -333,7 +352,10 @@ class Problem:
         Of kernels, or of launches where those of the whole model take longer.
         """
         if self.launches is None:
-            return self.forward + self.backward
+            least = self.forward + self.backward
+            if self.captured is not None:
+                least = np.minimum(least, self.captured.each.forward + self.captured.each.backward)
+            return least
         host = self.launches.each
         return _longer(self.forward, host.forward) + _longer(self.backward, host.backward)
 
@@ -343,6 +365,8 @@ class Problem:
         if self.weight is None:
             return 0.0
         longest = self.weight if self.launches is None else np.maximum(self.weight, self.launches.each.weight)
+        if self.captured is not None:
+            longest = np.maximum(longest, self.captured.each.weight)
         return longest if self.overlapping is None else np.maximum(longest, self.overlapping.network.weight)
 
     @cached_property

@@ -14,6 +14,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.sends import Lanes, estimated_sends
+from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atom_times import (
     AtomTimes,
     Behind,
@@ -29,7 +30,7 @@ from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.inter_op.meshes import Meshes
 from autopar.planner.inter_op.optimizer_seconds import stepped
-from autopar.planner.inter_op.problem import DeviceKind, Launches, Overlapping, Problem, Space
+from autopar.planner.inter_op.problem import Captured, DeviceKind, Launches, Overlapping, Problem, Space
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
 from autopar.planner.inter_op.stage_bytes import Shared
 from autopar.planner.search_options import SearchOptions
@@ -148,6 +149,7 @@ class SearchSpace:
             forward=np.maximum([t.kernels.forward for t in times], 0.0),
             backward=np.maximum([t.kernels.backward for t in times], 0.0),
             weight=np.maximum([t.kernels.weight for t in times], 0.0) if split else None,
+            captured=_captured(times),
             launches=_launches(times),
             overlapping=_overlapping(times, costs.overlap),
             once=np.array([t.once for t in times]),
@@ -389,6 +391,15 @@ def _copies(m: int, counts: Used, width: int) -> list[int]:
 
 def _by_kind(times: Sequence[CoreSeconds[np.ndarray]]) -> CoreSeconds[np.ndarray]:
     return CoreSeconds(*(np.maximum(of, 0.0) for of in zip(*times, strict=True)))
+
+
+def _captured(times: Sequence[AtomTimes]) -> Captured | None:
+    """By kind; None where no kind runs compiled stages. Kinds whose stages are never compiled run all of them alike."""
+    modes = frozenset[Recompute]().union(*(t.left_alone for t in times))
+    if not modes:
+        return None
+    each = [t.kernels if t.captured is None else t.captured for t in times]
+    return Captured(PassSeconds(*(np.maximum(of, 0.0) for of in zip(*each, strict=True))), modes)
 
 
 def _launches(times: Sequence[AtomTimes]) -> Launches | None:

@@ -97,6 +97,9 @@ class Costs:
         memory, faster = self.memory(mode.kind), [m for m in self.terms if m.kind == mode.kind]
         # Layers need not take longer than attention, and a stage that runs again as one has a backward in two parts.
         in_parts = mode.recompute == Recompute.STAGE and self.problem.weight is not None
+        if self.problem.captured is not None:  # which may be faster than compiled ones, whatever they run again
+            alone = self.problem.captured.modes
+            faster = [m for m in faster if (m.recompute in alone) == (mode.recompute in alone)]
         apart = {Recompute.FULL: Recompute.SELECTIVE, Recompute.STAGE: Recompute.FULL if in_parts else None}
         faster = [m for m in faster if m.recompute != apart.get(Recompute(mode.recompute))]
         roomy = np.zeros(len(self._pairs.start), dtype=bool)  # whether a faster mode always fits
@@ -271,11 +274,17 @@ class Costs:
     def _passes(self, kind: int, recompute: int = Recompute.NONE) -> PassSeconds[np.ndarray]:
         """Seconds of a micro-batch, [n_pairs]; the weight part counts only where the backward is split. `recompute`:
         what the backward runs again as it gets there; a whole forward is a pass of its own."""
-        recompute = Recompute.NONE if recompute == Recompute.STAGE else recompute
+        problem, split = self.problem, self.problem.weight is not None
+        alone = problem.captured is not None and recompute in problem.captured.modes
+        if recompute == Recompute.STAGE and not alone:
+            recompute = Recompute.NONE
         if (kind, recompute) not in self._known_passes:
-            problem, split = self.problem, self.problem.weight is not None
-            weight = np.zeros(()) if problem.weight is None else self._between(problem.weight[kind])
-            known = PassSeconds(self._between(problem.forward[kind]), self._between(problem.backward[kind]), weight)
+            forward, backward, weights = problem.forward, problem.backward, problem.weight
+            if problem.captured is not None and alone:
+                forward, backward = problem.captured.each.forward, problem.captured.each.backward
+                weights = problem.captured.each.weight if split else None
+            weight = np.zeros(()) if weights is None else self._between(weights[kind])
+            known = PassSeconds(self._between(forward[kind]), self._between(backward[kind]), weight)
             nothing, launches = np.zeros_like(known.forward), problem.launches
             host, start = PassSeconds(nothing, nothing, np.zeros_like(weight)), 0.0
             if launches is not None:

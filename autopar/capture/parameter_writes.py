@@ -1,0 +1,187 @@
+"""Models whose forward writes its own parameters are refused, with the parameter's name.
+
+A pipeline runs a forward once for every micro-batch, on replicas with copies of their own, and again where a stage
+recomputes; planning runs it to measure it. A write would be repeated, lost, or change the model while it is planned.
+Three ways to write are looked for:
+
+    weight.clamp_(), weight.data.mul_()     in the captured graph: an operator that writes what aliases a parameter
+    weight.data = ...                       an assignment while the model is captured
+    both, in code that runs uncaptured      the parameters of such modules before and after they run
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture import torch_private
+from autopar.errors import CaptureError
+from cost_models.graphs import get_attribute
+
+_DATA: Any = torch.Tensor.data
+
+
+class ParameterWriteError(CaptureError):
+    """The forward of the model writes one of its parameters."""
+
+
+def refusal(name: str, where: str) -> ParameterWriteError:
+    return ParameterWriteError(
+        f"the forward writes the parameter '{name}' ({where}). A pipeline runs a forward several times in a step, so "
+        "that it would be written several times, or on copies. Write it after optimizer.step() instead, compute the "
+        "changed weight without storing it (torch.nn.utils.parametrize), or make it a buffer"
+    )
+
+
+_Write = tuple[str, fx.Node]
+
+
+def written_parameter(module: fx.GraphModule) -> _Write | None:
+    """The first parameter that a traced graph writes, and the operator that does."""
+    return _scanned(module, ())[0]
+
+
+def unseen_write(module: fx.GraphModule) -> fx.Node | None:
+    """The first operator within a block under no_grad or autocast that writes what the block got, where the rest of the
+    graph does not read the block's result in its place: no edge of the graph shows that write."""
+    order = {node: number for number, node in enumerate(module.graph.nodes)}
+    for node in module.graph.nodes:
+        region = _region(module, node)
+        if region is None:
+            continue
+        inner, arguments = region
+        for place, value in enumerate(arguments):
+            if not isinstance(value, fx.Node):
+                continue
+            write, _ = _scanned(inner, ["written" if other == place else None for other in range(len(arguments))])
+            if write is not None and (not node.users or any(order[user] > order[node] for user in value.users)):
+                return write[1]
+    return None
+
+
+def _scanned(module: fx.GraphModule, given: Sequence[str | None]) -> tuple[_Write | None, str | None]:
+    """The first write, and the parameter that a result may share memory with. `given`: for each input of the graph the
+    parameter that it shares memory with."""
+    aliases: dict[fx.Node, str] = {}  # nodes that share memory with a parameter -> its name
+    inputs = iter(given)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            name = next(inputs, None)
+            if name is not None:
+                aliases[node] = name
+            continue
+        if node.op == "get_attr":
+            if isinstance(get_attribute(module, str(node.target)), nn.Parameter):
+                aliases[node] = str(node.target)
+            continue
+        shared = [source for source in node.all_input_nodes if source in aliases]
+        if node.op == "output":
+            return None, next((aliases[source] for source in shared), None)
+        if not shared:
+            continue
+        region = _region(module, node)
+        if region is not None:  # with a grad mode or autocast of its own
+            inner, arguments = region
+            found, result = _scanned(inner, [aliases.get(x) if isinstance(x, fx.Node) else None for x in arguments])
+            if found is not None:
+                return found, None
+            if result is not None:
+                aliases[node] = result
+            continue
+        written, aliased = _effects(node)
+        for source in shared:
+            if source in written:
+                return (aliases[source], node), None
+            if source in aliased:
+                aliases[node] = aliases[source]
+    return None, None
+
+
+def _region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:
+    """The graph that a node calls, and what it passes."""
+    for place, value in enumerate(node.args):
+        if isinstance(value, fx.Node) and value.op == "get_attr":
+            inner = get_attribute(module, str(value.target))
+            if isinstance(inner, fx.GraphModule):
+                return inner, node.args[place + 1 :]
+    return None
+
+
+def _effects(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The arguments that a node writes, and those that its result may share memory with."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:  # from symbolic_trace: methods and functions by name
+        first = [node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else []
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+        return (first if in_place else []), (first if name in _VIEWS or in_place else [])
+    written: list[fx.Node] = []
+    aliased: list[fx.Node] = []
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and isinstance(value, fx.Node):
+            (written if argument.alias_info.is_write else aliased).append(value)
+    by_name = {argument.name: argument for argument in schema.arguments}
+    for name, value in node.kwargs.items():
+        info = by_name[name].alias_info if name in by_name else None
+        if info is not None and isinstance(value, fx.Node):
+            (written if info.is_write else aliased).append(value)
+    return written, [*aliased, *written]
+
+
+_VIEWS = {"getattr", "getitem", "detach", "view", "reshape", "t", "transpose", "permute", "flatten", "squeeze"}
+
+
+@contextmanager
+def assignments_refused(model: nn.Module) -> Iterator[None]:
+    """Inside, `parameter.data = ...` in this thread raises CaptureError and assigns nothing."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    thread = threading.get_ident()
+
+    def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        if threading.get_ident() == thread and (id(parameter) in names or torch_private.is_fake(parameter)):
+            raise refusal(names.get(id(parameter)) or _name_of(parameter, model), "it assigns to its .data")
+        _DATA.__set__(parameter, value)
+
+    nn.Parameter.data = property(_DATA.__get__, assign)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Parameter.data
+
+
+def _name_of(parameter: nn.Parameter, model: nn.Module) -> str:
+    """Of a parameter that a tracer has put in the place of the model's."""
+    return next((name for name, own in model.named_parameters() if own is parameter), "of the model")
+
+
+class ParameterValues:
+    """The parameters of some modules at one time, on the CPU."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._places = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+        self._values = {id(p): p.detach().to("cpu", copy=True) for _, _, p in self._places}
+        self._data = {id(p): p.detach() for _, _, p in self._places}
+
+    def put_back(self) -> list[int]:
+        """Set all parameters as they were; the ids of those that were not."""
+        written = []
+        with torch.no_grad():
+            for module, name, parameter in self._places:
+                now, before = module._parameters.get(name), self._values[id(parameter)]
+                assigned = parameter.data_ptr() != self._data[id(parameter)].data_ptr()
+                if now is parameter and not assigned and _same(parameter.detach().cpu(), before):
+                    continue
+                written.append(id(parameter))
+                module._parameters[name] = parameter
+                _DATA.__set__(parameter, self._data[id(parameter)])
+                _DATA.__get__(parameter).copy_(before)
+        return written
+
+
+def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
+    return now.shape == before.shape and bool(((now == before) | ((now != now) & (before != before))).all())

@@ -18,8 +18,9 @@ from rank_threads import RankThreads
 from shardings import Attention, Convolutions, InPlace, Mlp, Pieces, Tied, at_random
 from torch import nn
 
+from autopar.analysis.example import examine
 from autopar.analysis.operators import operator_keys
-from autopar.capture.program import Program, capture
+from autopar.capture.program import Program
 from autopar.capture.torch_private import tree_leaves
 from autopar.lower.projection import project
 from autopar.lower.random_operators import seeded
@@ -39,10 +40,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> RankThreads:
     return RankThreads(monkeypatch)
 
 
-def lowered(program: Program, sharding: StageSharding) -> StageProgram:
-    stage_of = {node: 0 for node in operator_keys(program)}
-    (stage,) = lower(program, stage_of, {}, shardings=[sharding]).stages
-    return stage
+def captured(
+    model: nn.Module, x: torch.Tensor, choose: Callable[[Program], StageSharding]
+) -> tuple[Program, StageProgram]:
+    program, batching = examine(model, (x,), {}, {"cpu"}, batch_dim=None, verify=False)
+    stage_of = dict.fromkeys(operator_keys(program), 0)
+    (stage,) = lower(program, stage_of, batching.storages, shardings=[choose(program)]).stages
+    return program, stage
 
 
 def on_ranks(
@@ -87,8 +91,7 @@ def whole_gradients(found: list[Any], model: nn.Module) -> dict[str, torch.Tenso
 
 
 def assert_as_the_original(ranks: RankThreads, model: nn.Module, x: torch.Tensor, mesh: tuple[int, ...], seed: int) -> None:
-    program = capture(model, (x,), {})
-    stage = lowered(program, at_random(program, mesh, seed))
+    program, stage = captured(model, x, lambda program: at_random(program, mesh, seed))
     original = copy.deepcopy(model)
     mine = x.clone().requires_grad_() if x.is_floating_point() else x
     expected = tree_leaves(original(mine))
@@ -133,8 +136,8 @@ def test_ranks_with_any_strategies_give_the_originals_outputs_and_gradients(
 def test_batch_norm_over_all_ranks_rows_moves_the_running_statistics_of_every_rank_alike(ranks: RankThreads) -> None:
     torch.manual_seed(0)
     model, x = Convolutions().double(), torch.randn(8, 3, 8, 8, dtype=torch.float64)
-    program, original = capture(model, (x,), {}), copy.deepcopy(model)
-    stage = lowered(program, at_random(program, (2,), 1))
+    original = copy.deepcopy(model)
+    program, stage = captured(model, x, lambda program: at_random(program, (2,), 1))
     assert stage.written_buffers
     expected = original(x)
     sum_of_squares(expected).backward()

@@ -36,6 +36,8 @@ from autopar.runtime.comparison import Comparison
 from autopar.runtime.contestants import ComparedCall
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning import plan_at_hand, priced_at_hand
+from autopar.runtime.ranks.module import RankedModule, check_options
+from autopar.runtime.ranks.world import World, joined
 from cost_models import Cluster, Device, DeviceError, parse_devices
 
 Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
@@ -146,7 +148,10 @@ def parallelize(
         cache=cache,
     )
     call = _example_call(example_args, example_kwargs)
-    module = _pipelined(model, _at_hand(model, devices, optimizer), options, plan)
+    world = joined() if devices is None else None
+    if world is not None:
+        check_options(options)
+    module = _pipelined(model, _at_hand(model, devices, optimizer, world), options, plan, world)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module
@@ -386,9 +391,13 @@ def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy
 
 
 def _pipelined(
-    model: nn.Module, devices: tuple[Device, ...], options: PlanOptions, plan: Plan | None = None
+    model: nn.Module,
+    devices: tuple[Device, ...],
+    options: PlanOptions,
+    plan: Plan | None = None,
+    world: World | None = None,
 ) -> PipelinedModule:
-    """The model as a module that plans by `options` on its first call, or follows `plan`."""
+    """The model as a module that plans by `options` on its first call, or follows `plan`; with `world`, one rank's."""
     if plan is not None:
         n_microbatches, schedule = options.n_microbatches or plan.n_microbatches, options.schedule or plan.schedule
         plan = plan.with_decision(
@@ -402,6 +411,9 @@ def _pipelined(
             return plan_at_hand(example, devices, options, progress)
 
     settings = RunSettings.of(options)
+    if world is not None:
+        options = dataclasses.replace(options, tune=0)  # candidates would run as threads of rank 0
+        return RankedModule(world, model, devices, decide, plan=plan, settings=settings)
     return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)
 
 
@@ -419,8 +431,10 @@ def _check_model(model: object) -> None:
     check_model(model)
 
 
-def _at_hand(model: nn.Module, devices: Devices, optimizer: object = None) -> tuple[Device, ...]:
-    """The devices to run on. What the model and its optimizer hold there already counts as available: plans count it.
+def _at_hand(
+    model: nn.Module, devices: Devices, optimizer: object = None, world: World | None = None
+) -> tuple[Device, ...]:
+    """The devices to run on, those of all ranks of `world`. What the model and its optimizer hold there already counts as available: plans count it.
 
     Raises InputError for a model without values: it cannot run.
     """
@@ -430,6 +444,8 @@ def _at_hand(model: nn.Module, devices: Devices, optimizer: object = None) -> tu
                 f"'{name}' has no values (it is on the meta device, or fake): load the model's weights to run it here, "
                 "or give autopar.plan a Cluster.preset(...) to plan ahead"
             )
+    if world is not None:
+        return world.devices(_tensors_of_training(model, optimizer))
     if not isinstance(devices, Cluster):
         return parse_devices(devices, _tensors_of_training(model, optimizer))
     if not devices.at_hand:

@@ -110,7 +110,7 @@ class Run:
             every_worker=self._device_context is not None,
         )
         n_slots = len(executable.workers)
-        mailbox = Mailbox(n_slots) if recorder is None else recorder.mailbox(n_slots)
+        mailbox = self._mailbox(training, only_backward) if recorder is None else recorder.mailbox(n_slots)
         loss = self.call.loss if recorder is None or self.call.loss is None else recorder.timed_loss(self.call.loss)
         transfers = Transfers(self.call.state.streams)
         acts = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph).acts()
@@ -132,6 +132,10 @@ class Run:
         if executable.compiled:
             executable.compile_seconds += torch_private.compile_seconds() - compiling
         executable.compare_with_overhead(sum(execution.cpu_seconds), n_microbatches, not only_backward, training)
+
+    def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
+        """For the messages of one execution."""
+        return Mailbox(len(self.executable.workers))
 
     def _update_buffers(self) -> None:
         """After forwards: bring the model's buffers (running statistics) up to date with what stages wrote."""

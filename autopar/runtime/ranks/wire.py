@@ -83,7 +83,7 @@ class Wire(Mailbox):
         self._rank, self._slot, self._lanes, self._link = rank, slot, lanes, link
         self._specs, self._trained, self._look_ahead = specs, trained, look_ahead
         self._by_address = {message.address: message for message in messages}
-        self._width = 1 + max((len(specs(m.address)) for m in messages), default=0)  # parts of the longest message
+        self._width = 1 + max((len(specs(_as_forward(m.address))) for m in messages), default=0)  # parts of the longest message
         self._local: dict[Address, Any] = {}
         self._incoming: defaultdict[int, deque[Message]] = defaultdict(deque)  # by rank, not posted yet
         for message in messages:

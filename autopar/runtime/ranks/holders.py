@@ -19,8 +19,10 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.lower.sharded import Piece
-from autopar.lower.stages import Lowered
-from autopar.plan.plan import Plan
+from autopar.lower.stages import Lowered, StageProgram
+from autopar.plan.plan import Plan, Stage
+
+_FEW = 0.05  # of a stage's parameters
 
 Part = tuple[tuple[int, int], ...]  # (start, stop) along every dimension
 
@@ -117,12 +119,11 @@ def check_supported(plan: Plan, lowered: Lowered, tensors: Mapping[str, torch.Te
     """Raise PlanError for what ranks cannot run exactly so far, all of it in one message."""
     problems = []
     for number, (stage, one) in enumerate(zip(plan.stages, lowered.stages, strict=True)):
-        stored = stage.sharding.stored if stage.sharding is not None else {}
-        finer = [name for name, how in stored.items() if how.state != how.layout or how.scattered]
+        finer = _finer_states(stage, one, tensors)
         if finer:
             problems.append(
-                f"stage {number} cuts the optimizer's state of '{finer[0]}' finer than the parameter (ZeRO 1 or 2); "
-                "give zero=0 or zero=3"
+                f"stage {number} cuts the optimizer's state of '{finer}' finer than the parameter (ZeRO 1 or 2); give "
+                "zero=0 or zero=3"
             )
         if one.uncaptured:
             problems.append(f"stage {number} runs code that is not captured")
@@ -136,6 +137,15 @@ def check_supported(plan: Plan, lowered: Lowered, tensors: Mapping[str, torch.Te
         problems.append(f"{shared} is in several groups of devices")
     if problems:
         raise PlanError("one process a device does not run this plan: " + "; ".join(problems) + "; or give devices=")
+
+
+def _finer_states(stage: Stage, lowered: StageProgram, tensors: Mapping[str, torch.Tensor]) -> str:
+    """A parameter whose optimizer's state, or gradient, the plan cuts finer than itself; "" if those of the stage are
+    few: ranks cut states as the parameters, and a plan may save on norms and biases what changes nothing."""
+    stored = stage.sharding.stored if stage.sharding is not None else {}
+    sizes = {name: tensors[name].nbytes for name in lowered.parameters if name in tensors}
+    finer = [n for n in sizes if n in stored and (stored[n].state != stored[n].layout or stored[n].scattered)]
+    return finer[0] if sum(sizes[name] for name in finer) > _FEW * sum(sizes.values()) else ""
 
 
 def _lengths(piece: Piece, tensors: Mapping[str, torch.Tensor]) -> list[int]:

@@ -103,7 +103,7 @@ class RankParameters:
     def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:
         for stage, grid in zip(plan.stages, stages, strict=True):
             if grid not in self._meshes:
-                axes = stage.sharding.names if stage.sharding is not None and grid.mesh else ()
+                axes = stage.sharding.axes if stage.sharding is not None and grid.mesh else ()
                 names = (*(("replica",) if len(grid.ranks) > 1 else ()), *axes) or ("device",)
                 self._meshes[grid] = DeviceMesh("cpu", torch.from_numpy(grid.grid), mesh_dim_names=names)
 

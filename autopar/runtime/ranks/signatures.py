@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -94,7 +95,7 @@ class RankSignatures(Signatures):
             "the version of torch": (torch.__version__, "install the same everywhere"),
             "the version of autopar": (__version__, "install the same everywhere"),
             "the captured program": (digest(str(signature.program.graph)), _SAME_SCRIPT),
-            "the plan": (digest(Plan.from_json(plan.to_json()).to_json()), "give every rank the same plan"),
+            "the plan": (digest(_decision(plan)), "give every rank the same plan"),
         }
         if not self.parameters.placed:
             same = "build the model from the same seed (torch.manual_seed) or the same checkpoint on every rank"
@@ -128,3 +129,9 @@ class RankSignatures(Signatures):
                 f"ranks: give batches of a multiple of {signature.lowered.multiple} samples"
             )
         return signature
+
+
+def _decision(plan: Plan) -> str:
+    """What a plan decides, without what it predicts: measurements of two ranks differ."""
+    alone = plan.without_predictions("compared")
+    return replace(alone, notes=(), assumed=None).to_json()

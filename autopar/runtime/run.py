@@ -75,12 +75,17 @@ class Run:
         self._update_buffers()
         return self.tensors.outputs.finish()  # (8)
 
+    @property
+    def _has_activations(self) -> bool:
+        """Whether a backward may follow."""
+        return bool(self.tensors.kept)
+
     def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
         """Run all backwards, from the gradients of the flat outputs.
 
         `keep_graph`: another backward may follow. Raises RuntimeError if an earlier backward has freed the activations.
         """
-        if not self.tensors.kept:
+        if not self._has_activations:
             raise RuntimeError(
                 "Trying to backward through the pipeline a second time: its activations are freed after the first "
                 "backward. Call backward with retain_graph=True to keep them."

@@ -51,7 +51,10 @@ class RankPool:
             if not connection.poll(max(0.1, (2.0 if failures else end - time.monotonic()))):
                 failures.append(f"rank {rank} did not end")
                 continue
-            ok, value = connection.recv()
+            try:
+                ok, value = connection.recv()
+            except EOFError:
+                ok, value = False, "its process ended"
             results.append(value)
             if not ok:
                 failures.append(f"rank {rank}:\n{value}")

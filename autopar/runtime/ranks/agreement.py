@@ -25,7 +25,7 @@ def compare(world: World, facts: Mapping[str, tuple[str, str]]) -> None:
         if others:
             there = found[others[0]].get(name, ("nothing", ""))[0]
             raise InputError(
-                f"{name} differs between ranks: {value} on rank 0, {there} on rank {', '.join(map(str, others))}; {advice}"
+                f"ranks differ in {name}: {value} on rank 0, {there} on rank {', '.join(map(str, others))}; {advice}"
             )
 
 
@@ -65,7 +65,7 @@ class CallAgreement:
             others = [str(rank) for rank, theirs in enumerate(found) if theirs[place] != found[0][place]]
             if others:
                 raise InputError(
-                    f"the {what} differs between rank 0 and rank {', '.join(others)}: every rank must make the same "
+                    f"ranks differ in the {what}: rank {', '.join(others)} from rank 0; every rank must make the same "
                     "calls with the whole batch (seed the data's order alike, and use no DistributedSampler)"
                 )
 

@@ -51,6 +51,11 @@ class RankCalls(CallRunner):
             raise AutoparError(
                 "an earlier call failed on this rank, so that the ranks are out of step; end all of them and start again"
             )
+        if torch.is_autocast_enabled("cpu"):
+            raise InputError(
+                "autocast with one process a device is not supported so far: convert the model (model.bfloat16()), or use "
+                "one process (devices=)"
+            )
         kind = (call.loss is not None, torch.is_grad_enabled(), self._model.training, call.return_outputs)
         self._agreement.check(kind, (call.args, call.kwargs), call.target)
 

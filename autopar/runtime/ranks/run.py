@@ -36,8 +36,14 @@ class RankRun(Run):
         super().__init__(run.executable, run.call, run.lock, device_context=run._device_context)
         self._placed = placed
         self._wire: Wire | None = None
+        self._may_go_back = False
         self._trained: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self.tensors.outputs = SharedOutputs(self.tensors.outputs)
+
+    @property
+    def _has_activations(self) -> bool:
+        """The same on all ranks, also where this one has no stage or no micro-batch."""
+        return self._may_go_back
 
     def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
         one = self.executable
@@ -67,6 +73,7 @@ class RankRun(Run):
             if self.call.return_outputs:
                 assert isinstance(self.tensors.outputs, SharedOutputs)
                 self.tensors.outputs.share(self.executable)
+        self._may_go_back = keep_graph or not training
         self._placed.failed = False
 
     def _share_losses(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from autopar.analysis.loss import LossSplit
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.runtime.bound_signature import (
@@ -55,6 +57,18 @@ class RankSignatures(Signatures):
         """Capture, plan and place for `call`, as far as that is not done yet. Collective where something is new."""
         with self.parameters.whole():
             return super().bind(call)
+
+    def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
+        """How the loss splits. Raises InputError where a rank alone cannot capture it: ranks would go different ways."""
+        split = super()._loss_split(bound, call)
+        if split is None:
+            return None
+        own = torch.tensor(zlib.crc32(repr((split.combine, split.target_dims)).encode()), dtype=torch.int64)
+        if self._world.differ(own):
+            reasons = self._world.gathered(f"'{split.combine}'" + (f" ({split.why})" if split.why else ""))
+            texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
+            raise InputError(f"ranks differ in how the loss of micro-batches makes that of the batch: {texts}; {_SAME_SCRIPT}")
+        return split
 
     def _place(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         with torch.inference_mode(False):

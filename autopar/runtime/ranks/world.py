@@ -61,6 +61,12 @@ class World:
         dist.broadcast_object_list(values, src=source, group=self.control)
         return values
 
+    def differ(self, number: torch.Tensor) -> bool:
+        """Whether a 64-bit number differs between ranks."""
+        found = [torch.empty_like(number) for _ in range(self.size)]
+        dist.all_gather(found, number, group=self.control)
+        return any(bool(theirs != number) for theirs in found)
+
     def all_reduced(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
         dist.all_reduce(numbers, group=self.control)

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from rank_cases import MODELS, Difference, Job, trained
 from rank_pool import RankPool
-
-
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
 
 
 def assert_as_one_process(job: Job, found: list[Difference], tolerance: float = 1e-5) -> None:

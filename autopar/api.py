@@ -434,9 +434,10 @@ def _check_model(model: object) -> None:
 def _at_hand(
     model: nn.Module, devices: Devices, optimizer: object = None, world: World | None = None
 ) -> tuple[Device, ...]:
-    """The devices to run on, those of all ranks of `world`. What the model and its optimizer hold there already counts as available: plans count it.
+    """The devices to run on: those of all ranks of `world`, if there is one.
 
-    Raises InputError for a model without values: it cannot run.
+    What the model and its optimizer hold there already counts as available: plans count it. Raises InputError for a
+    model without values: it cannot run.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_fake(tensor):

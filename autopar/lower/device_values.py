@@ -117,7 +117,8 @@ class DeviceValues:
             parts = list(made.nodes)
             if not is_tensor(node):
                 parts = [
-                    self.node("call_function", operator.getitem, (part, place), device=i) for i, part in enumerate(parts)
+                    self.node("call_function", operator.getitem, (part, place), device=i)
+                    for i, part in enumerate(parts)
                 ]
             kwargs = {"layout": made.layouts[place], "gradient": made.wanted[place], "mesh": self.mesh}
             made.moved["joined", place] = self.node(

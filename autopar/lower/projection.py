@@ -1,8 +1,8 @@
 """A stage on a mesh -> what one of the mesh's devices does of it, as the program of a process of its own (a rank).
 
 ```
-   the graph of all devices (sharded.py)                       device 1's projection
-   x -> spread -> linear__0 --.              .-> gelu__0       x -> spread -> linear__1 -> all_reduce -> gelu__1 -> joined
+   the graph of all devices (sharded.py)                      device 1's projection
+   x -> spread -> linear__0 --.              .-> gelu__0      x -> spread -> linear__1 -> all_reduce -> gelu__1
                `-> linear__1 --+- all_reduce -+-> gelu__1
 ```
 The projection keeps the device's own operators. A transfer takes the device's own tensor in the place of the list of

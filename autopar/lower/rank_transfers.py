@@ -147,7 +147,7 @@ class _Joined(torch.autograd.Function):
         return None, None, None, _part(gradients[0], ctx.layout, ctx.where)
 
 
-# -- one tensor, one line -----------------------------------------------------------------------------------------------
+# -- one tensor, one line ----------------------------------------------------------------------------------------------
 
 
 def _all_gather(x: torch.Tensor, dim: int, line: Line) -> torch.Tensor:

@@ -58,6 +58,7 @@ def on_ranks(
     seed: int | None = None,
 ) -> list[tuple[list[torch.Tensor], torch.Tensor | None, dict[str, tuple[Piece, torch.Tensor]]]]:
     """For every rank: its outputs, the gradient of its input, and its pieces with their leaves."""
+
     def work(rank: int) -> Any:
         own = project(stage, rank, mesh, ranks.lines(mesh, rank))
         leaves: dict[str, torch.Tensor] = {}
@@ -90,7 +91,9 @@ def whole_gradients(found: list[Any], model: nn.Module) -> dict[str, torch.Tenso
     return {name: total[by_id[id(p)]] for name, p in parameters.items()}
 
 
-def assert_as_the_original(ranks: RankThreads, model: nn.Module, x: torch.Tensor, mesh: tuple[int, ...], seed: int) -> None:
+def assert_as_the_original(
+    ranks: RankThreads, model: nn.Module, x: torch.Tensor, mesh: tuple[int, ...], seed: int
+) -> None:
     program, stage = captured(model, x, lambda program: at_random(program, mesh, seed))
     original = copy.deepcopy(model)
     mine = x.clone().requires_grad_() if x.is_floating_point() else x

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_cases import SPLITS, mlp
@@ -94,7 +95,9 @@ def memory() -> dict[str, Any]:
         "names": [name for name, _ in pm.named_parameters()],
         "state": list(pm.state_dict()),
         "local": sum(local_of(p).untyped_storage().nbytes() for p in pm.parameters()),
-        "left": sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in [*before, *program]}.values()),
+        "left": sum(
+            {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in [*before, *program]}.values()
+        ),
         "is nan": all(bool(p.isnan().all()) for p in before),
     }
 
@@ -119,9 +122,7 @@ def refusals() -> dict[str, str]:
     state = {name: torch.zeros(p.shape) for name, p in pm.named_parameters()}
     found["load"] = message_of(lambda: pm.load_state_dict(state))
     found["copy"] = message_of(lambda: copy.deepcopy(pm))
-    found["profile"] = message_of(
-        lambda: pm.train_step(x, target=x, loss_fn=functional.mse_loss, profile=True)
-    )
+    found["profile"] = message_of(lambda: pm.train_step(x, target=x, loss_fn=functional.mse_loss, profile=True))
     return found
 
 
@@ -161,9 +162,7 @@ def fails_on_the_last_rank() -> None:
     pm = autopar.parallelize(model, plan=chain())
     step(pm, x)
     failing.append(1)
-    try:
+    with pytest.raises(ValueError, match="the user's own mistake"):
         step(pm, x)
-    except ValueError as error:
-        assert "the user's own mistake" in str(error)
-        assert "an earlier call failed" in message_of(lambda: step(pm, x))
-        os._exit(1)
+    assert "an earlier call failed" in message_of(lambda: step(pm, x))
+    os._exit(1)

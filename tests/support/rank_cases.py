@@ -155,7 +155,9 @@ def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
 
 def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """What this rank has of a whole tensor."""
-    for place, count, one in zip(like.device_mesh.get_coordinate(), like.device_mesh.shape, like.placements, strict=True):
+    for place, count, one in zip(
+        like.device_mesh.get_coordinate(), like.device_mesh.shape, like.placements, strict=True
+    ):
         if isinstance(one, Shard):
             whole = whole.chunk(count, one.dim)[place]
     return whole
@@ -208,10 +210,14 @@ def trained(job: Job) -> Difference:
         losses,
         loss_error,
         gradient_errors,
-        {name: relative(p.to_local(), part_of(w := original.get_parameter(name).detach(), p), w.abs().max().item())
-         for name, p in after.items()},
-        {name: relative(b.double(), (w := original.get_buffer(name)).double(), w.abs().max().item())
-         for name, b in pm.named_buffers()},
+        {
+            name: relative(p.to_local(), part_of(w := original.get_parameter(name).detach(), p), w.abs().max().item())
+            for name, p in after.items()
+        },
+        {
+            name: relative(b.double(), (w := original.get_buffer(name)).double(), w.abs().max().item())
+            for name, b in pm.named_buffers()
+        },
         output_error,
         sum(p.to_local().nbytes for p in after.values()),
         sum(t.nbytes for t in states),

@@ -1,7 +1,7 @@
 """A stand-in for NCCL between threads: one queue for every ordered pair of ranks, no tags, and nothing is buffered.
 
 A send and a receive match by the order in which they were posted. With `blocking`, a send also holds its thread until
-its receive has been posted, which NCCL does only to its stream: what gets through here needs no room to put sends aside.
+its receive has been posted, which NCCL does only to its stream: what gets through here needs no room for pending sends.
 """
 
 from __future__ import annotations

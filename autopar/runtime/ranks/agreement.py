@@ -18,7 +18,7 @@ CHECK_EVERY = 100  # calls between two comparisons of the batch's content
 
 
 def compare(world: World, facts: Mapping[str, tuple[str, str]]) -> None:
-    """Raise InputError on all ranks where a fact differs between them. `facts`: by name (value, what would be right)."""
+    """Raise InputError on all ranks where a fact differs. `facts`: by name (value, what would be right)."""
     found = world.gathered(dict(facts))
     for name, (value, advice) in found[0].items():
         others = [rank for rank, theirs in enumerate(found) if theirs.get(name, ("", ""))[0] != value]
@@ -49,8 +49,10 @@ class CallAgreement:
         self._n_calls = 0
 
     def check(self, kind: Sequence[bool], inputs: Any, target: Any) -> None:
-        """Raise InputError on all ranks unless they make the same call. `kind`: training step or forward, grad mode, mode
-        of the model."""
+        """Raise InputError on all ranks unless they make the same call.
+
+        `kind`: training step or forward, grad mode, mode of the model, whether outputs are returned.
+        """
         leaves = torch_private.tree_leaves((inputs, target))
         shapes = zlib.crc32(repr([*kind, *map(_described, leaves)]).encode())
         content = 0
@@ -78,4 +80,4 @@ def _described(leaf: Any) -> str:
 
 def _content(tensor: torch.Tensor, before: int) -> int:
     whole = tensor.detach().contiguous().reshape(-1)
-    return zlib.crc32(whole.view(torch.uint8).numpy(), before) if whole.numel() else before
+    return zlib.crc32(memoryview(whole.view(torch.uint8).numpy()), before) if whole.numel() else before

@@ -49,12 +49,12 @@ class RankCalls(CallRunner):
     def _check(self, call: CallArguments) -> None:
         if self._placed.failed:
             raise AutoparError(
-                "an earlier call failed on this rank, so that the ranks are out of step; end all of them and start again"
+                "an earlier call failed on this rank, so that the ranks are out of step; end all and start again"
             )
         if torch.is_autocast_enabled("cpu"):
             raise InputError(
-                "autocast with one process a device is not supported so far: convert the model (model.bfloat16()), or use "
-                "one process (devices=)"
+                "autocast with one process a device is not supported so far: convert the model (model.bfloat16()), or "
+                "use one process (devices=)"
             )
         kind = (call.loss is not None, torch.is_grad_enabled(), self._model.training, call.return_outputs)
         self._agreement.check(kind, (call.args, call.kwargs), call.target)
@@ -62,8 +62,8 @@ class RankCalls(CallRunner):
     def _run(self, bound: BoundCall, step: CallArguments | None = None) -> Run:
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in bound.leaves):
             raise InputError(
-                "an input needs a gradient, which only the first stage's rank would have: detach() the inputs, or run in "
-                "one process (devices=)"
+                "an input needs a gradient, which only the first stage's rank would have: detach() the inputs, or run "
+                "in one process (devices=)"
             )
         run = super()._run(bound, step)
         if run.call.seed is not None:  # every rank draws what one process would draw, and that of rank 0 counts

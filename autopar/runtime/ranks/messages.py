@@ -59,9 +59,7 @@ def _part(action: Action) -> tuple[Phase, int, int]:
     return phase, action.stage, action.microbatch
 
 
-def _sent(
-    action: Action, consumers: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
-) -> Iterator[Address]:
+def _sent(action: Action, consumers: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]) -> Iterator[Address]:
     """What an action sends, in order (`Passes._send_outputs` and `Passes._send_gradients`)."""
     phase, stage, microbatch = _part(action)
     if phase is Phase.FORWARD:

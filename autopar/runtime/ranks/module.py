@@ -39,14 +39,15 @@ class RankedModule(PipelinedModule):
         """`devices`: one a rank. `decide(example)` plans on rank 0."""
         super().__init__(model, devices, decide, plan=plan, settings=settings)
         used = RunSettings() if settings is None else settings
-        self._signatures = RankSignatures(world, model, devices, _agreed(world, decide), plan, used)
-        self._calls = RankCalls(world, model, devices, self._signatures)
+        self._on_rank = RankSignatures(world, model, devices, _agreed(world, decide), plan, used)
+        self._signatures = self._on_rank
+        self._calls = RankCalls(world, model, devices, self._on_rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         raise TypeError("a module whose parameters are spread over ranks cannot be copied")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self._signatures.parameters.placed:
+        if self._on_rank.parameters.placed:
             raise InputError(
                 "load_state_dict() would load whole tensors into this rank's parts: load before the first call, or use "
                 "torch.distributed.checkpoint with pm.state_dict(), which loads in place"

@@ -83,14 +83,16 @@ class RankParameters:
         tensors = named_tensors(self._model)
         grown = next((name for name, t in tensors.items() if t.grad is not None), None)
         if grown is not None:
-            raise InputError(f"'{grown}' has a gradient from before; call model.zero_grad() before the first pipelined call")
+            raise InputError(
+                f"'{grown}' has a gradient from before; call model.zero_grad() before the first pipelined call"
+            )
         self._holdings = holdings(lowered, stages, tensors)
         self._make_meshes(plan, stages)
         groups = self._world.groups([h.together for by_rank in self._holdings.values() for h in by_rank.values()])
         for key, tensor in {id(t): t for t in tensors.values()}.items():
             self._new[key] = self._kept(tensor, stages)
-        tables = [(m._parameters, n) for m in self._model.modules() for n in m._parameters]
-        tables += [(m._buffers, n) for m in self._model.modules() for n in m._buffers]
+        both: list[dict[str, Any]] = [table for m in self._model.modules() for table in (m._parameters, m._buffers)]
+        tables = [(table, name) for table in both for name in table]
         for table, name in tables:
             before: Any = table[name]
             if before is not None:
@@ -164,9 +166,14 @@ class RankParameters:
         piece of it than it has."""
         held = self._holdings.get(id(tensor), {}).get(self._world.rank)
         new = self._new.get(id(tensor))
-        if held is None or not isinstance(new, nn.Parameter) or (held.piece.layout, held.piece.place) != (
-            piece.layout,
-            piece.place,
+        if (
+            held is None
+            or not isinstance(new, nn.Parameter)
+            or (held.piece.layout, held.piece.place)
+            != (
+                piece.layout,
+                piece.place,
+            )
         ):
             raise PlanError(
                 f"rank {self._world.rank} needs '{piece.name}' for a call of another mode or size than the first, and "

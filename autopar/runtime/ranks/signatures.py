@@ -59,7 +59,7 @@ class RankSignatures(Signatures):
             return super().bind(call)
 
     def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
-        """How the loss splits. Raises InputError where a rank alone cannot capture it: ranks would go different ways."""
+        """How the loss splits. Raises InputError on all ranks where one alone cannot capture it."""
         split = super()._loss_split(bound, call)
         if split is None:
             return None
@@ -67,7 +67,9 @@ class RankSignatures(Signatures):
         if self._world.differ(own):
             reasons = self._world.gathered(f"'{split.combine}'" + (f" ({split.why})" if split.why else ""))
             texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
-            raise InputError(f"ranks differ in how the loss of micro-batches makes that of the batch: {texts}; {_SAME_SCRIPT}")
+            raise InputError(
+                f"ranks differ in how the loss of micro-batches makes that of the batch: {texts}; {_SAME_SCRIPT}"
+            )
         return split
 
     def _place(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
@@ -139,8 +141,8 @@ class RankSignatures(Signatures):
         assert signature.lowered is not None
         if batch_size % signature.lowered.multiple:
             raise InputError(
-                f"a batch of {batch_size} samples cannot be cut over the meshes of this plan, whose shards stay on their "
-                f"ranks: give batches of a multiple of {signature.lowered.multiple} samples"
+                f"a batch of {batch_size} samples cannot be cut over the meshes of this plan, whose shards stay on "
+                f"their ranks: give batches of a multiple of {signature.lowered.multiple} samples"
             )
         return signature
 

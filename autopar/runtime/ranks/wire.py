@@ -28,6 +28,7 @@ from autopar.runtime.ranks.links import Link, Pending
 from autopar.runtime.ranks.messages import Message
 from autopar.schedule.clock import Phase
 
+
 class TensorSpec(NamedTuple):
     """A tensor that a message carries."""
 
@@ -77,13 +78,16 @@ class Wire(Mailbox):
         *,
         look_ahead: int,
     ) -> None:
-        """`look_ahead`: receives from each rank that are posted before they are needed (look_ahead.py). `trained`: of the call, by (stage, later stage, micro-batch) the values sent forward that require a gradient;
-        grows. It outlives an execution: a backward may be one of its own."""
+        """`look_ahead`: receives from each rank posted before they are needed (look_ahead.py). `trained`: of the call,
+        by (stage, later stage, micro-batch) the values sent forward that require a gradient; grows. It outlives an
+        execution: a backward may be one of its own."""
         super().__init__(0)
         self._rank, self._slot, self._lanes, self._link = rank, slot, lanes, link
         self._specs, self._trained, self._look_ahead = specs, trained, look_ahead
         self._by_address = {message.address: message for message in messages}
-        self._width = 1 + max((len(specs(_as_forward(m.address))) for m in messages), default=0)  # parts of the longest message
+        self._width = 1 + max(
+            (len(specs(_as_forward(m.address))) for m in messages), default=0
+        )  # parts of the longest message
         self._local: dict[Address, Any] = {}
         self._incoming: defaultdict[int, deque[Message]] = defaultdict(deque)  # by rank, not posted yet
         for message in messages:
@@ -185,9 +189,7 @@ class Wire(Mailbox):
         specs, tensors = self._specs(_as_forward(address)), self._tensors
         if address.direction is Phase.FORWARD:
             values = {position: message[position] for position in specs}
-            flags = [
-                int(x.requires_grad) if isinstance(x, torch.Tensor) else _bits(x) for x in values.values()
-            ]
+            flags = [int(x.requires_grad) if isinstance(x, torch.Tensor) else _bits(x) for x in values.values()]
             self._trained[_forward(address)] = tuple(
                 p for p, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
             )
@@ -199,7 +201,7 @@ class Wire(Mailbox):
         ]
 
     def _fitting(self, value: torch.Tensor | None, spec: TensorSpec, address: Address) -> torch.Tensor:
-        """A value as it travels. Raises AutoparError for one of another shape than derived: its receiver expects that."""
+        """A value as it travels. Raises AutoparError for another shape than derived, which its receiver expects."""
         if value is None:
             return torch.zeros(spec.shape, dtype=spec.dtype)
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
@@ -228,7 +230,9 @@ class Wire(Mailbox):
             if address is not None:
                 kind = "outputs" if address.direction is Phase.FORWARD else "gradients"
                 what = f"the {kind} of stage {address.sender} for micro-batch {address.microbatch}"
-            raise AutoparError(f"rank {other} ended or failed while rank {self._rank} waited for {what}: {error}") from error
+            raise AutoparError(
+                f"rank {other} ended or failed while rank {self._rank} waited for {what}: {error}"
+            ) from error
 
 
 def _forward(address: Address) -> tuple[int, int, int]:

@@ -28,7 +28,7 @@ class World:
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def groups(self, wanted: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
-        """Process groups of several ranks each, this rank's own ones. All ranks must ask for the same, at the same time."""
+        """Process groups of several ranks each, this rank's own ones. Collective: all ranks ask for the same."""
         for ranks in sorted(set(wanted) - self._groups.keys()):
             if len(ranks) > 1:
                 self._groups[ranks] = dist.new_group(list(ranks), backend="gloo")
@@ -81,7 +81,7 @@ class World:
                 tensor.copy_(whole)
 
     def devices(self, resident: Any) -> tuple[Device, ...]:
-        """One CPU worker a rank; the ranks of a machine share its cores and its memory. `resident`: see parse_devices."""
+        """One CPU worker a rank; the ranks of a machine share its cores and memory. `resident`: see parse_devices."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         local = parse_devices(["cpu"] * here, resident)[0]
         return tuple(replace(local, name=f"cpu:{rank}") for rank in range(self.size))

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
-from rank_behaviour import evaluation, fails_on_the_last_rank, late_optimizer, loss_of_one_rank, memory, refusals, seen_by_hooks
+from rank_behaviour import (
+    evaluation,
+    fails_on_the_last_rank,
+    late_optimizer,
+    loss_of_one_rank,
+    memory,
+    refusals,
+    seen_by_hooks,
+)
 from rank_pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.slow
@@ -61,11 +69,15 @@ def test_an_optimizer_with_states_from_before_is_refused(ranks: RankPool) -> Non
 def test_a_loss_that_one_rank_alone_cannot_capture_is_refused_on_all(ranks: RankPool) -> None:
     first, second = ranks.run(loss_of_one_rank, 2)
     assert first == second
-    assert re.match("InputError: ranks differ in how the loss .* rank 0: 'mean'; rank 1: 'whole' .*cannot be captured", first), first
+    assert re.match(
+        "InputError: ranks differ in how the loss .* rank 0: 'mean'; rank 1: 'whole' .*cannot be captured", first
+    ), first
 
 
 def test_a_failed_call_ends_both_ranks(ranks: RankPool) -> None:
     """The rank whose hook raises names its error, and refuses further calls. The other one loses its connection."""
     with pytest.raises(RankFailure) as failure:
         ranks.run(fails_on_the_last_rank, 2)
-    assert re.search(r"AutoparError: rank 1 ended or failed while rank 0 waited for the gradients of stage 1", str(failure.value))
+    assert re.search(
+        r"AutoparError: rank 1 ended or failed while rank 0 waited for the gradients of stage 1", str(failure.value)
+    )

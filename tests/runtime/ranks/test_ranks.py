@@ -68,7 +68,14 @@ SLOW = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "job"), SLOW, ids=lambda value: str(value) if isinstance(value, int) else
-                         f"{value.model}-{value.plan}-{value.schedule}-{value.call}-{value.steps}")
+@pytest.mark.parametrize(
+    ("n", "job"),
+    SLOW,
+    ids=lambda value: (
+        str(value)
+        if isinstance(value, int)
+        else f"{value.model}-{value.plan}-{value.schedule}-{value.call}-{value.steps}"
+    ),
+)
 def test_ranks_train_as_one_process_does(ranks: RankPool, n: int, job: Job) -> None:
     assert_as_one_process(job, ranks.run(trained, n, job))

@@ -26,7 +26,7 @@ def content(address: Address, position: int) -> torch.Tensor:
 
 
 class Pipeline:
-    """Stages in a chain, and skips over one stage; each sends a tensor that is trained, one that is not, and a number."""
+    """A chain of stages with skips over one stage; each sends a trained tensor, another one, and numbers."""
 
     def __init__(self, name: str, n_microbatches: int, replicas: tuple[int, ...], chunks: int, shards: int = 1) -> None:
         self.table = make_schedule(name, n_microbatches, replicas, chunks=chunks)
@@ -48,7 +48,9 @@ class Pipeline:
         def work(rank: int) -> None:
             try:
                 slot = next(k for k, ranks in enumerate(self.lanes.ranks) if rank in ranks)
-                wire = Wire(rank, slot, self.lanes, self.messages, queues.of(rank), self.specs, {}, look_ahead=self.ahead)
+                wire = Wire(
+                    rank, slot, self.lanes, self.messages, queues.of(rank), self.specs, {}, look_ahead=self.ahead
+                )
                 for action in self.table.actions[slot]:
                     self.act(wire, action)
                 wire.finish()
@@ -94,7 +96,11 @@ class Pipeline:
 CASES = [
     *[(name, m, (1,) * p, 1) for name in ("gpipe", "1f1b", "zb-h1") for p in (2, 3, 4, 6) for m in (1, 2, 5, 12)],
     *[("interleaved-1f1b", m, (1,) * p, v) for p in (2, 3, 4) for v in (2, 3) for m in (p, 2 * p, 4 * p)],
-    *[(name, 7, replicas, 1) for name in ("gpipe", "1f1b", "zb-h1") for replicas in ((2, 1), (1, 3), (2, 2), (1, 2, 1))],
+    *[
+        (name, 7, replicas, 1)
+        for name in ("gpipe", "1f1b", "zb-h1")
+        for replicas in ((2, 1), (1, 3), (2, 2), (1, 2, 1))
+    ],
 ]
 
 

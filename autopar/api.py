@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Unpack
 
@@ -11,14 +11,22 @@ import torch
 from torch import nn
 
 from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
-from autopar.capture.torch_private import is_fake
+from autopar.arguments import (
+    Devices,
+    check_module,
+    devices_at_hand,
+    example_call,
+    need_example,
+    need_target,
+    refuse_estimated,
+)
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.history import recall
 from autopar.costs.measured import measure_costs, with_shards
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
-from autopar.options import AHEAD_ONLY, BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
+from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
@@ -30,7 +38,6 @@ from autopar.planner.search_at_hand import check_max_shards, shards_at_hand
 from autopar.planner.search_options import search_options
 from autopar.report.progress import progress_bar
 from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.call_checks import check_model
 from autopar.runtime.compare import run_comparison
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.contestants import ComparedCall
@@ -38,10 +45,7 @@ from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning import plan_at_hand, priced_at_hand
 from autopar.runtime.ranks.module import RankedModule, check_options
 from autopar.runtime.ranks.world import World, joined
-from cost_models import Cluster, Device, DeviceError, parse_devices
-
-Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+from cost_models import Cluster, Device
 
 
 def parallelize(
@@ -127,7 +131,7 @@ def parallelize(
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: planning failed.
     """
-    _check_model(model)
+    check_module(model)
     options = PlanOptions(
         n_microbatches=n_microbatches,
         schedule=schedule,
@@ -147,11 +151,11 @@ def parallelize(
         dynamic=dynamic,
         cache=cache,
     )
-    call = _example_call(example_args, example_kwargs)
+    call = example_call(example_args, example_kwargs)
     world = joined() if devices is None else None
     if world is not None:
-        check_options(options)
-    module = _pipelined(model, _at_hand(model, devices, optimizer, world), options, plan, world)
+        options = check_options(options)
+    module = _pipelined(model, devices_at_hand(model, devices, optimizer, world), options, plan, world)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module
@@ -204,9 +208,9 @@ def plan(
     Raises: like `parallelize`; InputError also for `tune`, `candidates` and `calibrate` on a cluster that is not at
     hand.
     """
-    _check_model(model)
+    check_module(model)
     chosen = PlanOptions.of("plan", PlanKeywords, options)
-    args, kwargs = _need_example("planning", example_args, example_kwargs)
+    args, kwargs = need_example("planning", example_args, example_kwargs)
     if isinstance(devices, Cluster) and not devices.at_hand:
         if chosen.that_run:
             raise InputError(f"{', '.join(chosen.that_run)}: {devices.title} is not at hand, so no plan can run on it")
@@ -220,8 +224,8 @@ def plan(
                     chosen = dataclasses.replace(chosen, optimizer=plan.assumed.optimizer)
                 return priced_ahead(plan, example, devices, chosen, progress)
             return plan_ahead(example, devices, chosen, progress)
-    _refuse_estimated(options)
-    parsed = _at_hand(model, devices, options.get("optimizer"))
+    refuse_estimated(options)
+    parsed = devices_at_hand(model, devices, options.get("optimizer"))
     if plan is not None:
         example = capture_example(
             model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim
@@ -255,18 +259,18 @@ def profile(
     whole training step on one device, moment by moment, computed without running it. Other arguments and errors as for
     `parallelize`.
     """
-    _check_model(model)
+    check_module(model)
     options = PlanOptions(
         optimizer="none" if optimizer is None else optimizer, batch_dim=batch_dim, strict=strict, cache=cache
     )
-    args, kwargs = _need_example("profiling", example_args, example_kwargs)
-    _need_target(loss_fn, target)
+    args, kwargs = need_example("profiling", example_args, example_kwargs)
+    need_target(loss_fn, target)
     if isinstance(devices, Cluster) and not devices.at_hand:
         ahead = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict)
         memory = training_step(ahead, options.optimizer_name, devices.node[0].device_type) if optimizer else None
         with progress_bar() as progress:
             return summarize(estimate_costs(ahead, devices, progress=progress), memory)
-    parsed = _at_hand(model, devices)
+    parsed = devices_at_hand(model, devices)
     example = capture_example(
         model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
     )
@@ -307,10 +311,10 @@ def compare(
     The other arguments and the errors are those of `parallelize`. Measured plans hold no optimizer state; on a cluster
     that is not at hand they hold Adam's.
     """
-    _check_model(model)
+    check_module(model)
     chosen = PlanOptions.of("compare", CompareKeywords, options)
-    args, kwargs = _need_example("comparing", example_args, example_kwargs)
-    _need_target(loss_fn, target)
+    args, kwargs = need_example("comparing", example_args, example_kwargs)
+    need_target(loss_fn, target)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     plans = {"auto": None} if plans is None else plans
@@ -319,9 +323,9 @@ def compare(
         example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict)
         with progress_bar() as progress:
             return compare_ahead(example, devices, plans, chosen, progress)
-    _refuse_estimated(options)
+    refuse_estimated(options)
     chosen = dataclasses.replace(chosen, optimizer="none")
-    parsed = _at_hand(model, devices)
+    parsed = devices_at_hand(model, devices)
     given: set[Any] = set()  # warnings: every plan runs on a copy of the model, which would warn again
     batch_dim, strict = chosen.batch_dim, chosen.strict
     with each_warning_once(given):
@@ -362,15 +366,15 @@ def _by_hand(
     **how: Any,
 ) -> Plan:
     """See `Plan.by_hand`. `how`: `launch`, `precision`, `optimizer_step` and `overlap`."""
-    _check_model(model)
+    check_module(model)
     options = PlanOptions(optimizer=optimizer, **how)
-    args, kwargs = _need_example("a plan by hand", example_args, example_kwargs)
-    _need_target(loss_fn, target)
+    args, kwargs = need_example("a plan by hand", example_args, example_kwargs)
+    need_target(loss_fn, target)
     with progress_bar() as progress:
         if isinstance(devices, Cluster) and not devices.at_hand:
             example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
             return plan_by_hand(example, devices, options, degrees, progress)
-        parsed = _at_hand(model, devices)
+        parsed = devices_at_hand(model, devices)
         example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
         if all(device.torch_device.type == "cpu" for device in parsed):
             return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
@@ -412,76 +416,5 @@ def _pipelined(
 
     settings = RunSettings.of(options)
     if world is not None:
-        options = dataclasses.replace(options, tune=0)  # candidates would run as threads of rank 0
         return RankedModule(world, model, devices, decide, plan=plan, settings=settings)
     return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)
-
-
-def _refuse_estimated(options: Mapping[str, Any]) -> None:
-    estimated = [name for name in AHEAD_ONLY if options.get(name) is not None]
-    if estimated:
-        raise InputError(
-            f"{', '.join(estimated)}: only for a cluster that is not at hand; devices at hand are measured as they run"
-        )
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    check_model(model)
-
-
-def _at_hand(
-    model: nn.Module, devices: Devices, optimizer: object = None, world: World | None = None
-) -> tuple[Device, ...]:
-    """The devices to run on: those of all ranks of `world`, if there is one.
-
-    What the model and its optimizer hold there already counts as available: plans count it. Raises InputError for a
-    model without values: it cannot run.
-    """
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta or is_fake(tensor):
-            raise InputError(
-                f"'{name}' has no values (it is on the meta device, or fake): load the model's weights to run it here, "
-                "or give autopar.plan a Cluster.preset(...) to plan ahead"
-            )
-    if world is not None:
-        return world.devices(_tensors_of_training(model, optimizer))
-    if not isinstance(devices, Cluster):
-        return parse_devices(devices, _tensors_of_training(model, optimizer))
-    if not devices.at_hand:
-        raise DeviceError(f"{devices.title} is not at hand: autopar.plan makes plans for it, to run where it is")
-    return devices.at_hand
-
-
-def _tensors_of_training(model: nn.Module, optimizer: object) -> Iterator[torch.Tensor]:
-    """Parameters, their gradients, buffers and the optimizer's states."""
-    yield from model.buffers()
-    for parameter in model.parameters():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _need_example(what: str, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Call:
-    if args is None and kwargs is None:
-        raise InputError(f"{what} needs an example call: give example_args= or example_kwargs=")
-    return _example_call(args, kwargs)
-
-
-def _example_call(
-    args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise InputError(f"example_args must be a tuple of arguments, got {type(args).__name__}; write (x,)")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise InputError(f"example_kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
-    return tuple(args or ()), dict(kwargs or {})
-
-
-def _need_target(loss_fn: LossFunction | None, target: object) -> None:
-    if loss_fn is not None and target is None:
-        raise InputError("loss_fn needs target=: what loss_fn(output, target) compares the output with")

@@ -70,8 +70,8 @@ def slots(setting: Setting, count: int) -> list[str]:
 def in_turn(
     systems: dict[str, Step], setting: Setting, clear: Step, places: Sequence[str] = ()
 ) -> dict[str, tuple[float, ...]]:
-    """For every system, seconds per step in each round. A round of a system is so many steps that it takes
-    `setting.seconds`; the host waits at its end alone, for the device or for all `places`."""
+    """For every system, seconds per step in each round. A round of a system repeats its step for
+    `setting.seconds`; the host waits only at its end, for the device or for all `places`."""
     devices = [torch.device(place) for place in dict.fromkeys(places)] or [setting.device]
 
     def repeated(step: Step, count: int) -> Step:

@@ -94,7 +94,7 @@ class Estimated:
         self._folded = fold(self._module)  # equal layers cost the same
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
-        """Of some sizes; any other is estimated when it is needed, so that a plan has one price whatever was asked."""
+        """The tables of some sizes; others are estimated on demand, so that every search prices a plan the same."""
         sizes = self._sizes()
         found: list[Mapping[str, _Estimate]] = []
         for row, rows in enumerate(sizes):

@@ -83,8 +83,8 @@ class Lanes:
         return cls(costs.cluster, per_node, width, near)
 
     def __call__(self, replicas: int) -> Lane:
-        """With so many replicas. Stages that fill their nodes get everything from others; stages that do not may lie
-        beside each other."""
+        """The lane of a stage with `replicas`. A stage that fills its nodes receives everything from other nodes; a
+        smaller one may share a node with its sender."""
         cluster, devices = self.cluster, len(self.cluster.node)
         n = min(replicas * self.width, self.per_node)
         inside = self._lane(cluster.intra_node, n)

@@ -16,7 +16,8 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from autopar.api import Devices, parallelize
+from autopar.api import parallelize
+from autopar.arguments import Devices
 from autopar.errors import InputError
 from autopar.runtime.module import PipelinedModule
 from cost_models import Cluster, parse_devices

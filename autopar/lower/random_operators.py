@@ -193,7 +193,7 @@ def from_global_generator(function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.device]:
-    """Where a call may draw: at its tensors, and where it is told to make one."""
+    """Devices on which a call may draw: those of its tensors, and those that its arguments name."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             yield value.device

@@ -113,8 +113,8 @@ def lower(
 
     `storages` (of `batching.study`): the memory of every value. A stage that overwrites the memory of a value that it
     received starts from a clone, so that the copy of the sender stays whole. `defer_norms`: running statistics of batch
-    norms are updated after the batch. `shardings`: one per stage (default: none is sharded). `recompute`: what each
-    stage does, of which groups of operators run again for their backward (`rerun_groups`).
+    norms are updated after the batch. `shardings`: one per stage (default: none is sharded). `recompute`: one per
+    stage; it decides which groups of operators run again in the backward (`rerun_groups`).
     Raises PlanError where a value would have to flow backwards.
     """
     flat = list(program.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ Choose = Callable[[CostGraph, Sequence[Candidate]], Candidate]
 
 @dataclass
 class Found:
-    """The result of the searches: candidates by predicted time, of which those that were looked at fit the memory."""
+    """The result of the searches: candidates by predicted time; those that were rehearsed fit the memory."""
 
     searching: Searching
     candidates: list[Candidate]

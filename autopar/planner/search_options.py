@@ -57,8 +57,8 @@ def search_options(example: Example, options: PlanOptions, n_devices: int) -> tu
     if not why and batch // least < (n_microbatches or 1) <= batch:
         norms = f" ('{batching.batch_norms[0]}' normalises over a micro-batch)" if batching.batch_norms else ""
         raise InputError(
-            f"n_microbatches={n_microbatches}, but the batch has {batch} samples and the model needs at least {least} in "
-            f"a micro-batch{norms}; give at most {batch // least}"
+            f"n_microbatches={n_microbatches}, but the batch has {batch} samples and the model needs at least {least} "
+            f"in a micro-batch{norms}; give at most {batch // least}"
         )
     hints = resolve(read_hints(example.model), example.program, n_devices, batching.storages)
     search = SearchOptions(

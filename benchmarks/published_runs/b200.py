@@ -73,4 +73,4 @@ NVLINK = Network(
     },
 )
 """Its runs with tensor parallelism cut the sequence, too, and their optimizer's states: all their collectives gather or
-scatter. An all-reduce, of which they have none, would take 5.5 us a step, at 0.742 of the line rate."""
+scatter. They have no all-reduce; one would take 5.5 us a step, at 0.742 of the line rate."""

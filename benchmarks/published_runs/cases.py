@@ -36,7 +36,7 @@ class Case:
     batch: int  # samples of a step, on all devices
     cluster: Cluster
     options: Options
-    plans: tuple[Degrees, ...] = field(hash=False)  # the one that was run, or those of which the best one counts
+    plans: tuple[Degrees, ...] = field(hash=False)  # the one that was run, or several; then the best one counts
     work: float | None = None  # in units x s: over a step's seconds it gives the figure; None: these are seconds
     per_second: float = 1.0  # units of a figure of seconds
     memory: float | None = None  # bytes, the published peak
@@ -48,7 +48,7 @@ class Case:
         return self.published / self.per_second if self.work is None else self.work / self.published
 
     def figure(self, seconds: float) -> float:
-        """Of a step of so many seconds, in the figure's unit."""
+        """The figure, in its unit, of a step that takes `seconds`."""
         return seconds * self.per_second if self.work is None else self.work / seconds
 
     @property

@@ -4,7 +4,7 @@
     vtrain      system gpus global_batch micro_batch hidden heads layers seq tensor data pipeline iteration_ms
     b200        model layers tensor pipeline data context expert seq microbatches step_ms peak_allocated_gib
     torchtitan  model gpus fsdp tp pp cp seq local_batch recompute variant tokens_per_s_gpu mem_gib
-    alpa        params_b gpus megatron intra_only inter_only alpa        the best of plans that are not told
+    alpa        params_b gpus megatron intra_only inter_only alpa        the best of several plans, not named
 
 What the headers of the tables say about all of their rows is written here, with its source.
 """
@@ -216,7 +216,7 @@ def _torchtitan(row: Row) -> Iterator[Case]:
     plan = {**_plan(tensor, pipeline, data, micro_batch), "recompute": recompute, "zero": 3 if data > 1 else 0}
     plan |= {"sequence_parallel": tensor > 1, "chunks": 2 if variant == "interleaved" and pipeline > 1 else 1}
     not_expressed = "context parallelism" if context > 1 else ""
-    if size == "405b":  # of which the header of the table says so
+    if size == "405b":  # by the header of the table
         not_expressed = "float8 and asynchronous tensor parallelism"
     launch = "eager" if variant == "eager" else "compiled"
     yield Case(

@@ -89,10 +89,10 @@ def filled(sizes: tuple[int, ...], units: int, depth: float = math.inf, reuse: f
         | wave 1| wave 2| wave 3|    at the edges, are full or not (section 3 of the guide)
 
     The best of TILES counts, as libraries choose, with what each costs: a tile of h x w takes as long as its h w
-    multiplications or as loading h + w numbers, of which each should serve `reuse` multiplications. Of a result of at
-    most one wave of LARGEST_TILES, or of at most 64 rows or columns, thinner tiles count as well; and if fewer tiles
-    than units are left, libraries divide the sums, of `depth` products each, over several units, which write partial
-    sums.
+    multiplications or as loading h + w numbers, where each number should serve `reuse` multiplications. For a result
+    of at most one wave of LARGEST_TILES, or of at most 64 rows or columns, thinner tiles count as well; and if fewer
+    tiles than units are left, libraries divide the sums, of `depth` products each, over several units, which write
+    partial sums.
 
     So a product never takes less time than one with fewer rows, columns or products in a sum. 1 if the number of units
     is unknown (0), or the sizes are (none).

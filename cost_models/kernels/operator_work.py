@@ -246,7 +246,7 @@ def _fused_rms_norm(
     trained = [t for t in (input, *weights) if t.requires_grad]
     if not (torch.is_grad_enabled() and trained):
         return out, OperatorWork((forward,), ())
-    reads = [input, out, scales, *weights]  # `out` stands for its gradient
+    reads = [input, out, scales, *weights]  # `out` has the size of its gradient
     backward = [make_kernel("rms_norm_backward", "normalization_backward", reads, [input], 0)]
     if weight is not None and weight.requires_grad:
         backward.append(make_kernel("rms_norm_weight_backward", "reduction", [input, out, scales], weights, 0))
@@ -262,7 +262,7 @@ def _fused_dropout(input: torch.Tensor, p: float = 0.5, train: bool = True) -> t
     forward = make_kernel("native_dropout", "random", [input], [out, mask], 0)
     if not (torch.is_grad_enabled() and input.requires_grad):
         return out, OperatorWork((forward,), ())
-    # `out` stands for its gradient, and `input` for its own
+    # `out` and `input` have the sizes of their gradients
     backward = make_kernel("native_dropout_backward", "pointwise", [out, mask], [input], 0)
     return out.requires_grad_(), OperatorWork((forward,), (backward,))
 

@@ -34,7 +34,7 @@ Split = Callable[[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]], 
 """A backward in two parts: (roots with their gradients, inputs) -> gradients of the inputs, the rest with `run()`."""
 
 Reruns = Callable[[fx.GraphModule, Callable[[], AbstractContextManager[Any]]], fx.GraphModule]
-"""The same code, of which groups of operators run again for their backward, each time in a context."""
+"""The same code with groups of operators that run again in the backward, each time in a context."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.analysis.batching import study
-from autopar.api import _tensors_of_training
+from autopar.arguments import tensors_of_training
 from autopar.capture.program import capture
 from autopar.costs.measured import Measured
 from cost_models import DeviceError, available_memory, parse_devices
@@ -136,9 +136,9 @@ def test_a_model_on_a_gpu_is_counted_once(optimizer: str) -> None:
         weight = model.weight = nn.Parameter(torch.empty(1 << 20, device="cuda:0"))  # 4 MiB
         made = torch.optim.Adam(model.parameters())
         made.state[weight] = {name: torch.empty_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-        tensors = list(_tensors_of_training(model, made if optimizer == "made" else optimizer))
+        tensors = list(tensors_of_training(model, made if optimizer == "made" else optimizer))
         weight.grad = torch.empty_like(weight)
-        with_gradient = list(_tensors_of_training(model, made if optimizer == "made" else optimizer))
+        with_gradient = list(tensors_of_training(model, made if optimizer == "made" else optimizer))
         known = [parse_devices("cuda:0", some)[0].memory for some in (tensors, with_gradient)]
     states = 8 if optimizer == "made" else 0
     assert known == [(120 + 4 + states) << 20, (120 + 8 + states) << 20]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import gradients
-from test_random_operators import CASES, make, steps
+from models import RandomLayer, gradients
+from test_random_operators import CASES, assert_reproducible, make, steps
 from test_sharded_execution import assert_devices_draw_alike
 from test_sharded_execution import (
     test_random_numbers_come_again_with_the_seed_and_when_a_stage_recomputes as random_numbers_come_again,
@@ -77,14 +77,7 @@ def test_the_same_seed_gives_the_same_bits_whatever_threads_do(name: str, replic
     switching = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for how in ("loss.backward", "train_step"):
-            first = steps(pm, inputs, 1, how)
-            for _ in range(4):
-                again = steps(pm, inputs, 1, how)
-                assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-            half = len(first) // 2
-            assert not torch.equal(first[0], first[half]), "the second step draws other numbers"
-            assert not torch.equal(first[0], steps(pm, inputs, 2, how)[0])
+        assert_reproducible(pm, inputs)
     finally:
         sys.setswitchinterval(switching)
     pm.close()
@@ -103,23 +96,9 @@ def test_a_step_takes_one_number_from_the_callers_generator(how: str) -> None:
     pm.close()
 
 
-class Layer(nn.Module):
-    """Linear in `scale`: the sum of its output is the sum of `scale` times its gradient, if both met one mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(8) + 0.5)
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = x.detach()
-        y = F.scaled_dot_product_attention(q, q, x * self.scale, dropout_p=0.3)
-        return self.drop(y)
-
-
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Layer() for _ in range(4)])
+    return nn.Sequential(*[RandomLayer() for _ in range(4)])
 
 
 @pytest.mark.usefixtures("fused")

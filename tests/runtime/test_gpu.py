@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from gpu_places import ON_PAIRS, on, on_cpu, places
-from models import assert_same_gradients, gpt2, gradients, mlp, tokens
+from models import RandomLayer, assert_same_gradients, gpt2, gradients, mlp, tokens
 from shardings import Attention, at_random, one_stage
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.functional import mse_loss
 
 import autopar
@@ -254,23 +253,10 @@ def test_parameters_stay_trainable_after_a_first_call_in_inference_mode(devices:
 # -- random numbers ---------------------------------------------------------------------------------------------------
 
 
-class Layer(nn.Module):
-    """Linear in `scale`: the sum of its output is the sum of `scale` times its gradient, if both met one mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(8) + 0.5)
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = x.detach()
-        return self.drop(F.scaled_dot_product_attention(q, q, x * self.scale, dropout_p=0.3))
-
-
 @ON_PAIRS
 @pytest.mark.parametrize("mode", ["none", "selective", "full", "stage"])
 def test_dropout_comes_again_with_the_seed_and_when_a_forward_runs_again(devices: list[str], mode: str) -> None:
-    model = nn.Sequential(*[Layer() for _ in range(4)])
+    model = nn.Sequential(*[RandomLayer() for _ in range(4)])
     plan = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2, recompute={0: mode, 1: mode})
     pm, x = autopar.parallelize(model, devices, plan=plan, cache=False), torch.randn(4, 2, 5, 8)
     pm(x)
@@ -329,7 +315,7 @@ def test_compiled_and_recorded_stages_train_like_the_model(devices: list[str], h
 @ON_GPUS
 @pytest.mark.parametrize("how", [True, "graphs"])
 def test_compiled_and_recorded_stages_drop_anew_in_every_step(devices: list[str], how: bool | str) -> None:
-    model = nn.Sequential(*[Layer() for _ in range(4)])
+    model = nn.Sequential(*[RandomLayer() for _ in range(4)])
     plan = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)
     pm = autopar.parallelize(model, devices, plan=plan, compile=how, cache=False)
     x = torch.randn(4, 2, 5, 8)

@@ -126,6 +126,20 @@ class Session:
         loss.backward()
         return loss.detach()
 
+    def check_steps(self, way: str, targets_at: str = "cuda:0", steps: int = 2) -> None:
+        """Steps with inputs on the first GPU, in order, without a wait of the host, and equal to the plain model's."""
+        with self.gpus.recording():
+            for _ in range(steps):
+                x, y = torch.randn(8, 8), torch.randn(8, 8)
+                expected = self.expected(x, y)
+                there = self.gpus.on(x, "cuda:0"), self.gpus.on(y, targets_at)
+                self.gpus.waits.clear()
+                loss = WAYS[way](self, *there)
+                assert not self.gpus.waits
+                del there
+                self.check(loss, expected)
+        self.gpus.check()
+
     def check(self, loss: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(loss.cpu(), expected)
         assert_same_gradients(on_cpu(gradients(self.model)), on_cpu(gradients(self.original)))
@@ -142,18 +156,7 @@ WAYS: dict[str, Callable[[Session, torch.Tensor, torch.Tensor], torch.Tensor]] =
 def test_steps_on_gpus_read_and_reuse_nothing_too_early_and_wait_for_no_gpu(
     gpus: PretendGpus, plan: Plan, way: str
 ) -> None:
-    session = Session(gpus, plan)
-    with gpus.recording():
-        for _ in range(3):
-            x, y = torch.randn(8, 8), torch.randn(8, 8)
-            expected = session.expected(x, y)
-            there = gpus.on(x, "cuda:0"), gpus.on(y, "cuda:0")
-            gpus.waits.clear()
-            loss = WAYS[way](session, *there)
-            assert not gpus.waits
-            del there
-            session.check(loss, expected)
-    gpus.check()
+    Session(gpus, plan).check_steps(way, steps=3)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -161,17 +164,7 @@ def test_gpus_that_do_not_reach_each_other_send_through_the_host_in_order(
     gpus: PretendGpus, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
-    session = Session(gpus, PLANS["interleaved"])
-    with gpus.recording():
-        for _ in range(2):
-            x, y = torch.randn(8, 8), torch.randn(8, 8)
-            expected = session.expected(x, y)
-            there = gpus.on(x, "cuda:0"), gpus.on(y, "cuda:1")
-            gpus.waits.clear()
-            loss = WAYS[way](session, *there)
-            assert not gpus.waits
-            session.check(loss, expected)
-    gpus.check()
+    Session(gpus, PLANS["interleaved"]).check_steps(way, targets_at="cuda:1")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -182,17 +175,7 @@ def test_devices_of_a_mesh_exchange_in_order(gpus: PretendGpus, meshes: Any, way
     on_gpus = tuple(
         replace(stage, devices=tuple(name.replace("cpu", "cuda") for name in stage.devices)) for stage in plan.stages
     )
-    session = Session(gpus, replace(plan, stages=on_gpus))
-    with gpus.recording():
-        for _ in range(2):
-            x, y = torch.randn(8, 8), torch.randn(8, 8)
-            expected = session.expected(x, y)
-            there = gpus.on(x, "cuda:0"), gpus.on(y, "cuda:0")
-            gpus.waits.clear()
-            loss = WAYS[way](session, *there)
-            assert not gpus.waits
-            session.check(loss, expected)
-    gpus.check()
+    Session(gpus, replace(plan, stages=on_gpus)).check_steps(way)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional as F
 
 from autopar.capture.torch_private import tree_leaves
 
@@ -82,6 +83,20 @@ class Recurrent(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(self.embed(tokens))[0][:, -1])
+
+
+class RandomLayer(nn.Module):
+    """Linear in `scale`: the sum of its output is the sum of `scale` times its gradient, if both met one mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8) + 0.5)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x.detach()
+        y: torch.Tensor = self.drop(F.scaled_dot_product_attention(q, q, x * self.scale, dropout_p=0.3))
+        return y
 
 
 def mlp(width: int = 16, depth: int = 4) -> nn.Sequential:

@@ -235,7 +235,7 @@ class Searching(SearchSpace):
 
     @cached_property
     def _order_spaces(self) -> list[Space]:
-        """One over the prefixes of each of the usual orders; none if a search over so many cuts takes too long."""
+        """One over the prefixes of each of the usual orders; none if a search over their cuts takes too long."""
         if self.graph.n >= most_cuts(self.full, _MOST_PREFIXES):
             return []
         return [self._space_of(cuts) for cuts in cuts_along_orders(self.graph)]

@@ -198,7 +198,7 @@ class Meshes:
         return [d for d in self._costs.devices if self._cluster.specs[d.kind].device_type != "cpu"]
 
     def _kinds(self, width: int) -> list[str]:
-        """Kinds of devices of which meshes of `width` fill nodes, or shares of a node, evenly."""
+        """Device types whose meshes of `width` fill nodes, or shares of a node, evenly."""
         found = []
         for kind in dict.fromkeys(d.kind for d in self._devices):
             per_node = self._per_node(kind)

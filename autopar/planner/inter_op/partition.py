@@ -1,7 +1,7 @@
 """Exact partition of a graph of atoms into pipeline stages.
 
 Objective, for m micro-batches and stages s with r_s replicas: the "sum of stages + (m - 1) x the slowest" of Alpa
-(Zheng et al. 2022, eq. 2), generalised to replicas, each of which runs at most ceil(m / r_s) of the micro-batches, and
+(Zheng et al. 2022, eq. 2), generalised to replicas, where each replica runs at most ceil(m / r_s) micro-batches, and
 to split backwards, whose weight parts w_s (with their overhead, a third) are delayed into the bubble (Qi et al. 2024;
 w_s = 0 for other schedules):
 

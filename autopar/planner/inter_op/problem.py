@@ -149,7 +149,7 @@ class DeviceKind:
     copies: int = 1  # of the whole pipeline: a stage has as many times its replicas
 
     def lane(self, replicas: int) -> Lane:
-        """How transfers into each device of a stage with so many replicas arrive."""
+        """The lane of transfers into each device of a stage with `replicas`."""
         return Lane(self.latency, self.seconds_per_byte) if self.lanes is None else self.lanes(replicas * self.copies)
 
     def of_one_copy(self, copies: int, chunks: int) -> DeviceKind:

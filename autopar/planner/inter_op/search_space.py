@@ -377,8 +377,8 @@ def _divisors(n: int) -> list[int]:
 def _copies(m: int, counts: Used, width: int) -> list[int]:
     """Numbers of copies of the whole pipeline to search with: powers of two.
 
-    Few meshes: 1, so that every stage may have any number of replicas. Many: so many that one copy has a few meshes,
-    with as many micro-batches and devices for each copy.
+    Few meshes: 1, so that every stage may have any number of replicas. Many: enough copies that each has a few meshes,
+    and all copies have the same numbers of micro-batches and devices.
     """
     meshes = sum(counts) // width
     if meshes <= MANY_MESHES:

@@ -123,7 +123,7 @@ class Costs:
         return len(self.problem.space.cuts)
 
     def pair(self, start: int, stop: int) -> int:
-        """The number of a pair of cuts, which stand for themselves from the end if they are negative."""
+        """The number of a pair of cuts; negative cuts count from the end."""
         return int(self._pairs.number[start, stop])
 
     def replicas(self, kind: int) -> list[int]:
@@ -238,7 +238,7 @@ class Costs:
         return np.unique(np.concatenate(values)) if values else np.zeros(0)
 
     def terms_of(self, mode: Mode, replicas: int) -> Terms:
-        """Of stages with so many replicas, which share the cards of their nodes."""
+        """The terms of stages with `replicas`, which share the network cards of their nodes."""
         lane = self.problem.kinds[mode.kind].lane(replicas)
         if (mode, lane) not in self._known_terms:
             self._known_terms[mode, lane] = self._terms(mode, lane)

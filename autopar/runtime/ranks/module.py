@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,8 +59,9 @@ class RankedModule(PipelinedModule):
         raise InputError("train_step(profile=True) records the workers of one process; profile in one (devices=)")
 
 
-def check_options(options: PlanOptions) -> None:
-    """Raise InputError for options that ranks do not follow so far, all of them in one message."""
+def check_options(options: PlanOptions) -> PlanOptions:
+    """The options with which rank 0 plans. Raises InputError for those that ranks do not follow so far, all in one
+    message."""
     refused = {
         "tune": options.tune not in (0, "auto"),
         "calibrate": options.calibrate,
@@ -74,6 +76,7 @@ def check_options(options: PlanOptions) -> None:
         raise InputError(
             f"{', '.join(named)}: not with one process a device so far; leave it out, or use one process (devices=)"
         )
+    return replace(options, tune=0)  # plans to compare would run as threads of rank 0
 
 
 def _agreed(world: World, decide: Decide) -> Decide:

@@ -1,0 +1,92 @@
+"""The arguments of the public calls, checked: the model, the devices, the example."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.analysis.example import LossFunction
+from autopar.capture.torch_private import is_fake
+from autopar.errors import InputError
+from autopar.options import AHEAD_ONLY
+from autopar.runtime.call_checks import check_model
+from autopar.runtime.ranks.world import World
+from cost_models import Cluster, Device, DeviceError, parse_devices
+
+Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+
+
+def refuse_estimated(options: Mapping[str, Any]) -> None:
+    """Raise InputError for options that only say how a step runs on a cluster that is not at hand."""
+    estimated = [name for name in AHEAD_ONLY if options.get(name) is not None]
+    if estimated:
+        raise InputError(
+            f"{', '.join(estimated)}: only for a cluster that is not at hand; devices at hand are measured as they run"
+        )
+
+
+def check_module(model: object) -> None:
+    """Raise InputError for what is no module, or one that cannot run as a pipeline."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
+
+
+def devices_at_hand(
+    model: nn.Module, devices: Devices, optimizer: object = None, world: World | None = None
+) -> tuple[Device, ...]:
+    """The devices to run on, with `world` one a rank. What the model and its optimizer hold there already counts as available: plans count it.
+
+    Raises InputError for a model without values: it cannot run.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta or is_fake(tensor):
+            raise InputError(
+                f"'{name}' has no values (it is on the meta device, or fake): load the model's weights to run it here, "
+                "or give autopar.plan a Cluster.preset(...) to plan ahead"
+            )
+    if world is not None:
+        return world.devices(tensors_of_training(model, optimizer))
+    if not isinstance(devices, Cluster):
+        return parse_devices(devices, tensors_of_training(model, optimizer))
+    if not devices.at_hand:
+        raise DeviceError(f"{devices.title} is not at hand: autopar.plan makes plans for it, to run where it is")
+    return devices.at_hand
+
+
+def tensors_of_training(model: nn.Module, optimizer: object) -> Iterator[torch.Tensor]:
+    """Parameters, their gradients, buffers and the optimizer's states."""
+    yield from model.buffers()
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def need_example(what: str, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Call:
+    """The example call. Raises InputError, naming the use (`what`), if there is none."""
+    if args is None and kwargs is None:
+        raise InputError(f"{what} needs an example call: give example_args= or example_kwargs=")
+    return example_call(args, kwargs)
+
+
+def example_call(args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Call:
+    """Positional and keyword arguments; empty where not given. Raises InputError for other types."""
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise InputError(f"example_args must be a tuple of arguments, got {type(args).__name__}; write (x,)")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise InputError(f"example_kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
+    return tuple(args or ()), dict(kwargs or {})
+
+
+def need_target(loss_fn: LossFunction | None, target: object) -> None:
+    """Raise InputError for a loss without a target."""
+    if loss_fn is not None and target is None:
+        raise InputError("loss_fn needs target=: what loss_fn(output, target) compares the output with")

@@ -81,7 +81,8 @@ def parallelize(
         model: any module. What torch.export cannot capture runs uncaptured: the smallest such module, or a custom
             torch.autograd.Function, is one operator of the plan. Parameters stay the model's own.
         devices: strings or torch.device. `"cpu"` may be repeated (workers that share the cores), and so may one GPU.
-            None: every visible GPU, or without GPUs one CPU worker per core, at most two. Or a
+            None: every visible GPU, or without GPUs one CPU worker per core, at most two; under torchrun, one CPU
+            worker a rank, each with its own part of the model (README, "Many processes"). Or a
             `Cluster.from_devices(...)`.
         example_args, example_kwargs: an example call. With one of them, capture, profiling and planning happen at
             once; otherwise on the first call.

@@ -39,9 +39,10 @@ def check_module(model: object) -> None:
 def devices_at_hand(
     model: nn.Module, devices: Devices, optimizer: object = None, world: World | None = None
 ) -> tuple[Device, ...]:
-    """The devices to run on, with `world` one a rank. What the model and its optimizer hold there already counts as available: plans count it.
+    """The devices to run on, with `world` one a rank.
 
-    Raises InputError for a model without values: it cannot run.
+    What the model and its optimizer hold there already counts as available: plans count it. Raises InputError for a
+    model without values: it cannot run.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_fake(tensor):

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import AutoparError, Plan
+from autopar.lower import process_groups
 from autopar.runtime.ranks.parameters import local_of
 
 
@@ -42,6 +43,21 @@ def ready(seed: int = 0, **options: Any) -> tuple[nn.Module, Any, torch.Tensor]:
 def step(pm: Any, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = pm.train_step(x, target=x, loss_fn=functional.mse_loss)
     return loss
+
+
+def collectives() -> list[torch.Tensor]:
+    """What each functional collective gives this rank of two, beside what it should give."""
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    own, parts = torch.tensor([1.0 + rank, 10.0]), torch.arange(4.0).view(4, 1) * (1 + rank)
+    found = [
+        process_groups.all_reduce(own, "sum", group) - torch.tensor([3.0, 20.0]),
+        process_groups.all_reduce(own, "max", group) - torch.tensor([2.0, 10.0]),
+        process_groups.all_gather(own, 2, group) - torch.tensor([1.0, 10.0, 2.0, 10.0]),
+        process_groups.reduce_scatter(parts, 2, group) - 3 * torch.arange(4.0).view(4, 1).chunk(2)[rank],
+        process_groups.all_to_all(parts, 2, group)
+        - torch.arange(4.0).view(4, 1).chunk(2)[rank].repeat(2, 1) * torch.tensor([1.0, 1.0, 2.0, 2.0]).view(4, 1),
+    ]
+    return found
 
 
 def evaluation() -> list[float]:

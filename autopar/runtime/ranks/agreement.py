@@ -80,4 +80,4 @@ def _described(leaf: Any) -> str:
 
 def _content(tensor: torch.Tensor, before: int) -> int:
     whole = tensor.detach().contiguous().reshape(-1)
-    return zlib.crc32(memoryview(whole.view(torch.uint8).numpy()), before) if whole.numel() else before
+    return zlib.crc32(whole.view(torch.uint8).numpy().data, before) if whole.numel() else before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rank_behaviour import collectives
 from rank_cases import MODELS, Difference, Job, trained
 from rank_pool import RankPool
 
@@ -28,6 +29,12 @@ def test_two_ranks_train_an_mlp_as_one_process_does(ranks: RankPool) -> None:
     for one in found:  # each holds its own half alone, and its optimizer states
         assert one.held == 3 * (12 * 12 + 12) * 8
         assert one.optimizer_bytes == 2 * one.held
+
+
+def test_functional_collectives_give_what_their_names_say(ranks: RankPool) -> None:
+    """torch's private operators, over gloo."""
+    for errors in ranks.run(collectives, 2):
+        assert not any(error.any() for error in errors)
 
 
 SLOW = [

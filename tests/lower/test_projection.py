@@ -31,7 +31,7 @@ from cost_models.graphs import get_attribute
 
 pytestmark = pytest.mark.usefixtures("shared_exports")
 
-MESHES = [(2,), (3,), (2, 2)]
+MESHES = [(2,), pytest.param((3,), marks=pytest.mark.slow), (2, 2)]
 CPU = torch.device("cpu")
 
 
@@ -125,7 +125,7 @@ GRAPHS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_ranks_with_any_strategies_give_the_originals_outputs_and_gradients(

@@ -49,7 +49,7 @@ def collectives() -> list[torch.Tensor]:
     """What each functional collective gives this rank of two, beside what it should give."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     own, parts = torch.tensor([1.0 + rank, 10.0]), torch.arange(4.0).view(4, 1) * (1 + rank)
-    found = [
+    return [
         process_groups.all_reduce(own, "sum", group) - torch.tensor([3.0, 20.0]),
         process_groups.all_reduce(own, "max", group) - torch.tensor([2.0, 10.0]),
         process_groups.all_gather(own, 2, group) - torch.tensor([1.0, 10.0, 2.0, 10.0]),
@@ -57,7 +57,6 @@ def collectives() -> list[torch.Tensor]:
         process_groups.all_to_all(parts, 2, group)
         - torch.arange(4.0).view(4, 1).chunk(2)[rank].repeat(2, 1) * torch.tensor([1.0, 1.0, 2.0, 2.0]).view(4, 1),
     ]
-    return found
 
 
 def evaluation() -> list[float]:

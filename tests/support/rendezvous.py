@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PATIENCE = 3.0  # s; a rank that waits longer has deadlocked
+PATIENCE = 10.0  # s; a rank that waits longer has deadlocked
 
 
 class Deadlock(Exception):
@@ -22,8 +22,8 @@ class Deadlock(Exception):
 class PairQueues:
     """The queues of all pairs. `most_ahead`: the most receives that any pair had posted without a send."""
 
-    def __init__(self, *, blocking: bool) -> None:
-        self.blocking = blocking
+    def __init__(self, *, blocking: bool, patience: float = PATIENCE) -> None:
+        self.blocking, self.patience = blocking, patience
         self.most_ahead = 0
         self._changed = threading.Condition()
         self._sends: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
@@ -50,7 +50,7 @@ class PairQueues:
 
     def wait(self, posted: _Posted) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: posted.done, PATIENCE):
+            if not self._changed.wait_for(lambda: posted.done, self.patience):
                 raise Deadlock
 
 

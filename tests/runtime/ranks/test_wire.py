@@ -122,7 +122,7 @@ def test_an_interleaved_schedule_needs_more_receives_ahead() -> None:
     assert look_ahead(Pipeline("1f1b", 12, (1, 1, 1), 1).messages) == LEAST
     pipeline.ahead = LEAST
     with pytest.raises(Deadlock):
-        pipeline.run(PairQueues(blocking=True))
+        pipeline.run(PairQueues(blocking=True, patience=0.5))
 
 
 @pytest.mark.parametrize("shards", [2, 3])

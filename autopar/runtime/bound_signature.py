@@ -124,8 +124,8 @@ def bind(
     """
     stage_of = plan.assign(signature.program, signature.batching.storages)
     if check_hints:
-        _check_hints(plan, signature, model, len(devices), stage_of)
-    lowered = _lowered(plan, signature, stage_of, settings)
+        check_follows_hints(plan, signature, model, len(devices), stage_of)
+    lowered = lowered_by(plan, signature, stage_of, settings)
     n_microbatches = 1 if keeps_batch_whole(signature.batching, settings) else plan.n_microbatches
     executable = None
     if _is_plain(plan, n_microbatches, settings):
@@ -138,7 +138,7 @@ def bind(
             lowered,
             _placements(plan, devices, workers),
             plan.schedule,
-            _Lookup(model),
+            Lookup(model),
             chunks=plan.chunks,
             compiled=settings.compile,
             watch_nan=settings.watch_nan,
@@ -147,7 +147,10 @@ def bind(
     signature.lowered, signature.executable, signature.whole = lowered, executable, None
 
 
-def _lowered(plan: Plan, signature: BoundSignature, stage_of: Mapping[fx.Node, int], settings: RunSettings) -> Lowered:
+def lowered_by(
+    plan: Plan, signature: BoundSignature, stage_of: Mapping[fx.Node, int], settings: RunSettings
+) -> Lowered:
+    """The stages of `plan`. Raises PlanError where it does not fit the program."""
     lowered = lower(
         signature.program,
         stage_of,
@@ -200,9 +203,10 @@ def _is_plain(plan: Plan, n_microbatches: int, settings: RunSettings) -> bool:
     return len(plan.used_devices) == 1 and n_microbatches == 1 and not changed
 
 
-def _check_hints(
+def check_follows_hints(
     plan: Plan, signature: BoundSignature, model: nn.Module, n_devices: int, stage_of: Mapping[fx.Node, int]
 ) -> None:
+    """Raise PlanError where a plan contradicts the hints on the model."""
     hints, names = read_hints(model), {node.name: stage for node, stage in stage_of.items()}
     problems = sharding_violations(plan, names, signature.program, model)
     if hints:
@@ -225,7 +229,7 @@ def rerun_by_layers(
     return frozenset(node.name for node in blocks.of if node in stage_of and plan.stages[stage_of[node]].layerwise)
 
 
-class _Lookup:
+class Lookup:
     """The model's current tensors by name. (`.to()` replaces buffers, so that they are looked up for every call.)"""
 
     def __init__(self, model: nn.Module) -> None:

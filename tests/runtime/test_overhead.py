@@ -148,13 +148,13 @@ def test_buffers_are_looked_up_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.warns(autopar.AutoparWarning, match="batch norm"):
         step(pm)
     found = Counter[str]()
-    original = bound_signature._Lookup.__call__
+    original = bound_signature.Lookup.__call__
 
     def counting(self: Any, name: str) -> torch.Tensor:
         found[name] += 1
         return original(self, name)
 
-    monkeypatch.setattr(bound_signature._Lookup, "__call__", counting)
+    monkeypatch.setattr(bound_signature.Lookup, "__call__", counting)
     before = model[1].running_mean.clone()
     step(pm)
     assert found == {f"1.{name}": 1 for name, _ in model[1].named_buffers()}

@@ -292,15 +292,16 @@ class Executable:
     def refresh(self) -> None:
         """Bring every replica up to date with the model's tensors (changed, moved or frozen since the last call)."""
         by_id = self._by_id
-        self._written_elsewhere = []
+        self._refresh_buffers()
         for one in self.replicas:
             for leaf in one.leaves:
                 leaf.refresh(by_id[leaf.key])
-            for buffer in one.buffers:
-                if buffer.refresh(self.tensor(buffer.piece.name)):
-                    self._written_elsewhere.append(buffer)
             if one.graphs is not None:
                 one.graphs.follow()
+
+    def _refresh_buffers(self) -> None:
+        buffers = (buffer for one in self.replicas for buffer in one.buffers)
+        self._written_elsewhere = [buffer for buffer in buffers if buffer.refresh(self.tensor(buffer.piece.name))]
 
     def write_back(self) -> None:
         """Bring the model's buffers up to date with what replicas have written elsewhere."""

@@ -120,8 +120,7 @@ class RankExecutable(Executable):
                 local = local_of(parameter)
                 if leaf.tensor.data_ptr() != local.data_ptr():
                     leaf.tensor.data = local
-            for buffer in one.buffers:
-                buffer.refresh(self.tensor(buffer.piece.name))
+        self._refresh_buffers()
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of this rank's parameters, added up over all ranks with equal parts. Collective."""

@@ -24,11 +24,12 @@ from autopar.analysis.operators import written_arguments
 from autopar.errors import PlanError
 from autopar.lower import collectives, rank_transfers
 from autopar.lower.device_values import DEVICE, PARTS
+from autopar.lower.regather import kept_as_shards
 from autopar.lower.sharded import run_special
 from autopar.lower.stages import StageProgram
 from cost_models.graphs import get_attribute
 
-_LISTS = {*collectives.MOVES.values(), collectives.gradient, collectives.spread, run_special}
+_LISTS = {*collectives.MOVES.values(), collectives.gradient, collectives.spread, run_special, kept_as_shards}
 
 
 def project(stage: StageProgram, device: int, mesh: Sequence[int], groups: Sequence[str]) -> StageProgram:
@@ -43,7 +44,7 @@ def project(stage: StageProgram, device: int, mesh: Sequence[int], groups: Seque
     graph = _Projection(stage, device, where).build()
     root = {str(n.target): get_attribute(stage.module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
     module = fx.GraphModule(root, graph, class_name=f"Stage{stage.index}Device{device}")
-    return dataclasses.replace(stage, module=module, pieces=pieces)
+    return dataclasses.replace(stage, module=module, pieces=pieces, regathers=False)
 
 
 class _Projection:
@@ -75,6 +76,8 @@ class _Projection:
         if target is collectives.gradient:
             parts, result = map(self._own, node.args)
             return self._call(rank_transfers.gradient, node, (parts, result), moves=node.kwargs["moves"])
+        if target is kept_as_shards:  # a rank keeps what it gathered, and does not gather again
+            return self._own(node.args[1])
         if target is collectives.spread:
             return self._call(rank_transfers.spread, node, (self._own(node.args[0]),), layout=node.kwargs["layout"])
         if target is collectives.joined:

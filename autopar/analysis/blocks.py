@@ -15,6 +15,7 @@ from functools import cached_property
 
 from torch import fx
 
+from autopar.analysis.kept_products import Kept, kept_products
 from autopar.analysis.operators import compute_nodes, unrepeatable_nodes, written_arguments
 from autopar.capture.module_hooks import is_hook_point
 from autopar.capture.program import Program
@@ -55,6 +56,17 @@ class Blocks:
     def of(self) -> Mapping[fx.Node, int]:
         """Operator -> number of its block, among `all`."""
         return {node: number for number, block in enumerate(self.all) for node in block}
+
+    @cached_property
+    def kept(self) -> frozenset[fx.Node]:
+        """Those of their operators whose results are kept where the rest runs again (`kept_of`)."""
+        return frozenset(node for layer in self.all for node in self.kept_of(layer))
+
+    def kept_of(self, layer: Iterable[fx.Node]) -> dict[fx.Node, Kept]:
+        """The operators of a layer that keep every second product and attention, by kind."""
+        written = frozenset(memory for _, of in self._writes for memory in of)
+        in_order = sorted(layer, key=self._order.__getitem__)
+        return kept_products(in_order, lambda node: not written.isdisjoint(self._memory([node])))
 
     def runs_again(self, part: Collection[fx.Node], copied: Collection[fx.Node] = ()) -> bool:
         """Whether operators of one layer, run again, compute what they have computed, and change nothing else.

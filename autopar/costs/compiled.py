@@ -12,12 +12,13 @@ the size of a micro-batch, so the ratio depends on that size:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.plan.recompute import Recompute
+
+_RERUN_WITHIN = frozenset(mode for mode in Recompute if mode.by_layer or mode is Recompute.SELECTIVE)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class CompiledRatio:
     rows: tuple[float, ...]  # samples, ascending
     ratios: tuple[float, ...]
     # Stages that recompute in these ways run as they were captured.
-    left_alone: frozenset[Recompute] = frozenset({Recompute.SELECTIVE, Recompute.FULL})
+    left_alone: frozenset[Recompute] = _RERUN_WITHIN
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):
@@ -63,5 +64,4 @@ _SMALLEST = 8  # part of the batch
 
 def left_alone_under(graphs: bool) -> frozenset[Recompute]:
     """The kinds of recomputation whose stages are not compiled, or not recorded as CUDA `graphs`."""
-    never: Sequence[Recompute] = (Recompute.SELECTIVE, Recompute.FULL)
-    return frozenset((*never, Recompute.STAGE) if graphs else never)
+    return _RERUN_WITHIN | {Recompute.STAGE} if graphs else _RERUN_WITHIN

@@ -187,7 +187,9 @@ def _annotate(
     unrepeatable = set(unrepeatable_nodes(program.graph))
     cores = attention_cores(program.graph)
     core_of = {node: number for number, core in enumerate(cores) for node in core}
-    block_of = Blocks(program, batching.storages).of if program.training else {}
+    blocks = Blocks(program, batching.storages) if program.training else None
+    block_of = blocks.of if blocks is not None else {}
+    kept = blocks.kept if blocks is not None else frozenset()
     scale = batch / counted.rows
     for position, node in enumerate(compute_nodes(program.graph)):
         # The batch may be hidden in a tuple, in a dimension that does not lead: assume then that the bytes grow.
@@ -211,6 +213,7 @@ def _annotate(
             core=core_of.get(node),
             rebuilt=_rebuilt(node, counted, cores[core_of[node]]) if node in core_of else frozenset(),
             block=block_of.get(node),
+            kept=node in kept,
             results={storage: nbytes * factor for storage, nbytes in counted.results.get(node.name, {}).items()},
             saved_places=dict(zip(dict(counted.saved[node.name]), counted.places[node.name], strict=True)),
         )

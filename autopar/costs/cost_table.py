@@ -61,6 +61,18 @@ class OverlappedTimes:
     weight: np.ndarray  # [nodes] s of the backward's `network` for gradients of parameters
 
 
+class GatheringTimes(NamedTuple):
+    """Seconds in which the backward gathers activations again that the mesh keeps as shards.
+
+    They are among the backward's, and those of operators that run again for their backward fall away: the gathers of
+    their second forward serve.
+    """
+
+    taken: np.ndarray  # [nodes] s that the backward takes longer
+    host: np.ndarray  # [nodes] s of launches
+    network: np.ndarray  # [nodes] s of the collectives
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Times of all operators on one kind of device with `workers` of its siblings busy, at several batch sizes.
@@ -84,6 +96,7 @@ class CostTable:
     fused: np.ndarray | None = None
     # [nodes] s of `backward` that compute gradients of parameters, at the only size; None: the operators' shares of it.
     weight: np.ndarray | None = None
+    gathering: GatheringTimes | None = None  # None: no activation is gathered again
     # By a number of samples that is not among `rows`: forward [nodes], backward [nodes], loss [2]. None: interpolate.
     estimate: Callable[[int], Seconds] | None = field(default=None, compare=False, repr=False)
 
@@ -108,6 +121,7 @@ class CostTable:
             self.overlapped,
             self.fused,
             None if self.weight is None else factor * self.weight,
+            None if self.gathering is None else self.gathering._replace(taken=factor * self.gathering.taken),
         )
 
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:

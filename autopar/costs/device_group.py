@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.costs.cost_table import CostTable
@@ -47,5 +47,8 @@ class StageConfiguration(ABC):
         """Devices of the mesh."""
 
     @abstractmethod
-    def sharding(self, nodes: Sequence[str]) -> StageSharding:
-        """The strategies of the operators `nodes` of the cost graph, which make a stage, as a plan states them."""
+    def sharding(self, nodes: Sequence[str], run_again: Container[str] = ()) -> StageSharding:
+        """The strategies of the operators `nodes` of the cost graph, which make a stage, as a plan states them.
+
+        `run_again`: those that run again for their backward.
+        """

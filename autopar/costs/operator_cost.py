@@ -84,8 +84,12 @@ class OperatorCost:
     rebuilt: frozenset[Hashable] = frozenset()  # storages of `saved` that the core makes, and so can make again
     saved_places: Mapping[Hashable, Place] = field(default_factory=dict)  # storage -> which of its tensors is kept
     block: int | None = None  # number of the layer that it belongs to, if that may run again by itself
+    kept: bool = False  # of its layer, what this operator makes is kept where the others run again one by one
     results: Mapping[Hashable, float] = field(default_factory=dict)  # storage of what it returns -> bytes
     copies: int = 1  # devices of a mesh, in one node, that hold the same of its result
+    # Bytes of gathered tensors of which `saved` has the shards alone: gathered again, they are there for its backward.
+    regathered_bytes: float = 0.0
+    saved_within: Mapping[Hashable, float] | None = None  # `saved` where its layer runs again; None: the same
     gather: float = 0.0  # s for all micro-batches to gather the result from a part on each of them
 
     def with_bytes(self, **changes: object) -> OperatorCost:

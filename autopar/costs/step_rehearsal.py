@@ -121,7 +121,7 @@ class StepRehearsal:
         out. `recompute`: of each stage, a `Recompute`."""
         nodes = compute_nodes(self.program.graph)
         modes = tuple(map(Recompute, recompute)) if self.training else ()
-        if not {Recompute.SELECTIVE, Recompute.FULL}.intersection(modes):
+        if not any(mode == Recompute.SELECTIVE or mode.by_layer for mode in modes):
             modes = ()  # whole stages run again as they are
         key = (*(stage_of.get(node.name, -1) for node in nodes), modes)
         if key not in self._lowered:

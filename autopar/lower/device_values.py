@@ -6,6 +6,9 @@ node `gradient`, which holds the steps of its gradient (`lower.collectives`):
     x__0, x__1 -- all_gather --.-- gradient(moves=[reduce_scatter]) -- getitem 0, getitem 1 -- readers
          `---------------------'
 
+A node `kept_as_shards` follows the gathers of what the backward gathers again: parameters that are stored in parts, and
+activations where the plan says so (`lower.regather`).
+
 The steps are those of the plan (`TensorRedistribution`), which the search priced. Values that the plan says nothing
 about take the steps in which a device sends the fewest bytes.
 """
@@ -24,9 +27,10 @@ from torch import fx
 
 from autopar.capture.cleanup import aten
 from autopar.lower import collectives
+from autopar.lower.regather import kept_as_shards
 from autopar.lower.strategy_choices import is_tensor
 from autopar.sharding.layouts import Placements, fits
-from autopar.sharding.redistribution import RedistributionTable, bytes_sent
+from autopar.sharding.redistribution import RedistributionTable, before_gathers, bytes_sent
 from autopar.sharding.stage_sharding import Passage, TensorRedistribution
 
 TRANSFER = "tensor"
@@ -34,6 +38,9 @@ TRANSFER = "tensor"
 
 GROUP = "rerun"
 """In `meta` of an operator that runs again for its backward: the number of its group (`lower.rerun_groups`)."""
+
+KEPT = "kept"
+"""In `meta` of an operator of such a group whose result is kept: its kind (`analysis.kept_products`)."""
 
 
 @dataclass
@@ -54,8 +61,9 @@ class DeviceValue:
 class DeviceValues:
     """Writes the graph of all devices of a mesh."""
 
-    def __init__(self, mesh: tuple[int, ...], size: int) -> None:
-        self.graph, self.mesh, self.size = fx.Graph(), mesh, size
+    def __init__(self, mesh: tuple[int, ...], size: int, *, regather: bool = False) -> None:
+        """`regather`: activations that are gathered are kept as shards, as parameters are (`lower.regather`)."""
+        self.graph, self.mesh, self.size, self.regather = fx.Graph(), mesh, size, regather
         self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
         self.places = list(itertools.product(*map(range, mesh)))  # of every device on the mesh
         self.multiple = 1  # sizes that depend on the batch can be cut evenly if they are a multiple of this
@@ -200,14 +208,30 @@ class DeviceValues:
         """The list of parts after steps without gradients; None where there are none."""
         key = ("steps", *passed)
         if key not in made.moved:
+            moves = self._moves(node, passed)
+            # Gathered parameters always count as gathered again, as ZeRO-3 does.
+            first = before_gathers(passed) if self.regather or node.op == "get_attr" else len(moves)
             result: Any = None
-            for name, axis, dim in self._moves(node, passed):
+            shards: Any = None
+            for number, (name, axis, dim) in enumerate(moves):
+                before = list(made.nodes) if result is None else result
+                if number == first:
+                    shards = before
                 result = self.node(
                     "call_function",
                     collectives.MOVES[name],
-                    (list(made.nodes) if result is None else result,),
+                    (before,),
                     {"axis": axis, "dim": dim, "mesh": self.mesh},
                     name=f"{node.name}__{name}",
+                    meta=place_of(node),
+                )
+            if shards is not None:
+                result = self.node(
+                    "call_function",
+                    kept_as_shards,
+                    (shards, result),
+                    {"moves": tuple(moves[first:]), "mesh": self.mesh},
+                    name=f"{node.name}__kept_as_shards",
                     meta=place_of(node),
                 )
             made.moved[key] = result
@@ -248,7 +272,7 @@ def _without_local_start(passage: Passage) -> Passage:
 
 def _moved_meta(node: fx.Node) -> dict[str, Any]:
     """Of the same value, made by a transfer."""
-    return {key: value for key, value in node.meta.items() if key != GROUP} | {TRANSFER: node.name}
+    return {key: value for key, value in node.meta.items() if key not in (GROUP, KEPT)} | {TRANSFER: node.name}
 
 
 def may_have_gradient(tensor: torch.Tensor) -> bool:

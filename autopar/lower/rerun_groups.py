@@ -6,6 +6,7 @@
 Groups are the cores of attention (`analysis.attention`) or the layers of a model (`analysis.blocks`). Nodes carry the
 number of their group in `meta[GROUP]`. Of a sharded stage, all devices run their parts in one call, with the
 collectives between them and those that bring it what it reads: of a gathered parameter, only the shards are kept.
+A group may keep results of some of its operators (`kept_results`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from autopar.analysis.operators import compute_nodes
 from autopar.lower.deferred_batch_norm import collecting_again
-from autopar.lower.device_values import GROUP, TRANSFER
+from autopar.lower.device_values import GROUP, KEPT, TRANSFER
+from autopar.lower.kept_results import contexts, keeping
 from autopar.lower.random_operators import draws_numbers, mix_seed, running_seed, seeded
 from cost_models.graphs import get_attribute
 
@@ -124,6 +126,8 @@ def _body(group: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node], list[fx.No
     copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in (*(n for n in read if n.op == "get_attr"), *group):
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if KEPT in node.meta and node.op == "call_function":
+            copies[node].target = keeping(node.target, node.meta[KEPT])
     graph.output(tuple(copies[node] for node in outputs))
     return graph, inputs, outputs
 
@@ -144,6 +148,7 @@ class _Rerun(nn.Module):
         super().__init__()
         self.inner, self.number, self.written, self.again = inner, number, written, again
         self.random = draws_numbers(inner.graph)
+        self.contexts = contexts if any(KEPT in node.meta for node in inner.graph.nodes) else noop_context_fn
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         seed, collecting = running_seed(), collecting_again()
@@ -164,7 +169,9 @@ class _Rerun(nn.Module):
 
         # Setting the global generators would disturb another thread that draws from them.
         by_hand = seed is None and self.random
-        outputs: tuple[Any, ...] = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=by_hand)
+        outputs: tuple[Any, ...] = checkpoint(
+            run, *inputs, use_reentrant=False, preserve_rng_state=by_hand, context_fn=self.contexts
+        )
         return outputs
 
 

@@ -108,7 +108,7 @@ class _Builder:
         storages: Mapping[str, frozenset[int]],
     ) -> None:
         self.source, self.sharding, self.mesh, self.size = source, sharding, sharding.mesh, sharding.size
-        self.old, self.parts = graph, DeviceValues(sharding.mesh, sharding.size)
+        self.old, self.parts = graph, DeviceValues(sharding.mesh, sharding.size, regather=sharding.regather)
         for node in graph.nodes:
             if node.op == "get_attr" and isinstance(t := get_attribute(source, str(node.target)), torch.Tensor):
                 node.meta = {"val": t, **node.meta}

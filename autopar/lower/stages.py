@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from autopar.analysis.attention import attention_cores
 from autopar.analysis.blocks import Blocks, written_through_views
+from autopar.analysis.kept_products import Kept
 from autopar.analysis.operators import (
     move_constants,
     on_device,
@@ -34,8 +35,9 @@ from autopar.capture.program import Program, describe
 from autopar.capture.uncaptured import Uncaptured, uncaptured, uncaptured_in
 from autopar.lower.collectives import spread
 from autopar.lower.deferred_batch_norm import DeferredNorm, defer_batch_norms, deferred_counters
-from autopar.lower.device_values import GROUP
+from autopar.lower.device_values import GROUP, KEPT
 from autopar.lower.random_operators import lower_random
+from autopar.lower.regather import kept_as_shards
 from autopar.lower.sharded import Piece, Sharded, shard
 from autopar.lower.stage_values import StageValues, stage_values
 from autopar.plan.recompute import Recompute
@@ -64,6 +66,7 @@ class StageProgram:
     multiple: int = 1  # the number of samples in a micro-batch must be a multiple of this to be cut evenly
     layerwise: bool = False  # its layers run again for their backward, each as one
     reruns: bool = False  # groups of its operators run again for their backward
+    regathers: bool = False  # keeps shards of what it gathers, and gathers that again in the backward
     undivided: tuple[str, ...] = ()  # operators that all of these devices do whole: their sizes cannot be cut evenly
 
     @cached_property
@@ -154,6 +157,11 @@ class _Source:
         return Blocks(self.program, self.storages)
 
     @cached_property
+    def kept(self) -> dict[fx.Node, Kept]:
+        """Operators whose results layers keep that run the rest again."""
+        return {node: kind for layer in self.blocks.layers for node, kind in self.blocks.kept_of(layer).items()}
+
+    @cached_property
     def cores(self) -> tuple[frozenset[fx.Node], ...]:
         return attention_cores(self.program.graph)
 
@@ -166,7 +174,7 @@ class _Source:
         needed, home = self.values.needed[stage], self.values.home
         if mode == Recompute.SELECTIVE:
             yield from (frozenset(n for n in core if home.get(n) == stage) for core in self.cores)
-        for layer in self.blocks.layers if mode == Recompute.FULL else ():
+        for layer in self.blocks.layers if mode.by_layer else ():
             part = frozenset(node for node in layer if node in needed and home.get(node, stage) == stage)
             alone = {node for node in copied if part.issuperset(n for n in node.users if n in needed)}
             if any(node in home for node in part) and self.blocks.runs_again(part, alone):
@@ -219,8 +227,9 @@ class _StageBuilder:
             shards=sharding.size if sharding is not None else 1,
             multiple=sharded.multiple,
             undivided=sharded.undivided,
-            layerwise=self.source.mode(self.stage) == Recompute.FULL,
+            layerwise=self.source.mode(self.stage).by_layer,
             reruns=any(node.meta.get(GROUP) is not None for node in sharded.graph.nodes),
+            regathers=any(node.target is kept_as_shards for node in sharded.graph.nodes),
         )
 
     def _receive(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -260,6 +269,8 @@ class _StageBuilder:
         for number, group in enumerate(self.source.groups(self.stage, self.cloned)):
             for node in group:
                 self.copies[node].meta[GROUP] = number
+                if self.source.mode(self.stage) == Recompute.OPERATORS and node in self.source.kept:
+                    self.copies[node].meta[KEPT] = self.source.kept[node]
 
     def _sharded(self, sharding: StageSharding | None) -> Sharded:
         if sharding is None or sharding.size == 1:

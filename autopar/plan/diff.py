@@ -169,9 +169,14 @@ def _settings(before: Plan, after: Plan) -> list[Setting]:
         setting("schedule", lambda plan: plan.schedule),
         setting("meshes", _meshes),
         *_sharded(before, after),
+        setting("activations gathered again", _regathered),
         setting("recomputed stages", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.recompute)),
         setting(
             "recomputed layer by layer", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.layerwise)
+        ),
+        setting(
+            "recomputed without products",
+            lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.keeps_products),
         ),
         setting("recomputed attention", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.selective)),
         setting("batch size", lambda plan: plan.batch_size),
@@ -190,6 +195,10 @@ def _meshes(plan: Plan) -> str | None:
         for s in plan.stages
     ]
     return " | ".join(texts) if any(stage.sharding for stage in plan.stages) else None
+
+
+def _regathered(plan: Plan) -> str | None:
+    return _numbers(s for s, x in enumerate(plan.stages) if x.sharding is not None and x.sharding.regather)
 
 
 def _sharded(before: Plan, after: Plan) -> Iterator[Setting]:

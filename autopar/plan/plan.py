@@ -55,6 +55,7 @@ class Stage:
     recompute_time: float | None = None  # s: what recomputation adds to the backward, unless it is of the whole stage
     sharding: StageSharding | None = None  # its devices form meshes that share the operators
     layerwise: bool = False  # keeps what flows between layers, and runs each again before its backward ("full")
+    keeps_products: bool = False  # of these layers it keeps every second product, and attention ("selective-op")
 
     @property
     def mode(self) -> Recompute:
@@ -62,7 +63,7 @@ class Stage:
         if self.recompute:
             return Recompute.STAGE
         if self.layerwise:
-            return Recompute.FULL
+            return Recompute.OPERATORS if self.keeps_products else Recompute.FULL
         return Recompute.SELECTIVE if self.selective else Recompute.NONE
 
     @property
@@ -206,7 +207,8 @@ class Plan:
                 d,
                 recompute=modes.get(s) == "stage",
                 selective=s in selective or modes.get(s) == "selective",
-                layerwise=modes.get(s) == "full",
+                layerwise=modes.get(s) in ("full", "selective-op"),
+                keeps_products=modes.get(s) == "selective-op",
             )
             for s, d in enumerate(names)
         )
@@ -265,7 +267,11 @@ class Plan:
                 "selective": stages keep all but what attention makes between its products, scores, softmax and
                 dropout, and run that with both products again. It is found by dataflow. Of an attention in one
                 operator, such as scaled_dot_product_attention, nothing is kept but its operands and its result.
-            sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well.
+                "selective-op": as "full", but layers also keep what every second product with a parameter and every
+                attention in one operator make, and do not make that again (torchtitan: selective activation
+                checkpointing by operator). The search does not try it.
+            sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well. What matrices
+                then read gathered is kept as parts, and gathered again in the backward, as in Megatron-LM.
             optimizer: whose state must fit the memory, and whose step ends the predicted one.
             launch, precision, optimizer_step, overlap: as for `autopar.plan` on a cluster.
 
@@ -379,6 +385,7 @@ class Plan:
                 selective=s.selective,
                 sharding=s.sharding,
                 layerwise=s.layerwise,
+                keeps_products=s.keeps_products,
             )
             for s in self.stages
         )

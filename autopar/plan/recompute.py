@@ -13,6 +13,8 @@ class Recompute(enum.IntEnum):
                 within the backward, one attention after the other
     FULL        what flows between layers is kept (`analysis.blocks`), and what lies outside of layers; every layer runs
                 again right before its own backward
+    OPERATORS   the same, but layers also keep what every second product and every attention in one operator make
+                (`analysis.kept_products`), and run the rest again
     STAGE       the stage's inputs are kept; its whole forward runs again before its backward
     """
 
@@ -20,12 +22,19 @@ class Recompute(enum.IntEnum):
     STAGE = 1
     SELECTIVE = 2
     FULL = 3
+    OPERATORS = 4
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers run again, each right before its own backward."""
+        return self in (Recompute.FULL, Recompute.OPERATORS)
 
 
 RECOMPUTE = {
     "none": Recompute.NONE,
     "selective": Recompute.SELECTIVE,
     "full": Recompute.FULL,
+    "selective-op": Recompute.OPERATORS,
     "stage": Recompute.STAGE,
 }
 """By what users call them."""
@@ -35,6 +44,7 @@ NAMES = {mode: name for name, mode in RECOMPUTE.items()}
 DESCRIBED = {
     Recompute.STAGE: ("recompute", "recomputing "),
     Recompute.FULL: ("recompute by layer", "recomputing the layers of "),
+    Recompute.OPERATORS: ("recompute by operator", "recomputing cheap operators of "),
     Recompute.SELECTIVE: ("recompute attention", "recomputing attention of "),
 }
 """How reports speak of stages with a mode: what they do, and what precedes their numbers."""

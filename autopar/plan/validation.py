@@ -111,6 +111,8 @@ def _devices(plan: Any) -> Iterator[str]:
         elif stage.layerwise and (stage.recompute or stage.selective):
             other = "all of its forward at once" if stage.recompute else "selectively"
             yield f"stage {s} recomputes layer by layer and {other}; choose one"
+        if stage.keeps_products and not stage.layerwise:
+            yield f"stage {s} keeps products of layers that it recomputes, but it recomputes none; set layerwise"
     groups = [names for _, names in known]
     if plan.schedule == INTERLEAVED:
         turns = rounds(groups)

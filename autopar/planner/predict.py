@@ -17,6 +17,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import bucket_seconds, reduction_seconds
+from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.sends import Sent, estimated_sends, pass_seconds
 from autopar.costs.shared_hardware import SHARED_GPU, hardware_of, shared_gpu_notes
 from autopar.plan.plan import Plan, Stage, StageTransfer
@@ -135,7 +136,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         mine = [times[names[number], size].running(recompute) for size in sizes]
         forward, backward, weight = zip(*(t.stage(inside, split=split) for t in mine), strict=True)
         again: tuple[float, ...] = ()
-        if recompute in (Recompute.SELECTIVE, Recompute.FULL):
+        if recompute == Recompute.SELECTIVE or recompute.by_layer:
             longer = [t.stage(inside, split=split, recompute=recompute) for t in mine]
             weight = tuple(one.weight for one in longer)
             again = tuple(one.backward - b for one, b in zip(longer, backward, strict=True))
@@ -215,13 +216,15 @@ def _plan_stages(
         )
         nodes = sorted((n for atom in inside for n in atoms.nodes[atom]), key=lambda n: costs.operators[n].position)
         configuration = costs.configuration.get(name)
+        run_again = {n for n in nodes if _runs_again(costs.operators[n], predicted.recompute)}
         stages.append(
             Stage(
                 devices=tuple(device for group in arrangement.groups[number] for device in group.devices),
-                sharding=None if configuration is None else configuration.sharding(nodes),
+                sharding=None if configuration is None else configuration.sharding(nodes, run_again),
                 operators=tuple(costs.operators[n].key for n in nodes),
                 recompute=predicted.recompute == Recompute.STAGE,
-                layerwise=predicted.recompute == Recompute.FULL,
+                layerwise=predicted.recompute.by_layer,
+                keeps_products=predicted.recompute == Recompute.OPERATORS,
                 selective=predicted.recompute == Recompute.SELECTIVE,
                 recompute_time=(sum(predicted.again) / len(predicted.again)) if predicted.again else None,
                 forward_time=mean.forward,
@@ -236,6 +239,13 @@ def _plan_stages(
             )
         )
     return stages
+
+
+def _runs_again(operator: OperatorCost, recompute: Recompute) -> bool:
+    """Whether an operator runs again for its own backward, or with its layer; not with the whole stage."""
+    if recompute == Recompute.SELECTIVE:
+        return operator.core is not None
+    return recompute == Recompute.FULL and operator.block is not None
 
 
 def _plan_transfers(

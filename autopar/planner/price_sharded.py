@@ -20,6 +20,7 @@ from autopar.plan.plan import Plan, Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
 from autopar.planner.inter_op.meshes import Subject, as_measured, subject_of
+from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.predict import completed, predict, predict_plan
@@ -104,6 +105,8 @@ class _Pricing:
         if problems:
             raise PlanError("\n  ".join(problems))
         found = problem.with_choices(strategies, stored)
+        if sharding.regather:
+            found = regathered(problem, found)
         return mesh_configuration(
             f"stage {number}", self.kind(stage), self._program, task, self._facts, found, fastest=True
         )

@@ -24,6 +24,7 @@ class StageContent:
     saved: float = 0.0
     rebuilt: float = 0.0  # of `saved`, what the cores of attentions make
     kept: float = 0.0  # where layers run again one by one
+    products: float = 0.0  # besides, where these keep every second product
     received: float = 0.0
     received_gradient: float = 0.0  # gradients that the stage sends back for what it received
     once: float = 0.0  # s once a step: what a mesh does for parameters that several operators read
@@ -33,7 +34,9 @@ class StageContent:
         working = float(atoms.transient[list(inside)].max())
         core = float(atoms.cores.working[list(inside)].max())
         block = float(atoms.layers.working[list(inside)].max())
-        activations = Activations(self.saved, self.received, working, self.rebuilt, core, self.kept, block)
+        activations = Activations(
+            self.saved, self.received, working, self.rebuilt, core, self.kept, block, self.products
+        )
         kept, transient = activation_bytes(activations, recompute)
         return StageMemory(
             parameters=int(self.parameters),
@@ -65,6 +68,9 @@ def stage_contents(atoms: Atoms, arrangement: Arrangement, optimizer: str, train
         for shared in own.layers.kept:
             for stage in {stage_of[atom] for atom in shared.atoms} & mine:
                 contents[stage].kept += shared.nbytes
+        for shared in own.layers.products:
+            for stage in {stage_of[atom] for atom in shared.atoms} & mine:
+                contents[stage].products += shared.nbytes
         for value in own.values:
             for stage in ({stage_of[atom] for atom in value.consumers} & mine) - {stage_of[value.producer]}:
                 contents[stage].received += value.nbytes

@@ -49,7 +49,7 @@ def sharding_parts(plan: Plan) -> list[str]:
         own = [stage.sharding for stage in stages if stage.sharding is not None]
         over = f" ({mesh_text(own[0])})" if len(alike) > 1 else ""
         parts += [*_strategies(stages, own, over), *_parameters(own, over)]
-    return [*parts, *_collectives(plan, sharded), *_repeated(plan, sharded)]
+    return [*parts, *_collectives(plan, sharded), *_regathered(sharded), *_repeated(plan, sharded)]
 
 
 def mesh_text(sharding: StageSharding) -> str:
@@ -215,6 +215,13 @@ def _collectives(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
         rows = [[*w, str(n), megabytes(b), milliseconds(s), share_text(s, plan)] for w, (n, b, s) in lines]
         columns = ["collective", "axis", "when", "read by", "per step", "MB", "ms", "of the\nstep"]
         yield table(columns, rows, words=4)
+
+
+def _regathered(sharded: dict[int, Stage]) -> Iterator[str]:
+    again = [n for n, stage in sharded.items() if stage.sharding is not None and stage.sharding.regather]
+    if again:
+        where = "" if len(again) == len(sharded) else f" in stages {', '.join(map(str, again))}"
+        yield bullet(f"gathered activations are kept as shards{where}, and gathered again in the backward")
 
 
 def _repeated(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:

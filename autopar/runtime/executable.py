@@ -25,6 +25,7 @@ from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.costs.python_overhead import ACTION_CPU_OVERHEAD, OPERATOR_CPU_OVERHEAD
+from autopar.lower.regather import with_shards_kept
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Constant, Lowered, StageProgram, replica
 from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, move, sum_gradients
@@ -379,7 +380,8 @@ class Executable:
         if why:
             self.left_alone[one.stage.index] = why
         if not self.compiled or why:
-            one.compute = found_at_once(one.module)
+            code = found_at_once(one.module)
+            one.compute = with_shards_kept(code) if one.stage.regathers else code
         elif self.compiled == GRAPHS:
             leaves, buffers = [leaf.tensor for leaf in one.leaves], [buffer.tensor for buffer in one.buffers]
             one.graphs = GraphedStage(found_at_once(one.module), leaves, buffers, one.device, name)

@@ -37,6 +37,21 @@ class RedistributionStep:
     seconds: float
 
 
+def before_gathers(passed: Sequence[Placements]) -> int:
+    """The place in `passed` from which on all steps are all-gathers; that of the last placements if none is.
+
+    P > S1 > R      1, as the second step gathers           S0 > R      0           S0 > S1     1
+    """
+    place = len(passed) - 1
+    while place and _gathers(passed[place - 1], passed[place]):
+        place -= 1
+    return place
+
+
+def _gathers(before: Placements, after: Placements) -> bool:
+    return all(a == b or (a >= 0 and b == REPLICATE) for a, b in zip(before, after, strict=True))
+
+
 StepPrice = Callable[[Collective, float, int], float]  # (collective, its bytes, mesh axis) -> seconds
 
 

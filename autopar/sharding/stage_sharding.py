@@ -116,6 +116,10 @@ class StageSharding:
     collective_time: float | None = None  # s
     repeated_time: float | None = None  # s per micro-batch: work that a device does although another device does it
     repeated: tuple[Repeated, ...] = ()  # the operators of `repeated_time`
+    # Of activations that are all-gathered, a device keeps its shards for the backward, and gathers them once more there
+    # (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, section 4.2.2). What is
+    # made by several steps, of which the last ones gather, is kept as it was before these.
+    regather: bool = False
 
     @classmethod
     def from_texts(

@@ -8,8 +8,8 @@ They call the operators that the training systems call, so that these have the p
                   one kernel
 
 Where a system has one kernel of its own for several operators, the model has one operator that reads, writes and keeps
-as much. Scaling, masking and softmax of scores are one kernel in Megatron-LM: here they are `softmax` alone. SwiGLU is
-one kernel in Transformer Engine: here it is `glu`.
+as much. Scaling, masking and softmax of scores are one kernel in Megatron-LM, for most numbers of heads: here they are
+`softmax` alone. SwiGLU is one kernel in Transformer Engine: here it is `glu`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class GPTSizes:
     seq: int  # tokens of a sample
     vocab: int  # rows of the embedding
     dtype: torch.dtype = torch.float16
+    fused_softmax: bool = True  # scaling, masking and softmax of scores are one kernel (see `has_fused_softmax`)
 
     @property
     def divided(self) -> int:
@@ -97,6 +98,8 @@ class MegatronGPT(nn.Module):
 
 
 class GPTLayer(nn.Module):
+    mask: Tensor
+
     def __init__(self, sizes: GPTSizes, dropout: float) -> None:
         super().__init__()
         hidden = sizes.hidden
@@ -105,6 +108,9 @@ class GPTLayer(nn.Module):
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
         self.dropout, self.attention_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
+        self.fused_softmax = sizes.fused_softmax
+        if not sizes.fused_softmax:
+            self.register_buffer("mask", torch.empty(1, 1, sizes.seq, sizes.seq, dtype=torch.bool), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x`: [tokens, samples, hidden]."""
@@ -115,8 +121,19 @@ class GPTLayer(nn.Module):
         mixed = self.qkv(x).unflatten(-1, (self.heads, -1))
         query, key, value = mixed.chunk(3, dim=-1)
         scores = query.permute(1, 2, 0, 3) @ key.permute(1, 2, 3, 0)
-        context = self.attention_dropout(scores.softmax(-1)) @ value.permute(1, 2, 0, 3)
+        probabilities = scores.softmax(-1) if self.fused_softmax else self.composed_softmax(scores)
+        context = self.attention_dropout(probabilities) @ value.permute(1, 2, 0, 3)
         return context.permute(2, 0, 1, 3).contiguous().flatten(-2)
+
+    def composed_softmax(self, scores: Tensor) -> Tensor:
+        """Operator by operator, in single precision."""
+        return (scores.float() * 1.0).masked_fill(self.mask, -1e4).softmax(-1).to(scores.dtype)
+
+
+def has_fused_softmax(heads: int, samples: int, tokens: int) -> bool:
+    """Whether Megatron-LM has one kernel for scores of so many heads on a device (megatron/fused_kernels, and
+    FusedScaleMaskSoftmax.is_kernel_available in megatron/model/fused_softmax.py, 2021 to 2022)."""
+    return heads * samples % 4 == 0 and tokens % 4 == 0 and 16 < tokens <= 2048
 
 
 class Llama3(nn.Module):

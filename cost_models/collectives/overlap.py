@@ -36,6 +36,7 @@ class Overlap:
 
     gradients: bool = False  # reducing gradients, behind the backward
     parameters: bool = False  # gathering parameters: ahead of their readers, and after the optimizer's step
+    gathers: bool = False  # gathering activations again, behind the products for the gradients of what was gathered
     sends: bool = True  # sending activations and their gradients to other stages; otherwise the sender waits
 
     def __str__(self) -> str:
@@ -70,6 +71,15 @@ def overlapped_pass(kernels: Seconds, network: Seconds) -> Seconds:
     of the pass.
     """
     return cast(Seconds, np.maximum(kernels, network))
+
+
+def exposed_behind(seconds: float, kernels: float) -> float:
+    """Seconds that a collective adds to `kernels` (s) that it starts with, and that what follows both waits for.
+
+    Megatron-LM gathers the input of a product again while the product for that input's gradient runs
+    (`LinearWithGradAccumulationAndAsyncCommunication`).
+    """
+    return max(CONTENTION * seconds, seconds - kernels)
 
 
 def left_over(seconds: Seconds, room: Seconds, bucket: Seconds) -> Seconds:

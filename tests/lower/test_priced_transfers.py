@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import sum_of_squares
@@ -20,15 +21,18 @@ from torch import fx, nn
 from autopar import Cluster, PipelinedModule, Plan
 from autopar.analysis.operators import on_device, operator_keys
 from autopar.capture.program import Program, capture
-from autopar.lower import collectives
+from autopar.lower import collectives, regather
 from autopar.lower.collectives import LOCAL, MOVES, move_between
 from autopar.lower.device_values import DeviceValue, DeviceValues
+from autopar.lower.regather import keeping_shards, kept_as_shards
+from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.solution import exchanges_within, whole_graph_sharding
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import Exchange, Passage, StageSharding, TensorRedistribution, parse_passage
+from autopar.sharding.strategies import Strategy
 
 META = torch.device("meta")
 Ran = tuple[str, str, int]  # collective, axis, bytes
@@ -65,6 +69,7 @@ class Recorder(fx.Interpreter):
         self.axes = axes
         self.forward: dict[str, list[Ran]] = defaultdict(list)
         self.backward: dict[str, list[Ran]] = defaultdict(list)
+        self.again: dict[str, list[Ran]] = defaultdict(list)  # gathers of the backward, by node of `kept_as_shards`
         self.tensor_of = {node.name: node.meta["tensor"] for node in module.graph.nodes if "tensor" in node.meta}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -74,29 +79,35 @@ class Recorder(fx.Interpreter):
         if n.target is collectives.gradient:
             moves = [((n.name, name), axis, dim) for name, axis, dim in kwargs["moves"]]
             return collectives.gradient(*args, moves=moves, mesh=kwargs["mesh"])  # type: ignore[arg-type]
+        if n.target is kept_as_shards:
+            moves = [((n.name, name), axis, dim) for name, axis, dim in kwargs["moves"]]
+            return kept_as_shards(*args, moves=moves, mesh=kwargs["mesh"])  # type: ignore[arg-type]
         return super().run_node(n)
 
 
 def ran_by(
     stage: fx.GraphModule, axes: Sequence[str], inputs: Sequence[Any], monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, list[Ran]], dict[str, list[list[Ran]]]]:
-    """By tensor (its node): collectives of the forward in order, and those of the backward by passage."""
+) -> tuple[dict[str, list[Ran]], dict[str, list[list[Ran]]], dict[str, list[Ran]]]:
+    """By tensor (its node): collectives of the forward in order, of the backward by passage, and gathers again."""
     recorder = Recorder(stage, axes)
     monkeypatch.setattr(collectives, "MOVES", Steps(recorder.backward, axes))
-    outputs = recorder.run(*inputs)
+    monkeypatch.setattr(regather, "MOVES", Steps(recorder.again, axes))
+    with keeping_shards():
+        outputs = recorder.run(*inputs)
     sum_of_squares([y for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]).backward()
     monkeypatch.undo()
     passages: dict[str, list[list[Ran]]] = defaultdict(list)
     for node, several in recorder.backward.items():
         passages[recorder.tensor_of[node]] += [several] if several else []
-    return {name: several for name, several in recorder.forward.items() if several}, passages
+    again = {recorder.tensor_of[node]: several for node, several in recorder.again.items() if several}
+    return {name: several for name, several in recorder.forward.items() if several}, passages, again
 
 
 def priced_by(sharding: StageSharding, within: Counter[Any], parameters: set[str]) -> tuple[Any, Any]:
     """By tensor: the printed collectives of a micro-batch, forward in the order in which they run, and backward.
 
     A parameter that is gathered to be read is priced twice, for the forward and for the backward, where that comes
-    before its gradient. Devices of one process keep it for the backward: it is gathered once.
+    before its gradient. It is gathered again where autograd keeps it.
     """
     forward: dict[str, list[Exchange]] = defaultdict(list)
     backward: dict[str, list[Ran]] = defaultdict(list)
@@ -145,7 +156,7 @@ def assert_runs_as_priced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> int:
     """`names`: tensors as plans name them, by node. Returns how many collectives ran."""
-    ran_forward, ran_backward = ran_by(stage, sharding.axes, inputs, monkeypatch)
+    ran_forward, ran_backward, _ = ran_by(stage, sharding.axes, inputs, monkeypatch)
     parameters = {name for name in names.values() if "#" not in name}
     forward, backward = priced_by(sharding, within, parameters)
     assert {names[node]: several for node, several in ran_forward.items()} == forward
@@ -218,6 +229,44 @@ def test_collectives_run_as_they_were_priced(name: str, mesh: tuple[int, ...], m
         count += assert_runs_as_priced(sharding, within, names, stage, leaves_of(pm, leaves), monkeypatch)
         pm.close()
     assert count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama", (4,)), ("llama", (2, 2)), ("bert", (4,)), ("gpt2", (2, 2))], ids=str
+)
+def test_activations_are_gathered_again_as_often_as_priced(
+    name: str, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model, call, program = case_of(name)
+    call = {key: x[:8] if isinstance(x, torch.Tensor) else x for key, x in call.items()}
+    keys = {node.name: key for node, key in operator_keys(program).items()}
+    leaves = program.bind((), call)[0]
+    problem, found = chosen(program, leaves, 8, mesh, 1.0, SLOW)
+    sequences = {
+        v: 1e3 * np.array([not _cuts(s, 1) for s in costs.strategies]) for v, costs in problem.options.values()
+    }
+    seconds = [own + sequences.get(v, 0.0) for v, own in enumerate(problem.seconds)]
+    found = problem.with_penalties(seconds, problem.edges)  # parts of sequences wherever that can be
+    other = regathered(problem, found)
+    before, after = (whole_graph_sharding(problem, one, keys) for one in (found, other))
+    assert after.regather
+    more = Counter(map(_priced_gather, after.exchanges)) - Counter(map(_priced_gather, before.exchanges))
+    pm = pipelined(model, one_stage(program, after, 1))
+    pm(**call)
+    _, _, again = ran_by(pm.stages[0], after.axes, leaves_of(pm, leaves), monkeypatch)
+    names = {node.name: keys.get(node.name, str(node.target)) for node in program.graph.nodes}
+    ran = Counter((names[node], *one) for node, several in again.items() if "#" in names[node] for one in several)
+    assert ran == more
+    pm.close()
+
+
+def _cuts(one: Strategy, dim: int) -> bool:
+    return any(dim in layout for layout in (*one.inputs, *one.outputs))
+
+
+def _priced_gather(exchange: Exchange) -> tuple[str, str, str, int]:
+    return exchange.tensor, exchange.collective, exchange.axis, exchange.nbytes
 
 
 def leaves_of(pm: PipelinedModule, leaves: Sequence[Any]) -> list[Any]:

@@ -34,6 +34,7 @@ from autopar.analysis.operators import operator_keys
 from autopar.capture.program import capture
 from autopar.lower.collectives import added_up
 from autopar.lower.device_values import DeviceValue, DeviceValues
+from autopar.lower.regather import kept_as_shards
 from autopar.sharding.layouts import PARTIAL, REPLICATE, layouts
 from autopar.sharding.stage_sharding import StageSharding
 
@@ -65,6 +66,19 @@ def test_any_strategies_give_the_originals_outputs_and_gradients(graph: str, mes
     model, x = build().double(), inputs(4 * math.prod(mesh))
     sharding = at_random(capture(model, (x,), {}), mesh, seed)
     assert_same_step(model, pipelined(model, one_stage(capture(model, (x,), {}), sharding)), x, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("graph", ["attention", "tied", "in place"])
+def test_so_do_any_strategies_where_gathered_tensors_are_kept_as_shards(graph: str, mesh: tuple[int, ...]) -> None:
+    build, inputs = GRAPHS[graph]
+    model, x = build().double(), inputs(4 * math.prod(mesh))
+    program = capture(model, (x,), {})
+    sharding = replace(at_random(program, mesh, 0), regather=True)
+    pm = pipelined(model, one_stage(program, sharding))
+    assert_same_step(model, pm, x, tolerance=1e-9)
+    (stage,) = pm.stages
+    assert any(node.target is kept_as_shards for node in stage.graph.nodes)
 
 
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 3), (3, 2), (2, 2, 2)], ids=str)

@@ -199,7 +199,7 @@ def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> No
             {"tensor": 3, "pipeline": 2, "zero": 5, "recompute": "some", "chunks": 2, "schedule": "1f1b"},
             [
                 "zero must be one of 0, 1, 2, 3, got 5",
-                "recompute must be one of none, selective, full, stage, got 'some'",
+                "recompute must be one of none, selective, full, selective-op, stage, got 'some'",
                 "tensor=3 x pipeline=2 x data=1 are 6 devices, not 8",
                 "chunks=2 needs schedule='interleaved-1f1b', got '1f1b'",
             ],

@@ -16,8 +16,10 @@ from autopar import Cluster
 from autopar.analysis.example import example_ahead
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.estimated import estimate_costs
-from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
 from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.inter_op.split_program import SplitProgram
+from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.sharding.mesh import make_mesh
@@ -43,7 +45,9 @@ def really_kept(run: Callable[[], torch.Tensor], parameters: list[torch.Tensor])
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def sharded(model: nn.Module, x: torch.Tensor, mesh: tuple[int, ...], wanted: Mapping[str, str]) -> MeshConfiguration:
+def sharded(
+    model: nn.Module, x: torch.Tensor, mesh: tuple[int, ...], wanted: Mapping[str, str], *, regather: bool = False
+) -> MeshConfiguration:
     """The stage configuration in which operators (nodes) have the strategies `wanted`, as plans write them."""
     meta = copy.deepcopy(model).to("meta")
     example = example_ahead(meta, (x.to("meta"),), {}, batch_dim=None)
@@ -58,6 +62,7 @@ def sharded(model: nn.Module, x: torch.Tensor, mesh: tuple[int, ...], wanted: Ma
         strategies = problem.options[node].costs.strategies
         fixed[node] = next(s for s in strategies if strategy_text(s) == text)
     found = problem.solve(float("inf"), fixed)
+    found = regathered(problem, found) if regather else found
     program = SplitProgram(
         costs, folded, {n.name: n for n in subject.module.graph.nodes if n.name in costs.graph}, subject.storages
     )
@@ -122,6 +127,7 @@ def test_a_gathered_copy_is_kept_besides_the_parts_it_was_gathered_from() -> Non
     x = torch.randn(SAMPLES, LENGTH, HIDDEN)
     wanted = {"relu": "S1 -> S1", "linear_1": "R S0 -> S2", "layer_norm": "S1 R R -> S1"}
     configuration = sharded(Block(), x, (N,), wanted)
+    again = {n: one.saved for n, one in sharded(Block(), x, (N,), wanted, regather=True).operators.items()}
     saved = {n: operator.saved for n, operator in configuration.operators.items()}
     whole = x.numel() * 4
     part = whole / N
@@ -131,6 +137,7 @@ def test_a_gathered_copy_is_kept_besides_the_parts_it_was_gathered_from() -> Non
     assert sum(saved["layer_norm"].values()) == part + statistics
     assert saved["relu"].keys() <= saved["layer_norm"].keys()  # the norm keeps what relu keeps
     assert not saved["linear_1"].keys() & saved["relu"].keys()
+    assert again["linear_1"].keys() == again["relu"].keys() == saved["relu"].keys()  # gathered again, it adds nothing
 
 
 def test_views_of_one_tensor_are_kept_once() -> None:

@@ -18,6 +18,7 @@ from autopar import Cluster, Plan, PlanError
 from autopar.analysis.blocks import Blocks
 from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
+from autopar.plan.plan import Stage
 from autopar.plan.recompute import RECOMPUTE, Recompute
 from autopar.planner.inter_op.atoms import gather
 from autopar.planner.inter_op.memory_formula import Activations, activation_bytes
@@ -88,11 +89,22 @@ def test_layers_cost_less_than_whole_stages_in_seconds_and_at_work_and_more_in_f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_a_plan_has_one_price_made_loaded_and_priced_again(degrees: dict[str, Any]) -> None:
-    plan = hand("full", **degrees)
+def test_layers_that_keep_products_lie_between_all_and_nothing(degrees: dict[str, Any]) -> None:
+    none, products, full = (hand(name, **degrees) for name in ("none", "selective-op", "full"))
+    steps = [plan.predicted_step_time or 0.0 for plan in (none, products, full)]
+    assert steps[0] < steps[1] < steps[2]
+    for most, between, least in zip(none.stages, products.stages, full.stages, strict=True):
+        assert (least.activation_bytes or 0) < (between.activation_bytes or 0) < (most.activation_bytes or 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective-op"])
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_a_plan_has_one_price_made_loaded_and_priced_again(degrees: dict[str, Any], mode: str) -> None:
+    plan = hand(mode, **degrees)
     loaded = Plan.from_json(plan.to_json())
     assert loaded == plan
-    assert all(stage.mode == Recompute.FULL for stage in loaded.stages)
+    assert all(stage.mode == RECOMPUTE[mode] for stage in loaded.stages)
     step = step_of_plan(loaded)
     assert step is not None
     assert step.timeline().step_time == pytest.approx(plan.predicted_step_time, rel=1e-6)
@@ -118,7 +130,7 @@ def test_a_file_of_before_means_the_whole_stage_and_keeps_its_predictions() -> N
 
 
 def test_modes_are_named_and_exclude_each_other() -> None:
-    split = {"inside": 0, "layers.2": 1, "layers.4": 2, "head": 3}
+    split = {"inside": 0, "layers.1": 1, "layers.2": 2, "layers.4": 3, "head": 4}
     names = dict(enumerate(RECOMPUTE))
     plan = Plan.from_split(split, n_microbatches=2, recompute=names)
     assert [stage.mode for stage in plan.stages] == list(RECOMPUTE.values())
@@ -127,7 +139,9 @@ def test_modes_are_named_and_exclude_each_other() -> None:
     ] == Recompute.STAGE
     with pytest.raises(PlanError, match=r"stage 0 recomputes layer by layer and selectively"):
         Plan.from_split(split, n_microbatches=2, recompute={0: "full"}, selective=[0])
-    with pytest.raises(PlanError, match=r"one of none, selective, full, stage, got \{0: 'layers'\}"):
+    with pytest.raises(PlanError, match=r"stage 0 keeps products of layers that it recomputes, but it recomputes none"):
+        Plan((Stage(("cpu:0",), keeps_products=True),), 1)
+    with pytest.raises(PlanError, match=r"one of none, selective, full, selective-op, stage, got \{0: 'layers'\}"):
         Plan.from_split(split, n_microbatches=2, recompute={0: "layers"})
 
 

@@ -167,7 +167,7 @@ def peak_of_graph(subject: Subject) -> int:
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [
-        *(("1f1b", mode) for mode in ("full", "none", "selective", "stage")),
+        *(("1f1b", mode) for mode in ("full", "none", "selective", "selective-op", "stage")),
         *(("zb-h1", mode) for mode in ("full", "none")),
         ("gpipe", "full"),
     ],

@@ -18,8 +18,9 @@ from autopar.costs.estimated import estimate_costs
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
-from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
 from autopar.planner.inter_op.meshes import subject_of
+from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask

@@ -153,11 +153,12 @@ def test_running_statistics_are_written_once(schedule: str, batch_norm: str) -> 
         torch.testing.assert_close(others[name], value, msg=name)
 
 
-def test_a_layer_that_runs_again_draws_the_same_numbers() -> None:
+@pytest.mark.parametrize("mode", ["full", "selective-op"])
+def test_a_layer_that_runs_again_draws_the_same_numbers(mode: str) -> None:
     """Gradients are those of the loss that was returned: a small step changes it as they say."""
     torch.manual_seed(0)
     model = Net(["dropout"] * 4).double()
-    plan = Plan.from_split({"first": 0, "layers.2": 1}, n_microbatches=2, recompute={0: "full", 1: "full"})
+    plan = Plan.from_split({"first": 0, "layers.2": 1}, n_microbatches=2, recompute={0: mode, 1: mode})
     pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan)
     x = torch.randn(8, WIDTH, dtype=torch.double)
 
@@ -209,6 +210,33 @@ def test_a_layer_runs_twice_and_what_lies_outside_once(schedule: str) -> None:
     pm.close()
 
 
+class Four(nn.Module):
+    """A layer of four products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for product in self.products:
+            x = torch.sin(product(x))
+        return x
+
+
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective-op", 2), ("full", 4)])
+def test_layers_that_keep_products_run_every_second_one_again(mode: str, again: int) -> None:
+    model = nn.Sequential(*(Four() for _ in range(3)))
+    plan = Plan.from_split({"0": 0}, n_microbatches=2, recompute={0: mode})
+    pm = autopar.parallelize(model, ["cpu"], plan=plan)
+    x = torch.randn(4, WIDTH)
+    pm.train_step(x, target=x, loss_fn=squared)
+    counted = Counting()
+    with pm.device_context(lambda device: counted):
+        pm.train_step(x, target=x, loss_fn=squared)
+    assert counted.products == 2 * 3 * (4 + again)
+    pm.close()
+
+
 @pytest.mark.parametrize(
     ("kinds", "after"),
     [(["writes its input"] * 3, ""), (["plain"] * 3, "write")],
@@ -251,15 +279,16 @@ DEGREES: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective-op"])
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("name", ["gpt2 with labels", "bert"])
-def test_layers_run_again_on_meshes(name: str, degrees: dict[str, Any]) -> None:
+def test_layers_run_again_on_meshes(name: str, degrees: dict[str, Any], mode: str) -> None:
     case = FAMILIES[name]
     model = case.model()
     original = copy.deepcopy(model)
     call = case.inputs(8)
     n = degrees.get("pipeline", 1) * degrees.get("tensor", 1) * degrees.get("data", 1)
-    plan = Plan.by_hand(model, ["cpu"] * n, example_kwargs=call, recompute="full", **degrees)
+    plan = Plan.by_hand(model, ["cpu"] * n, example_kwargs=call, recompute=mode, **degrees)
     assert all(stage.layerwise for stage in plan.stages)
     pm = autopar.parallelize(model, ["cpu"] * n, plan=plan)
     for one in (pm, original):
@@ -303,6 +332,11 @@ def held_bytes(mode: str, **degrees: Any) -> int:
     assert outputs
     pm.close()
     return sum(n for key, n in held.items() if key not in parameters)
+
+
+def test_layers_that_keep_products_hold_the_results_of_every_second_one_beside() -> None:
+    ups = 6 * 64 * 2 * WIDTH * 4  # the first of the two products of each layer
+    assert held_bytes("selective-op") - held_bytes("full") == ups
 
 
 @pytest.mark.parametrize("degrees", [{}, {"tensor": 2}, {"data": 2, "zero": 3}], ids=str)

@@ -19,11 +19,13 @@ from autopar.hints.module_paths import few, nearest
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan, Stage
+from autopar.plan.recompute import RECOMPUTE
 from autopar.planner.hand_plan.degrees import Degrees, degrees_of
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.mesh_strategies import by_degrees
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
+from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.predict import predict
 from autopar.planner.search_options import assumptions_of, search_options
 from autopar.sharding.mesh import make_mesh
@@ -109,16 +111,18 @@ def plan_by_hand_for_workers(
 
 def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]]:
     """What all stages do, by its name, and notes about layers that do otherwise."""
-    if degrees.recompute != "full" or not example.training:
+    if not RECOMPUTE[degrees.recompute].by_layer or not example.training:
         return degrees.recompute, ()
     blocks = Blocks(example.program, example.batching.storages)
     if not blocks.layers:
-        return "stage", ("the model repeats no layers: with recompute='full' its stages run again as one",)
+        return "stage", (
+            f"the model repeats no layers: with recompute={degrees.recompute!r} its stages run again as one",
+        )
     kept = [min(layer, key=lambda n: n.name) for layer in blocks.layers if layer not in blocks.all]
     paths = dict.fromkeys(path for node in kept if (path := nearest(module_path(node), example.program.layers)))
     if not paths:
-        return "full", ()
-    return "full", (f"kept, because they cannot run again as they have run: {few(list(paths))}",)
+        return degrees.recompute, ()
+    return degrees.recompute, (f"kept, because they cannot run again as they have run: {few(list(paths))}",)
 
 
 def _check_one_kind(plan: Plan, cluster: Cluster) -> None:
@@ -184,6 +188,8 @@ class _Configurations:
             mesh = make_mesh(self._degrees.mesh, stage.devices, self._degrees.axes)
             problem = self._shared.problem(self._task, mesh, pattern)
             sharding, notes = by_degrees(problem, self._degrees, self._batch_dims, self._shared.keys)
+            if self._degrees.sequence_parallel:
+                sharding = regathered(problem, sharding)
             self.notes.update(dict.fromkeys(notes))
             name = f"by hand, {len(self.found)}"
             kind = next(d.kind for d in self._costs.devices if d.name == stage.devices[0])

@@ -50,7 +50,10 @@ def passes(
 
 
 class CoreSeconds(NamedTuple, Generic[Seconds]):
-    """Seconds of a micro-batch to run the cores of attention once, forward; or all layers."""
+    """Seconds of a micro-batch to run the cores of attention once more; or all layers.
+
+    A forward, without what the backward need not gather after it.
+    """
 
     kernels: Seconds
     host: Seconds
@@ -122,6 +125,7 @@ class AtomTimes(NamedTuple):
     once: np.ndarray  # [n] once a step, however many micro-batches: collectives inside of a mesh
     cores: CoreSeconds[np.ndarray]  # [n] of attention
     blocks: CoreSeconds[np.ndarray]  # [n] of all layers
+    operators: CoreSeconds[np.ndarray]  # [n] of these, but for what is kept of every second product
     overlapped: OverlappedAtoms | None = None
     splitting: np.ndarray | float = 0.0  # [n] of Python, more than these where a backward comes in two parts
     # `kernels` of stages that are not compiled, where `kernels` are of compiled ones; None: all stages run alike.
@@ -157,12 +161,13 @@ class AtomTimes(NamedTuple):
         network = None if self.overlapped is None else _summed(self.overlapped.network, inside)
         if self.captured is not None and recompute in self.left_alone:
             return self.running(recompute).stage(inside, split=split, recompute=recompute)
-        if recompute in (Recompute.SELECTIVE, Recompute.FULL):
-            full, atoms = recompute == Recompute.FULL, list(inside)
-            again = CoreSeconds(*(float(of[atoms].sum()) for of in (self.blocks if full else self.cores)))
+        parts = {Recompute.SELECTIVE: self.cores, Recompute.FULL: self.blocks, Recompute.OPERATORS: self.operators}
+        if recompute in parts:
+            atoms = list(inside)
+            again = CoreSeconds(*(float(of[atoms].sum()) for of in parts[recompute]))
             kernels, host, network = with_cores(kernels, host, network, again)
         taken = PassSeconds(*map(float, passes(kernels, host, self.start, network, split=split)))
-        return in_one_part(taken) if recompute == Recompute.FULL else taken
+        return in_one_part(taken) if recompute.by_layer else taken
 
     def network(self, inside: Sequence[int]) -> PassSeconds[float]:
         """Of all collectives in the passes of a stage, where some run behind kernels."""
@@ -222,15 +227,19 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     forward, backward, loss = table.at(rows)
     network = nothing if table.overlapped is None else table.overlapped.network[0]
     launched = nothing if host is None else host.forward
-    cores, blocks = (
-        CoreSeconds(*(atoms.sums(table.nodes, seconds * inside) for seconds in (forward, launched, network)))
-        for inside in (atoms.of_cores(costs, table.nodes), atoms.of_blocks(costs, table.nodes))
+    once_more = [forward, launched, network]
+    if table.gathering is not None:
+        once_more = [seconds - less for seconds, less in zip(once_more, table.gathering, strict=True)]
+    cores, blocks, operators = (
+        CoreSeconds(*(atoms.sums(table.nodes, seconds * inside) for seconds in once_more))
+        for inside in (of(costs, table.nodes) for of in (atoms.of_cores, atoms.of_blocks, atoms.of_operators))
     )
     kernels = sums(forward, backward, loss, table.weight)
     # Stages on meshes never divide backwards, and where launches have prices, these are of other systems, too.
     splits = host is None and name not in costs.configuration
     splitting = atoms.sums(table.nodes, np.where(backward > 0, SPLIT_OVERHEAD, 0.0)) if splits else 0.0
-    times = AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), cores, blocks, overlapped, splitting)
+    again = (cores, blocks, operators)
+    times = AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), *again, overlapped, splitting)
     ratio = costs.compiled.get(name)
     if ratio is None:
         return times

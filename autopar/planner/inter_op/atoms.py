@@ -41,6 +41,7 @@ class Layers:
     working: np.ndarray  # [n] bytes that an operator of the atom needs while it runs, with what its layer makes again
     atoms: tuple[int, ...]  # those with operators of layers
     outside: tuple[int, ...] = ()  # atoms that are to be recomputed and have operators outside of layers
+    products: tuple[Shared, ...] = ()  # what stages keep besides, that keep every second product of layers
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,17 @@ class Atoms:
         if names not in self._in_blocks:
             self._in_blocks[names] = np.array([costs.operators[name].block is not None for name in names])
         return self._in_blocks[names]
+
+    def of_operators(self, costs: CostGraph, names: tuple[str, ...]) -> np.ndarray:
+        """Whether each node runs again where layers keep every second product, [nodes]."""
+        if names not in self._run_again:
+            kept = np.array([costs.operators[name].kept for name in names], dtype=bool)
+            self._run_again[names] = self.of_blocks(costs, names) & ~kept
+        return self._run_again[names]
+
+    @cached_property
+    def _run_again(self) -> dict[tuple[str, ...], np.ndarray]:
+        return {}
 
     @cached_property
     def _in_blocks(self) -> dict[tuple[str, ...], np.ndarray]:
@@ -240,6 +252,7 @@ def _layers(
     kept: dict[Hashable, float] = {}
     keepers: dict[Hashable, set[int]] = defaultdict(set)
     made: dict[int, dict[Hashable, float]] = defaultdict(dict)  # block -> what its operators save
+    products: dict[Hashable, tuple[float, int]] = {}  # storage of what kept operators make -> bytes, atom
 
     def keep(storage: Hashable, nbytes: float, atom: int) -> None:
         kept[storage] = max(nbytes, kept.get(storage, 0.0))
@@ -252,7 +265,9 @@ def _layers(
             for storage, nbytes in operator.saved.items():
                 keep(storage, nbytes, atom_of[name])
             continue
-        made[operator.block].update(operator.saved)
+        made[operator.block].update(operator.saved if operator.saved_within is None else operator.saved_within)
+        if operator.kept:
+            products |= {storage: (nbytes, atom_of[name]) for storage, nbytes in operator.results.items()}
         for source in costs.graph.predecessors(name):
             if operators[source].block != operator.block:
                 for storage, nbytes in operators[source].results.items():
@@ -260,17 +275,20 @@ def _layers(
     largest = {number: sum(n for s, n in saved.items() if s not in kept) for number, saved in made.items()}
     working = np.zeros(max(atom_of.values(), default=-1) + 1)
     for name, atom in atom_of.items():
-        number = operators[name].block
-        working[atom] = max(working[atom], _transient(operators[name]) + (0.0 if number is None else largest[number]))
+        number, transient = operators[name].block, _transient(operators[name])
+        if number is not None:  # what its layer gathers in its second run is among what that saves
+            transient += largest[number] - operators[name].regathered_bytes
+        working[atom] = max(working[atom], transient)
     layered = {atom for name, atom in atom_of.items() if operators[name].block is not None}
     outside = {atom_of[name] for name in recompute if name in atom_of and operators[name].block is None}
     shared = tuple(Shared(n, tuple(sorted(keepers[s]))) for s, n in kept.items())
-    return Layers(shared, working, tuple(sorted(layered)), tuple(sorted(outside)))
+    besides = tuple(Shared(nbytes, (atom,)) for storage, (nbytes, atom) in products.items() if storage not in kept)
+    return Layers(shared, working, tuple(sorted(layered)), tuple(sorted(outside)), besides)
 
 
 def _transient(operator: OperatorCost) -> float:
     """Bytes while it runs."""
-    return operator.allocated_bytes + operator.output_bytes + operator.gradient_bytes
+    return operator.allocated_bytes + operator.output_bytes + operator.gradient_bytes + operator.regathered_bytes
 
 
 def _seconds(costs: CostGraph) -> dict[str, float]:

@@ -16,6 +16,8 @@ and has what one layer saves at work, beside what an operator of that layer need
     in flight    received + kept
     working      the most of: transient of an operator + what its layer saves
 
+One whose layers keep every second product, too, has the results of these in flight as well.
+
 One that recomputes selectively keeps all but what the cores of its attentions make (rebuilt), and has that of one core
 at work:
 
@@ -65,6 +67,9 @@ class Activations(NamedTuple, Generic[Bytes]):
     core: Bytes  # of these, what one core makes at most
     kept: Bytes  # what enters layers, and what operators outside of them save
     block: Bytes  # at work there: what an operator needs while it runs, with what its layer saves beside `kept`
+    products: Bytes | float = (
+        0.0  # beside `kept`, where layers keep every second product; the search offers no such mode
+    )
 
 
 def activation_bytes(of: Activations[Bytes], recompute: int) -> tuple[Bytes, Bytes]:
@@ -73,6 +78,8 @@ def activation_bytes(of: Activations[Bytes], recompute: int) -> tuple[Bytes, Byt
         return of.received, of.transient + of.saved
     if recompute == Recompute.FULL:
         return of.received + of.kept, of.block
+    if recompute == Recompute.OPERATORS:
+        return of.received + of.kept + of.products, of.block
     if recompute == Recompute.SELECTIVE:
         return of.saved - of.rebuilt + of.received, of.transient + of.core
     return of.saved + of.received, of.transient

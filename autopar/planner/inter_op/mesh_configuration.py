@@ -4,60 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from torch import fx
 
 from autopar.capture.repeated_layers.fold import Folded
-from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import CostTable, HostTimes, OverlappedTimes
+from autopar.costs.cost_table import CostTable, GatheringTimes, HostTimes, OverlappedTimes
 from autopar.costs.device_group import StageConfiguration
 from autopar.costs.gradient_reduction import BUCKET
-from autopar.costs.operator_cost import OperatorCost
-from autopar.costs.sends import Sent
-from autopar.planner.inter_op.scattering import Scattering
+from autopar.planner.inter_op.mesh_bytes import operators_on_mesh
+from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.intra_op.explain import Solved
 from autopar.planner.intra_op.redistributions import Collective
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.solution import StageOperators, exchanges_within, stage_sharding
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
-from autopar.sharding.layouts import Placements, parts
-from autopar.sharding.stage_sharding import StageSharding, Stored
-from autopar.sharding.strategy_costs import Place, kept_layout, kept_share
-from cost_models import Cluster
-from cost_models.collectives.overlap import CONTENTION, Overlap
-
-
-@dataclass(frozen=True)
-class SplitProgram:
-    """A program whose strategies are chosen on its folded graph, with the names that join the two.
-
-    cost graph   layers.1 .. layers.8, node by node
-    folded       one layer for all that are equal; `folded.kept` maps a node or parameter to it
-    plan         operator keys, `module.path/operator#k`
-    """
-
-    costs: CostGraph  # of single devices
-    folded: Folded
-    nodes: Mapping[str, fx.Node]  # operators of the cost graph
-    storages: Mapping[str, str]  # parameter or buffer -> its storage, as in the cost graph
-
-    @cached_property
-    def parameters(self) -> Mapping[str, tuple[str, ...]]:
-        """Node -> names of the parameters that it reads."""
-        return {
-            name: tuple(str(n.target) for n in node.all_input_nodes if n.op == "get_attr")
-            for name, node in self.nodes.items()
-        }
-
-    @cached_property
-    def operands(self) -> Mapping[str, tuple[str, ...]]:
-        """Node -> the nodes that it reads."""
-        return {name: tuple(n.name for n in node.all_input_nodes) for name, node in self.nodes.items()}
+from autopar.sharding.stage_sharding import StageSharding
+from cost_models.collectives.overlap import CONTENTION, Overlap, exposed_behind
 
 
 @dataclass(frozen=True)
@@ -77,13 +42,14 @@ class MeshConfiguration(StageConfiguration):
     def solved(self) -> Solved:
         """The problem and its solution, to explain the strategies."""
         nodes = {o.key: self.program.folded.kept(node) for node, o in self.program.costs.operators.items()}
-        return Solved(ShardingProblem(self.task, self.solution.mesh, self.facts), self.solution, nodes, self.memory)
+        found = self.solution.keeping or self.solution  # strategies are compared as if gathered tensors were kept
+        return Solved(ShardingProblem(self.task, self.solution.mesh, self.facts), found, nodes, self.memory)
 
-    def sharding(self, nodes: Sequence[str]) -> StageSharding:
+    def sharding(self, nodes: Sequence[str], run_again: Container[str] = ()) -> StageSharding:
         keys = {name: operator.key for name, operator in self.program.costs.operators.items()}
         mine = [self.program.nodes[name] for name in nodes]
         operators = StageOperators(mine, keys, self.program.folded.kept)
-        return stage_sharding(self.task, self.facts, self.solution, operators)
+        return stage_sharding(self.task, self.facts, self.solution, operators, run_again)
 
 
 def mesh_configuration(
@@ -100,7 +66,8 @@ def mesh_configuration(
     table = program.costs.table(kind, 1)
     m, rows, kept = task.n_microbatches, task.rows, program.folded.kept
     overlap = program.costs.overlap
-    seconds = _with_collectives(solution, program.folded, overlap)
+    shares = {kept(n): operator.weight_share for n, operator in program.costs.operators.items()}
+    seconds = _with_collectives(solution, program.folded, overlap, shares)
     represented = [kept(n) for n in table.nodes]
     columns = _columns(seconds._asdict(), table.nodes, represented)
     forward, backward = columns["forward"], columns["backward"]
@@ -113,8 +80,8 @@ def mesh_configuration(
         forward -= gained[0] * [0.0 if work is None else work.forward for work in works]
         backward -= gained[1] * [0.0 if work is None else work.backward for work in works]
     _, _, loss = table.at(rows)
-    shares = np.array([program.costs.operators[n].weight_share for n in table.nodes])
-    weight = shares * (backward - columns["added_backward"]) + columns["added_weight"]
+    of_weights = np.array([program.costs.operators[n].weight_share for n in table.nodes])
+    weight = of_weights * (backward - columns["added_backward"]) + columns["added_weight"]
     return MeshConfiguration(
         name,
         kind,
@@ -131,115 +98,15 @@ def mesh_configuration(
             _host(program, task, facts, solution, table),
             _overlapped(solution, overlap, columns),
             weight=np.maximum(weight, 0.0),
+            gathering=_gathering(program, solution, table, columns),
         ),
-        _operators(program, facts, solution, kind, task.cluster, m),
+        operators_on_mesh(program, facts, solution, kind, task.cluster, m),
         program,
         task,
         facts,
         solution,
-        math.inf if fastest else solution.nbytes,
+        math.inf if fastest else (solution.keeping or solution).nbytes,
     )
-
-
-def _operators(
-    program: SplitProgram, facts: GraphFacts, solution: Sharding, kind: str, cluster: Cluster, n_microbatches: int
-) -> dict[str, OperatorCost]:
-    """The costs of all operators, with the bytes of each device of the mesh.
-
-    Parameters that an operator gathers are there while it runs. A micro-batch gathers as much whatever its size, so the
-    bytes "of the whole batch" are `n_microbatches` times as many.
-    """
-    mesh, kept = solution.mesh.shape, program.folded.kept
-    found: dict[str, OperatorCost] = {}
-    cut = {n: parts(s.outputs[0], mesh) if s.outputs else 1 for n, s in solution.strategies.items()}
-    weights, keeping = _weights(program, solution, kind), _Keeping(program, facts, solution)
-    scattering = Scattering(solution.mesh, cluster, n_microbatches)
-    for node, whole in program.costs.operators.items():
-        representative = kept(node)
-        if representative not in solution.strategies:
-            found[node] = whole
-            continue
-        n_parts, made = cut[representative], solution.strategies[representative].outputs
-        sent = scattering.of(made[0], whole.output_bytes / n_parts) if made else Sent(whole.output_bytes)
-        gathered = solution.gathered.get(representative, 0.0) * n_microbatches
-        # One of equal layers represents the parameters of all, and the first of its names a tied parameter.
-        represented = {program.storages.get(p): program.storages.get(kept(p)) for p in program.parameters[node]}
-        own = keeping.of(node, representative)
-        found[node] = whole.with_bytes(
-            output_bytes=whole.output_bytes / n_parts,
-            gradient_bytes=whole.gradient_bytes / n_parts,
-            allocated_bytes=whole.allocated_bytes / n_parts + gathered,
-            saved=own,
-            results={(storage, 1 / n_parts, None): nbytes / n_parts for storage, nbytes in whole.results.items()},
-            rebuilt=frozenset(key for key in own if isinstance(key, tuple) and key[0] in whole.rebuilt),
-            copies=sent.copies,
-            gather=sent.gather,
-            parameters={
-                storage: weight._replace(**weights.get(represented.get(storage), {}))
-                for storage, weight in whole.parameters.items()
-            },
-        )
-    return found
-
-
-def _weights(program: SplitProgram, solution: Sharding, kind: str) -> dict[str | None, dict[str, Any]]:
-    """By storage: what the solution says of a parameter on devices of a kind, as fields of `Weight`."""
-    shards = program.costs.shards
-    whole = shards is not None and shards.holds_whole_parameters(kind)  # the first device, which has most
-    mesh = solution.mesh.shape
-    once: dict[str, float] = defaultdict(float)
-    for collective in solution.collectives:
-        if collective.shared:
-            once[collective.tensor] += collective.seconds / collective.times
-    return {
-        program.storages[name]: ({} if whole else _stored_parts(stored, mesh)) | {"once": once[name]}
-        for name, stored in solution.stored.items()
-        if name in program.storages
-    }
-
-
-def _stored_parts(stored: Stored, mesh: Sequence[int]) -> dict[str, int]:
-    """As fields of `Weight`."""
-    return {
-        "parts": parts(stored.layout, mesh),
-        "state_parts": parts(stored.state, mesh),
-        "gradient_parts": parts(stored.state if stored.scattered else stored.layout, mesh),
-    }
-
-
-class _Keeping:
-    """What each device keeps of operators' tensors for the backward. Equal layers keep equal shares."""
-
-    def __init__(self, program: SplitProgram, facts: GraphFacts, solution: Sharding) -> None:
-        self._program, self._facts, self._solution = program, facts, solution
-        self._known: dict[tuple[str, Place, str | None], tuple[float, Placements | None]] = {}
-
-    def of(self, node: str, representative: str) -> dict[Hashable, float]:
-        """Storage on the device -> bytes.
-
-        Operators that keep one tensor in the same layout share its storage; a redistributed copy has its own.
-        """
-        whole: OperatorCost = self._program.costs.operators[node]
-        found: dict[Hashable, float] = {}
-        for storage, nbytes in whole.saved.items():
-            place, maker = whole.saved_places.get(storage), None
-            if place is not None and place >= 0:
-                maker = self._program.folded.kept(self._program.operands[node][place])
-            key = (representative, place, maker)
-            if key not in self._known:
-                self._known[key] = self._share(*key)
-            share, moved = self._known[key]
-            found[storage, share, moved] = nbytes * share
-        return found
-
-    def _share(self, representative: str, of_node: Place, maker: str | None) -> tuple[float, Placements | None]:
-        """The part of a tensor that is kept, and its layout if that is not the one in which `maker` made it."""
-        strategies = self._solution.strategies
-        strategy, ruled = strategies[representative], self._facts.with_rule(self._facts.node(representative))
-        place = ruled.place(of_node)
-        layout, share = kept_layout(strategy, place), kept_share(strategy, place, self._solution.mesh.shape)
-        made = strategies[maker].outputs if maker is not None and maker in strategies else ()
-        return share, layout if len(made) == 1 and made[0] != layout else None
 
 
 class _First(NamedTuple):
@@ -300,6 +167,8 @@ class _NodeSeconds(NamedTuple):
     added_weight: _ByNode  # of those, of parameters' gradients
     gradients: _ByNode  # per step, behind kernels
     parameters: _ByNode
+    regathered: _ByNode  # of `backward`, of activations that are gathered again
+    network_regathered: _ByNode  # of `network_backward`, the same
 
 
 def _host(
@@ -315,13 +184,8 @@ def _host(
     counts: dict[bool, _ByNode] = {False: {}, True: {}}  # backward -> node
     for collective in solution.collectives:
         if not collective.once:
-            reader = _reader(collective, solution)
-            launched = (
-                min(1.0, step.nbytes / BUCKET) if collective.in_buckets else 1.0
-                for step in collective.steps
-                if step.collective is not None
-            )
-            _add(counts[collective.backward], collective, reader, collective.times * sum(launched), program.folded)
+            launched = collective.times * _launches(collective)
+            _add(counts[collective.backward], collective, _reader(collective, solution), launched, program.folded)
     for exchange in exchanges_within(task, facts, solution):
         of, operator = counts[exchange.backward], exchange.operator
         of[operator] = of.get(operator, 0.0) + 1
@@ -333,6 +197,31 @@ def _host(
         forward=whole.forward + forward * (host.operator + host.kernel),
         backward=whole.backward + backward * (host.node + host.kernel),
     )
+
+
+def _launches(collective: Collective) -> float:
+    """The collectives of one micro-batch that are launched; one in a bucket counts with its part."""
+    steps = (step for step in collective.steps if step.collective is not None)
+    return sum(min(1.0, step.nbytes / BUCKET) if collective.in_buckets else 1.0 for step in steps)
+
+
+def _gathering(
+    program: SplitProgram, solution: Sharding, table: CostTable, columns: Mapping[str, np.ndarray]
+) -> GatheringTimes | None:
+    """`columns`: those of `_NodeSeconds`."""
+    if solution.keeping is None:
+        return None
+    recipe, cluster = program.costs.recipe, program.costs.cluster
+    host = None if recipe is None or cluster is None else recipe.host(cluster.specs[table.kind])
+    launched = np.zeros(len(table.nodes))
+    if host is not None and table.host is not None:
+        counts: _ByNode = {}
+        for one in solution.collectives:
+            if one.regathered_for:
+                _add(counts, one, _reader(one, solution), one.times * _launches(one), program.folded)
+        represented = [program.folded.kept(n) for n in table.nodes]
+        launched = _columns({"all": counts}, table.nodes, represented)["all"] * (host.node + host.kernel)
+    return GatheringTimes(columns["regathered"], launched, columns["network_regathered"])
 
 
 def _host_at_hand(
@@ -354,15 +243,18 @@ def _reader(collective: Collective, solution: Sharding) -> str:
     return collective.reader if collective.reader in solution.work else collective.tensor
 
 
-def _with_collectives(found: Sharding, folded: Folded, overlap: Overlap) -> _NodeSeconds:
+def _with_collectives(
+    found: Sharding, folded: Folded, overlap: Overlap, weight_shares: Mapping[str, float]
+) -> _NodeSeconds:
     """The seconds of each node, with the collectives of what it reads.
 
     What happens once a step has columns of its own: a mesh does it once, however few of the micro-batches it runs.
-    Collectives behind kernels count with what they slow these down.
+    Collectives behind kernels count with what they slow these down. `weight_shares`: by node, the fraction of its
+    backward that computes gradients of parameters.
     """
     forward: _ByNode = {name: work.forward for name, work in found.work.items()}
     backward: _ByNode = {name: work.backward for name, work in found.work.items()}
-    seconds = _NodeSeconds(forward, backward, {}, {}, {}, {}, {}, {}, {}, {}, {}, {})
+    seconds = _NodeSeconds(forward, backward, *({} for _ in _NodeSeconds._fields[2:]))
     for collective in found.collectives:
         if collective.shared:
             continue  # of a parameter with several readers, see `_weights`
@@ -372,21 +264,32 @@ def _with_collectives(found: Sharding, folded: Folded, overlap: Overlap) -> _Nod
             behind = seconds.gradients if collective.moves == "gradient" else seconds.parameters
             _add(behind if is_behind else seconds.once, collective, reader, taken, folded)
             continue
-        exposed = taken * (CONTENTION if is_behind else 1.0)
+        exposed, hidden = taken * (CONTENTION if is_behind else 1.0), taken
+        if collective.regathered_for:
+            if is_behind:
+                of_inputs = (
+                    found.work[n].backward * (1 - weight_shares.get(n, 0.0)) for n in collective.regathered_for
+                )
+                exposed = exposed_behind(taken, collective.times * sum(of_inputs))
+                hidden = (taken - exposed) / (1 - CONTENTION)
+            _add(seconds.regathered, collective, reader, exposed, folded)
+            _add(seconds.network_regathered, collective, reader, taken, folded)
         _add(backward if back else forward, collective, reader, exposed, folded)
         _add(seconds.network_backward if back else seconds.network_forward, collective, reader, taken, folded)
         if back:
             _add(seconds.added_backward, collective, reader, exposed, folded)
-        if back and collective.moves == "gradient":
+        if back and (collective.moves == "gradient" or collective.regathered_for):
             _add(seconds.added_weight, collective, reader, exposed, folded)
             _add(seconds.network_weight, collective, reader, taken, folded)
         if is_behind:
-            _add(seconds.hidden_backward if back else seconds.hidden_forward, collective, reader, taken, folded)
+            _add(seconds.hidden_backward if back else seconds.hidden_forward, collective, reader, hidden, folded)
     return seconds
 
 
 def _is_behind(collective: Collective, overlap: Overlap) -> bool:
     """Whether it runs behind kernels. One that several readers of a parameter share waits for all of them."""
+    if collective.regathered_for:
+        return overlap.gathers
     if collective.shared or collective.moves == "activation":
         return False
     return overlap.gradients if collective.moves == "gradient" else overlap.parameters

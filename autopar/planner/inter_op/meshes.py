@@ -30,8 +30,9 @@ from autopar.analysis.operators import on_device
 from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Calls
-from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, SplitProgram, mesh_configuration
-from autopar.planner.intra_op.frontier import frontier
+from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
+from autopar.planner.inter_op.split_program import SplitProgram
+from autopar.planner.intra_op.frontier import frontier, with_regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.local_work import LocalWorks
@@ -221,7 +222,8 @@ class Meshes:
 
     def _chosen(self, task: ShardingTask, mesh: Mesh, memory: float, n_meshes: int) -> tuple[Sharding, ...]:
         """The fastest strategies; where `n_meshes` such meshes may lack memory (bytes), also others that need less."""
-        return frontier(ShardingProblem(task, mesh, self._facts_of(task)), memory, n_meshes, _SOLUTIONS)
+        problem = ShardingProblem(task, mesh, self._facts_of(task))
+        return with_regathered(problem, frontier(problem, memory, n_meshes, _SOLUTIONS), memory)
 
     def _facts_of(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:

@@ -13,6 +13,9 @@ of memory (`Prices`). A micro-batch's bytes count as often as it may be in fligh
     1               the last stage
     meshes          the first of as many stages under 1F1B
     micro-batches   GPipe, or a caller's loss between the forwards and the backwards
+
+In addition comes the fastest solution with shards of what it gathers kept (`regathering`). Its strategies are not
+chosen anew: with the gathers of its backward in the search, another choice could be better.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.planner.intra_op.elimination.envelope import Direction, EnvelopePoint, Prices
+from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 
 # Of the memory. What operators need only while they run, and what stages receive, takes the rest.
@@ -52,6 +56,17 @@ def frontier(problem: ShardingProblem, memory: float, n_meshes: int, most: int) 
         shared_less = _useful(fewer, memory, n_meshes, m, share)[:share]
         found[_ONE_KIND:_ONE_KIND] = [problem.solution_of(point, fewer) for point in shared_less]
     return tuple(_unlike(found)[:most])
+
+
+def with_regathered(problem: ShardingProblem, found: Sequence[Sharding], memory: float) -> tuple[Sharding, ...]:
+    """The solutions of a `frontier`, and the fastest of them once more, with shards of what it gathers kept.
+
+    memory: bytes of each device. Nothing is added where the fastest solution fits with all micro-batches in flight.
+    """
+    fastest, m = found[0], problem.task.n_microbatches
+    if fastest.resident + m * (fastest.nbytes - fastest.resident) <= _ROOM * memory:
+        return tuple(found)
+    return tuple(_unlike([*found, regathered(problem, fastest)]))
 
 
 def _useful(prices: Prices, memory: float, n_meshes: int, m: int, most: int) -> list[EnvelopePoint]:

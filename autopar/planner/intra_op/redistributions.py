@@ -194,6 +194,8 @@ class Collective:
     shared: bool = False  # by all readers of a parameter; listed with the first
     moves: Moved = "activation"
     in_buckets: bool = False  # together with those of other parameters
+    # Of an activation, gathered once more for the backward of these nodes, which do not keep the gathered copy.
+    regathered_for: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:

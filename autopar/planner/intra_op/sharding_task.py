@@ -73,6 +73,8 @@ class GraphFacts:
         counted = measure_bytes(task.module, list(task.inputs), task.rows, task.training, "cuda")
         kept: set[int] = set()
         self._saved: dict[str, list[tuple[Place, int]]] = {}  # place among the node's inputs or results, bytes
+        self._places = counted.places
+        self._storages = {name: frozenset(storages) for name, storages in counted.results.items()}
         for name, storages in counted.saved.items():  # what several operators keep counts to the first
             items = zip(storages, counted.places[name], strict=True)
             self._saved[name] = [(place, nbytes) for (key, nbytes), place in items if key not in kept]
@@ -95,6 +97,19 @@ class GraphFacts:
         """What an operator keeps for the backward: (tensor, bytes), by `StrategyCosts.kept`."""
         ruled = self.with_rule(node)
         return tuple((ruled.place(place), nbytes) for place, nbytes in self._saved.get(node.name, ()))
+
+    def kept_operands(self, node: fx.Node) -> tuple[tuple[fx.Node, Place], ...]:
+        """The operands that an operator keeps for the backward, with their places in its rule.
+
+        Unlike in `saved`, each operator has what several keep.
+        """
+        places = dict.fromkeys(p for p in self._places.get(node.name, ()) if p is not None and p >= 0)
+        return tuple((node.all_input_nodes[place], self.with_rule(node).place(place)) for place in places)
+
+    def viewed(self, node: fx.Node) -> fx.Node | None:
+        """The operand of which a node returns a view, or which it returns; None if there is none."""
+        mine = self._storages.get(node.name, frozenset())
+        return next((n for n in node.all_input_nodes if mine & self._storages.get(n.name, frozenset())), None)
 
     def with_rule(self, node: fx.Node) -> OperatorWithRule:
         if node not in self._with_rule:

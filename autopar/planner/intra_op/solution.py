@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -42,12 +42,19 @@ def _item(tensor: fx.Node) -> str:
     return str(tensor.target) if tensor.op in ("get_attr", "placeholder") else tensor.name
 
 
-def stage_sharding(task: ShardingTask, facts: GraphFacts, found: Sharding, operators: StageOperators) -> StageSharding:
+def stage_sharding(
+    task: ShardingTask,
+    facts: GraphFacts,
+    found: Sharding,
+    operators: StageOperators,
+    run_again: Container[str] = (),
+) -> StageSharding:
     """The part of a solution that belongs to the operators of one stage.
 
-    It leaves out operators that every device does whole and parameters that every device has whole.
+    It leaves out operators that every device does whole and parameters that every device has whole. `run_again`: nodes
+    of the whole graph that run again for their backward, and gather what they read in that run.
     """
-    return _StageSolution(task, facts, found, operators).build()
+    return _StageSolution(task, facts, found, operators, run_again).build()
 
 
 def whole_graph_sharding(problem: ShardingProblem, found: Sharding, keys: Mapping[str, str]) -> StageSharding:
@@ -82,8 +89,16 @@ def exchanges_within(task: ShardingTask, facts: GraphFacts, found: Sharding) -> 
 
 
 class _StageSolution:
-    def __init__(self, task: ShardingTask, facts: GraphFacts, found: Sharding, operators: StageOperators) -> None:
+    def __init__(
+        self,
+        task: ShardingTask,
+        facts: GraphFacts,
+        found: Sharding,
+        operators: StageOperators,
+        run_again: Container[str],
+    ) -> None:
         self._task, self._facts, self._found, self._operators = task, facts, found, operators
+        self._run_again = run_again
 
     def build(self) -> StageSharding:
         exchanges = tuple(e for node in self._operators.nodes for e in self._exchanges(node))
@@ -100,6 +115,7 @@ class _StageSolution:
             math.fsum(e.seconds for e in each),
             math.fsum(one.seconds for one in repeated),
             repeated,
+            regather=self._found.keeping is not None,
         )
 
     def _represented_by(self, node: fx.Node) -> str:
@@ -152,6 +168,8 @@ class _StageSolution:
         for one in self._caused_by.get(self._represented_by(node), ()):
             if one.reader != OUTPUT and one.item not in names:
                 continue  # of the layer that represents this one, which reads the tensor before the first layer
+            if one.regathered_for and node.name in self._run_again:
+                continue
             tensor = key if one.reader == OUTPUT else names[one.item]
             for step in one.steps:
                 if step.collective is not None:

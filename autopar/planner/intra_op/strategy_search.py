@@ -31,11 +31,20 @@ from autopar.planner.intra_op.redistributions import (
 )
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_graph import OptionCosts, PricedUse, StoredChoice, StrategyGraph
+from autopar.sharding.layouts import Placements
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.stage_sharding import Stored, stored_text
 from autopar.sharding.strategies import Strategy
 from autopar.sharding.strategy_costs import StrategyCosts
 from cost_models import bytes_text
+
+
+@dataclass(frozen=True)
+class KeptShard:
+    """What a device keeps in place of a tensor that was gathered."""
+
+    layout: Placements
+    made: bool  # the layout in which its maker made it; otherwise it is a copy
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,9 @@ class Sharding:
     resident: float = 0.0  # bytes of `nbytes` that do not depend on the micro-batches in flight
     gathered: Mapping[str, float] = field(default_factory=dict)  # by node: `gathered_bytes` of all that it reads
     stepping: float = 0.0  # s once a step: the optimizer's kernels
+    # By (tensor that is read, node that keeps it, layout in which that reads it); empty: gathered tensors are kept.
+    kept: Mapping[tuple[str, str, Placements], KeptShard] = field(default_factory=dict)
+    keeping: Sharding | None = None  # the same choices if gathered tensors are kept, where they are not
 
     @property
     def once(self) -> float:

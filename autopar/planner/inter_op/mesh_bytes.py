@@ -1,0 +1,143 @@
+"""The bytes of operators on each device of a mesh, by the strategies that were chosen for them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+from autopar.costs.operator_cost import OperatorCost
+from autopar.costs.sends import Sent
+from autopar.planner.inter_op.scattering import Scattering
+from autopar.planner.inter_op.split_program import SplitProgram
+from autopar.planner.intra_op.sharding_task import GraphFacts
+from autopar.planner.intra_op.strategy_search import KeptShard, Sharding
+from autopar.sharding.layouts import Placements, parts
+from autopar.sharding.stage_sharding import Stored
+from autopar.sharding.strategy_costs import Place, kept_layout, kept_share
+from cost_models import Cluster
+
+
+def operators_on_mesh(
+    program: SplitProgram, facts: GraphFacts, solution: Sharding, kind: str, cluster: Cluster, n_microbatches: int
+) -> dict[str, OperatorCost]:
+    """The costs of all operators, with the bytes of each device of the mesh.
+
+    Parameters that an operator gathers are there while it runs. A micro-batch gathers as much whatever its size, so the
+    bytes "of the whole batch" are `n_microbatches` times as many.
+    """
+    mesh, kept = solution.mesh.shape, program.folded.kept
+    found: dict[str, OperatorCost] = {}
+    cut = {n: parts(s.outputs[0], mesh) if s.outputs else 1 for n, s in solution.strategies.items()}
+    weights, keeping = _weights(program, solution, kind), _Keeping(program, facts, solution)
+    scattering = Scattering(solution.mesh, cluster, n_microbatches)
+    for node, whole in program.costs.operators.items():
+        representative = kept(node)
+        if representative not in solution.strategies:
+            found[node] = whole
+            continue
+        n_parts, made = cut[representative], solution.strategies[representative].outputs
+        sent = scattering.of(made[0], whole.output_bytes / n_parts) if made else Sent(whole.output_bytes)
+        gathered = solution.gathered.get(representative, 0.0) * n_microbatches
+        # One of equal layers represents the parameters of all, and the first of its names a tied parameter.
+        represented = {program.storages.get(p): program.storages.get(kept(p)) for p in program.parameters[node]}
+        own = keeping.of(node, representative)
+        found[node] = whole.with_bytes(
+            output_bytes=whole.output_bytes / n_parts,
+            gradient_bytes=whole.gradient_bytes / n_parts,
+            allocated_bytes=whole.allocated_bytes / n_parts + gathered,
+            saved=own.saved,
+            regathered_bytes=own.regathered,
+            saved_within=own.within,
+            results={(storage, 1 / n_parts, None): nbytes / n_parts for storage, nbytes in whole.results.items()},
+            rebuilt=frozenset(key for key in own.saved if isinstance(key, tuple) and key[0] in whole.rebuilt),
+            copies=sent.copies,
+            gather=sent.gather,
+            parameters={
+                storage: weight._replace(**weights.get(represented.get(storage), {}))
+                for storage, weight in whole.parameters.items()
+            },
+        )
+    return found
+
+
+def _weights(program: SplitProgram, solution: Sharding, kind: str) -> dict[str | None, dict[str, Any]]:
+    """By storage: what the solution says of a parameter on devices of a kind, as fields of `Weight`."""
+    shards = program.costs.shards
+    whole = shards is not None and shards.holds_whole_parameters(kind)  # the first device, which has most
+    mesh = solution.mesh.shape
+    once: dict[str, float] = defaultdict(float)
+    for collective in solution.collectives:
+        if collective.shared:
+            once[collective.tensor] += collective.seconds / collective.times
+    return {
+        program.storages[name]: ({} if whole else _stored_parts(stored, mesh)) | {"once": once[name]}
+        for name, stored in solution.stored.items()
+        if name in program.storages
+    }
+
+
+def _stored_parts(stored: Stored, mesh: Sequence[int]) -> dict[str, int]:
+    """As fields of `Weight`."""
+    return {
+        "parts": parts(stored.layout, mesh),
+        "state_parts": parts(stored.state, mesh),
+        "gradient_parts": parts(stored.state if stored.scattered else stored.layout, mesh),
+    }
+
+
+class _Kept(NamedTuple):
+    """What a device keeps of an operator's tensors for the backward: bytes by storage on the device."""
+
+    saved: dict[Hashable, float]
+    within: dict[Hashable, float] | None  # the same if all that is gathered is kept; None: nothing is gathered again
+    regathered: float  # bytes that are gathered again
+
+
+class _Keeping:
+    """What each device keeps of operators' tensors for the backward. Equal layers keep equal shares."""
+
+    def __init__(self, program: SplitProgram, facts: GraphFacts, solution: Sharding) -> None:
+        self._program, self._facts, self._solution = program, facts, solution
+        self._known: dict[tuple[str, Place, str | None], _Share] = {}
+
+    def of(self, node: str, representative: str) -> _Kept:
+        """Operators that keep one tensor in the same layout share its storage; a redistributed copy has its own."""
+        whole: OperatorCost = self._program.costs.operators[node]
+        saved: dict[Hashable, float] = {}
+        within: dict[Hashable, float] = {}
+        regathered = 0.0
+        for storage, nbytes in whole.saved.items():
+            place, maker = whole.saved_places.get(storage), None
+            if place is not None and place >= 0:
+                maker = self._program.folded.kept(self._program.operands[node][place])
+            key = (representative, place, maker)
+            if key not in self._known:
+                self._known[key] = self._share(*key)
+            share, moved, shard = self._known[key]
+            within[storage, share, moved] = nbytes * share
+            if shard is not None:
+                regathered += nbytes * share
+                share = 1 / parts(shard.layout, self._solution.mesh.shape)
+                moved = None if shard.made else shard.layout
+            saved[storage, share, moved] = nbytes * share
+        return _Kept(saved, within if regathered else None, regathered)
+
+    def _share(self, representative: str, of_node: Place, maker: str | None) -> _Share:
+        strategies = self._solution.strategies
+        strategy, ruled = strategies[representative], self._facts.with_rule(self._facts.node(representative))
+        place = ruled.place(of_node)
+        layout, share = kept_layout(strategy, place), kept_share(strategy, place, self._solution.mesh.shape)
+        made = strategies[maker].outputs if maker is not None and maker in strategies else ()
+        shard = None
+        if maker is not None and layout is not None:
+            shard = self._solution.kept.get((maker, representative, layout))
+        return _Share(share, layout if len(made) == 1 and made[0] != layout else None, shard)
+
+
+class _Share(NamedTuple):
+    """The part of a tensor that an operator reads, or makes, and keeps."""
+
+    share: float
+    moved: Placements | None  # its layout if that is not the one in which its maker made it
+    shard: KeptShard | None  # what is kept in its place

@@ -1,0 +1,59 @@
+"""The two systems of vTrain's table, from what its authors published beside it (Bang et al., vTrain, 2024,
+github.com/VIA-Research/vTrain at f8dda84).
+
+Rows of several nodes are measured iterations. Those of one node are not, down to the last digit:
+
+    rows that differ in                          differ by                     as in src/predictor.py
+    micro-batches alone, m = 2, 4, 8, 16         exactly 2, 4, 8 slopes        layers profiled once, added up m times
+    replicas alone, 2, 4, 8                      what all sizes of micro-      `compute_comm_time`: by table, and
+                                                 batches share                 without 2 (n - 1) / n from 1 GiB on
+
+So they are what the authors' simulator makes of traces of one layer on one A100, and an error against them is the
+distance between two predictions. Two more facts follow from the figures, none of which the table says:
+
+Nothing runs again. Hidden size 2048 with 8 samples on each of two replicas takes 0.46 s a micro-batch. Four passes, one
+of them again, would be 200 TFLOP/s with unfused attention, 290 for the products alone, more than any measured on an
+A100 (271); three are 150. The same authors' measured runs of several nodes reach 143, counted with four passes.
+
+The card has 40 GB. Fused Adam moves 22 bytes a parameter at up to 1.27 TB/s in the rows of hidden size 1024: 0.82 of
+1555 GB/s, which is what `A100-40` has, but 0.62 of the 2039 of `A100-80`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cost_models.hardware.device_specs import device_spec
+from cost_models.hardware.networks import network
+
+TRACED_HOST = 2.95
+"""Times that the traced host takes as long as `launches.HOST_COSTS`, where an A100's usual host has 1.84: fitted to the
+rows of one node with hidden size 1024 and one stage, by mean error in steps of 0.15. Recording every call of the driver
+takes the host time."""
+
+TRACED_A100 = dataclasses.replace(
+    device_spec("A100-40"), name="A100 of 40 GB under a tracer", memory=80e9, host=TRACED_HOST
+)
+"""Memory enough for every row: none of these steps ran as a whole."""
+
+NVLINK = dataclasses.replace(
+    network("NVLink3"),
+    name="NVLink3 of vTrain",
+    latency=2.5e-6,
+    efficiency=0.675,
+    ramp=0.0,
+    start=35e-6,
+    sources=dict.fromkeys(
+        ("latency", "efficiency", "ramp", "start"),
+        "fitted to the authors' nccl-tests of all-reduce (trace/a100/AR_GPU2, 4 and 8_1M_1024M_LUT), at powers of "
+        "two from 1 to 256 MiB; 7 % off on average, at most 18 %",
+    ),
+)
+
+HDR = dataclasses.replace(
+    network("HDR"),
+    name="4xHDR",
+    line_rate=100e9,
+    shared=True,
+    sources={"line_rate": "800 Gbit/s a node: the header of the table"},
+)

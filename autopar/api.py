@@ -43,6 +43,8 @@ from autopar.runtime.comparison import Comparison
 from autopar.runtime.contestants import ComparedCall
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning import plan_at_hand, priced_at_hand
+from autopar.runtime.ranks.module import RankedModule, check_options
+from autopar.runtime.ranks.world import World, joined
 from cost_models import Cluster, Device
 
 
@@ -79,7 +81,8 @@ def parallelize(
         model: any module. What torch.export cannot capture runs uncaptured: the smallest such module, or a custom
             torch.autograd.Function, is one operator of the plan. Parameters stay the model's own.
         devices: strings or torch.device. `"cpu"` may be repeated (workers that share the cores), and so may one GPU.
-            None: every visible GPU, or without GPUs one CPU worker per core, at most two. Or a
+            None: every visible GPU, or without GPUs one CPU worker per core, at most two; under torchrun, one CPU
+            worker a rank, each with its own part of the model (README, "Many processes"). Or a
             `Cluster.from_devices(...)`.
         example_args, example_kwargs: an example call. With one of them, capture, profiling and planning happen at
             once; otherwise on the first call.
@@ -150,7 +153,10 @@ def parallelize(
         cache=cache,
     )
     call = example_call(example_args, example_kwargs)
-    module = _pipelined(model, devices_at_hand(model, devices, optimizer), options, plan)
+    world = joined() if devices is None else None
+    if world is not None:
+        options = check_options(options)
+    module = _pipelined(model, devices_at_hand(model, devices, optimizer, world), options, plan, world)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module
@@ -390,9 +396,13 @@ def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy
 
 
 def _pipelined(
-    model: nn.Module, devices: tuple[Device, ...], options: PlanOptions, plan: Plan | None = None
+    model: nn.Module,
+    devices: tuple[Device, ...],
+    options: PlanOptions,
+    plan: Plan | None = None,
+    world: World | None = None,
 ) -> PipelinedModule:
-    """The model as a module that plans by `options` on its first call, or follows `plan`."""
+    """The model as a module that plans by `options` on its first call, or follows `plan`; with `world`, one rank's."""
     if plan is not None:
         n_microbatches, schedule = options.n_microbatches or plan.n_microbatches, options.schedule or plan.schedule
         plan = plan.with_decision(
@@ -406,4 +416,6 @@ def _pipelined(
             return plan_at_hand(example, devices, options, progress)
 
     settings = RunSettings.of(options)
+    if world is not None:
+        return RankedModule(world, model, devices, decide, plan=plan, settings=settings)
     return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)

@@ -13,6 +13,7 @@ from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
 from autopar.options import AHEAD_ONLY
 from autopar.runtime.call_checks import check_model
+from autopar.runtime.ranks.world import World
 from cost_models import Cluster, Device, DeviceError, parse_devices
 
 Devices = Sequence[str | torch.device] | str | torch.device | Cluster | None
@@ -35,10 +36,13 @@ def check_module(model: object) -> None:
     check_model(model)
 
 
-def devices_at_hand(model: nn.Module, devices: Devices, optimizer: object = None) -> tuple[Device, ...]:
-    """The devices to run on. What the model and its optimizer hold there already counts as available: plans count it.
+def devices_at_hand(
+    model: nn.Module, devices: Devices, optimizer: object = None, world: World | None = None
+) -> tuple[Device, ...]:
+    """The devices to run on, with `world` one a rank.
 
-    Raises InputError for a model without values: it cannot run.
+    What the model and its optimizer hold there already counts as available: plans count it. Raises InputError for a
+    model without values: it cannot run.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_fake(tensor):
@@ -46,6 +50,8 @@ def devices_at_hand(model: nn.Module, devices: Devices, optimizer: object = None
                 f"'{name}' has no values (it is on the meta device, or fake): load the model's weights to run it here, "
                 "or give autopar.plan a Cluster.preset(...) to plan ahead"
             )
+    if world is not None:
+        return world.devices(tensors_of_training(model, optimizer))
     if not isinstance(devices, Cluster):
         return parse_devices(devices, tensors_of_training(model, optimizer))
     if not devices.at_hand:

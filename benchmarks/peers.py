@@ -64,7 +64,7 @@ class Scale:
 
 
 FULL = Scale((2, 4, 8), 4, (2, 4, 8, 16, 32), 40, 3.0, 3)
-QUICK = Scale((2, 4), 2, (2, 4), 2, 0.1, 1)
+QUICK = Scale((2, 4), 20, (2, 4), 20, 0.1, 3)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -16,15 +17,19 @@ Name = TypeVar("Name")
 def interleave(steps: Mapping[Name, Step], rounds: int, before: Step = lambda: None) -> dict[Name, tuple[float, ...]]:
     """Seconds of every step in each of `rounds` rounds, run in turn:
 
-        A B C   A B C   A B C ...
+        A B C   C A B   B A C ...
         warm up | counted from here
 
     Steps of one round meet the same state of the machine, so that their ratio is worth more than that of two times
-    taken minutes apart. `before` runs before every step, outside its time.
+    taken minutes apart. Their order changes, in the same way in every run: a step that always followed the same one
+    would always find the caches as that one leaves them. `before` runs before every step, outside its time.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in steps}
+    order, shuffled = list(steps), random.Random(0)
     for _ in range(rounds + 1):
-        for name, step in steps.items():
+        shuffled.shuffle(order)
+        for name in order:
+            step = steps[name]
             before()
             start = time.perf_counter()
             step()

@@ -14,9 +14,12 @@ Weights = tuple[float | torch.Tensor, ...]  # one per micro-batch; tensors have 
 
 def shares_of(counts: Sequence[torch.Tensor]) -> Weights:
     """Each count's share of their sum; 1 for all of them if they sum up to 0. Numbers, if the counts are on the CPU."""
+    if all(count.device.type == "cpu" for count in counts):
+        numbers = [count.item() for count in counts]
+        whole = sum(numbers)
+        return tuple(number / whole if whole else 1.0 for number in numbers)
     total = torch.stack(list(counts)).sum()
-    shares = tuple(torch.where(total == 0, torch.ones_like(total), count / total) for count in counts)
-    return shares if total.device.type != "cpu" else tuple(float(share) for share in shares)
+    return tuple(torch.where(total == 0, torch.ones_like(total), count / total) for count in counts)
 
 
 def is_nothing(share: float | torch.Tensor) -> bool:

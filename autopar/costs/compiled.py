@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.plan.recompute import Recompute
-
-_RERUN_WITHIN = frozenset(mode for mode in Recompute if mode.by_layer or mode is Recompute.SELECTIVE)
+from autopar.plan.recompute import PARTLY, Recompute
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class CompiledRatio:
     rows: tuple[float, ...]  # samples, ascending
     ratios: tuple[float, ...]
     # Stages that recompute in these ways run as they were captured.
-    left_alone: frozenset[Recompute] = _RERUN_WITHIN
+    left_alone: frozenset[Recompute] = PARTLY
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):
@@ -64,4 +62,4 @@ _SMALLEST = 8  # part of the batch
 
 def left_alone_under(graphs: bool) -> frozenset[Recompute]:
     """The kinds of recomputation whose stages are not compiled, or not recorded as CUDA `graphs`."""
-    return _RERUN_WITHIN | {Recompute.STAGE} if graphs else _RERUN_WITHIN
+    return PARTLY | {Recompute.STAGE} if graphs else PARTLY

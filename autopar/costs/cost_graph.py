@@ -34,6 +34,7 @@ from autopar.costs.compiled import CompiledRatio
 from autopar.costs.cost_table import CostSource, CostTable, Progress
 from autopar.costs.device_group import DeviceGroup, StageConfiguration
 from autopar.costs.operator_cost import OperatorCost, Weight, operator_costs
+from autopar.costs.python_overhead import NOT_MEASURED, PythonOverhead
 from autopar.costs.recipe import USUAL, Recipe
 from autopar.costs.shard_costs import ShardCosts
 from autopar.costs.step_rehearsal import StepRehearsal
@@ -60,6 +61,7 @@ class CostGraph:
     cores: int | None = None  # CPU cores that the devices share; None: every device has hardware of its own
     recipe: Recipe | None = None  # how a step is run on devices that are not at hand; None: measured
     notes: tuple[str, ...] = ()  # what a plan has to say about the seconds
+    python: PythonOverhead = NOT_MEASURED
     shards: ShardCosts | None = None  # of meshes of devices at hand; None: no mesh is priced there
     # By device kind, for stages that run compiled on single devices; `tables` are those of captured stages.
     compiled: Mapping[str, CompiledRatio] = field(default_factory=dict)

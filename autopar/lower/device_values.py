@@ -36,6 +36,12 @@ from autopar.sharding.stage_sharding import Passage, TensorRedistribution
 TRANSFER = "tensor"
 """In `meta` of a node that moves a tensor between devices, or takes a device's part of that: which one."""
 
+DEVICE = "device"
+"""In `meta` of a node of one device: its number on the mesh. Transfers, and what one device does for all, lack it."""
+
+PARTS = "parts"
+"""In `meta` of a size that one device reads for all: the names of all devices' tensors that it could be read from."""
+
 GROUP = "rerun"
 """In `meta` of an operator that runs again for its backward: the number of its group (`lower.rerun_groups`)."""
 
@@ -77,12 +83,15 @@ class DeviceValues:
         *,
         name: str | None = None,
         meta: Mapping[str, Any] | None = None,
-        device: int = 0,
+        device: int | None = None,
         draw: tuple[int, int] | None = None,
     ) -> fx.Node:
-        """`device`: whose it is; `draw`: what `random.drawn_apart` needs to know of a random operator."""
+        """`device`: whose it is; None: it belongs to no device by itself, and the first one has it. `draw`: what
+        `random.drawn_apart` needs to know of a random operator."""
         node = self.graph.create_node(op, target, tuple(args), dict(kwargs or {}), name)
-        node.meta = {**(meta or {}), "device": device}
+        node.meta = dict(meta or {})
+        if device is not None:
+            node.meta[DEVICE] = device
         if draw is not None:
             node.meta["draw"] = draw
         return node
@@ -99,6 +108,7 @@ class DeviceValues:
         size = self.node("call_function", aten.sym_size.int, (made.nodes[0], dim))
         if made.alone:
             return size
+        size.meta[PARTS] = tuple(node.name for node in made.nodes)
         rank = made.nodes[0].meta["val"].dim()
         count = self.count(made.layouts[0], dim % rank)
         return size if count == 1 else self.node("call_function", operator.mul, (size, count))
@@ -114,7 +124,10 @@ class DeviceValues:
         if ("joined", place) not in made.moved:
             parts = list(made.nodes)
             if not is_tensor(node):
-                parts = [self.node("call_function", operator.getitem, (part, place)) for part in parts]
+                parts = [
+                    self.node("call_function", operator.getitem, (part, place), device=i)
+                    for i, part in enumerate(parts)
+                ]
             kwargs = {"layout": made.layouts[place], "gradient": made.wanted[place], "mesh": self.mesh}
             made.moved["joined", place] = self.node(
                 "call_function",

@@ -240,7 +240,7 @@ class _Builder:
                 (whole, place),
                 name=node.name if source.alone else f"{node.name}__{i}",
                 meta=node.meta,
-                device=i,
+                device=None if source.alone else i,
             )
             for i, whole in enumerate(source.nodes)
         )

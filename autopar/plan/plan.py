@@ -120,6 +120,8 @@ class Plan:
     runners_up: tuple[RunnerUp, ...] = ()
     measured_step_time: float | None = None  # s, of a tuned plan
     time_scale: float | None = None  # by which measured steps of the whole model multiplied all predicted seconds
+    action_time: float | None = None  # s of Python for every action; None: not measured
+    one_worker: bool = False  # does all actions, by the prediction: operators are too small for several
     model: str | None = None  # fingerprint of its model
     device_kinds: tuple[str, ...] = ()  # of `devices`
     assumed: Assumptions | None = None  # of its prices; None: measured, or made by hand without prices

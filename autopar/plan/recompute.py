@@ -39,6 +39,9 @@ RECOMPUTE = {
 }
 """By what users call them."""
 
+PARTLY = frozenset({Recompute.SELECTIVE, Recompute.FULL, Recompute.OPERATORS})
+"""Groups of operators run again inside of the backward, not the stage's forward as a whole."""
+
 NAMES = {mode: name for name, mode in RECOMPUTE.items()}
 
 DESCRIBED = {

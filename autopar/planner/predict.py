@@ -18,6 +18,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.gradient_reduction import bucket_seconds, reduction_seconds
 from autopar.costs.operator_cost import OperatorCost
+from autopar.costs.python_overhead import NOT_MEASURED, one_worker_suffices
 from autopar.costs.sends import Sent, estimated_sends, pass_seconds
 from autopar.costs.shared_hardware import SHARED_GPU, hardware_of, shared_gpu_notes
 from autopar.plan.plan import Plan, Stage, StageTransfer
@@ -27,7 +28,7 @@ from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import AtomTimes, atom_times, seconds_once
 from autopar.planner.inter_op.atoms import Atoms, gather_all
 from autopar.planner.inter_op.optimizer_seconds import optimizer_rates, optimizer_seconds, stepped, sum_of
-from autopar.planner.predicted_step import PredictedStage, PredictedStep, step_of_plan
+from autopar.planner.predicted_step import ONE_WORKER, PredictedStage, PredictedStep, step_of_plan
 from autopar.planner.rehearsed_memory import BY_FORMULA, Peaks, rehearsed
 from autopar.planner.stage_contents import Traffic, stage_contents, stage_traffic, tied_gradients
 from autopar.schedule.clock import Transfer
@@ -54,7 +55,9 @@ def predict(
     peaks = rehearsed(costs, atoms, arrangement, conditions)
     priced = as_plan(costs, atoms, arrangement, step, step.timeline(), conditions.optimizer, peaks)
     shared = shared_gpu_notes([device.name for device in costs.devices], used=plan.used_devices)
-    priced = replace(priced, split=plan.split, notes=(*_notes_of(plan), *peaks.notes, *shared), model=plan.model)
+    priced = replace(
+        priced, split=plan.split, notes=(*_notes_of(plan), *peaks.notes, *shared, *step.notes), model=plan.model
+    )
     if configurations or not any(stage.sharding for stage in plan.stages):
         return priced
     kept = _with_sharded(priced, plan)
@@ -67,7 +70,7 @@ def predict(
 
 def _notes_of(plan: Plan) -> Iterator[str]:
     """The notes that stay when a plan is predicted anew."""
-    return (note for note in notes_without_scale(plan) if not note.startswith((BY_FORMULA, SHARED_GPU)))
+    return (note for note in notes_without_scale(plan) if not note.startswith((BY_FORMULA, SHARED_GPU, ONE_WORKER)))
 
 
 def arranged(
@@ -153,6 +156,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 again=again,
             )
         )
+    one_worker = _one_worker(costs, atoms, arrangement)
     return PredictedStep(
         tuple(stages),
         tuple(_transfers(costs, atoms, arrangement)),
@@ -163,7 +167,23 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         costs.training,
         plain=arrangement.plain,
         barrier=costs.training and not conditions.loss_inside,
+        overhead=costs.python.alone if one_worker or arrangement.n_groups == 1 else costs.python.busy,
         hardware=hardware_of(group.first for rank in arrangement.ranks for group in rank),
+        one_worker=one_worker,
+    )
+
+
+def _one_worker(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> bool:
+    """Whether the runtime will have one of several workers do all actions, because their operators are tiny."""
+    if costs.python == NOT_MEASURED or arrangement.n_groups == 1:
+        return False
+    # On one busy device: where several are, what they wait for the interpreter counts in the seconds of operators.
+    m, everything = arrangement.n_microbatches, range(len(atoms.nodes))
+    each = atom_times(costs, atoms, costs.devices[0].kind, 1, costs.batch_size / m).stage(everything)
+    phases, passes = (2, 3) if costs.training else (1, 1)
+    operators = sum(map(len, atoms.nodes))
+    return one_worker_suffices(
+        m * (each.forward + each.backward), m * phases * len(arrangement.stages), m * passes * operators
     )
 
 
@@ -194,6 +214,8 @@ def as_plan(
         predicted_step_time=timeline.step_time,
         single_device_time=_single_device_time(costs, atoms, optimizer),
         bubble=timeline.bubble,
+        one_worker=step.one_worker,
+        action_time=step.overhead if costs.python != NOT_MEASURED else None,
         transfers=tuple(_plan_transfers(costs, atoms, arrangement, step)),
     )
 

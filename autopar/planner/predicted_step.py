@@ -22,6 +22,8 @@ from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import StageMemory, Timeline
 
+ONE_WORKER = "one worker does all actions: operators take hardly longer than Python needs to call them"
+
 
 @dataclass(frozen=True)
 class PredictedStage:
@@ -53,6 +55,12 @@ class PredictedStep:
     barrier: bool = False  # all forwards come before the first backward: the caller computes the loss
     overhead: float = ACTION_OVERHEAD  # s of Python for every action, unless `plain`
     hardware: tuple[int, ...] = ()  # of each slot, a number that slots on one GPU share; (): each has its own
+    one_worker: bool = False  # does all actions, because Python takes most of their time
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan says of how it will run."""
+        return (ONE_WORKER,) if self.one_worker else ()
 
     def timeline(self, *, link_speed: float = 1.0) -> Timeline:
         """Who does what when. `link_speed`: every transfer takes its seconds divided by this."""
@@ -68,13 +76,14 @@ class PredictedStep:
             for t in self.transfers
         ]
         memory = [stage.memory for stage in self.stages if stage.memory is not None]
+        slots = sum(self.replicas)
         return simulate(
             schedule,
             [self._times(stage) for stage in self.stages],
             transfers,
             memory=memory or None,
             barrier=0.0 if self.barrier else None,
-            hardware=self.hardware,
+            hardware=(0,) * slots if slots > 1 and self.one_worker else self.hardware,
         )
 
     def _times(self, stage: PredictedStage) -> StageTimes:
@@ -142,6 +151,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
         plan.training,
         plain=len(plan.used_devices) == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
         barrier=barrier,
-        overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0),
+        overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0) if plan.action_time is None else plan.action_time,
         hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
+        one_worker=plan.one_worker,
     )

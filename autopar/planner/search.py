@@ -89,7 +89,12 @@ def find_plans(costs: CostGraph, options: SearchOptions, most: int, meshes: Mesh
             plan,
             devices=names,
             device_kinds=tuple(device.kind for device in offered),
-            notes=(*_notes(searching, candidate, candidates), *found.peaks_of(candidate).notes, *shared),
+            notes=(
+                *_notes(searching, candidate, candidates),
+                *found.peaks_of(candidate).notes,
+                *shared,
+                *candidate.step.notes,
+            ),
             objective=candidate.solution.objective,
             bound=bound,
             optimality=sentence,

@@ -68,17 +68,35 @@ class BoundSignature:
     whole: BoundSignature | None = None  # the same without shards, for batches that the shards do not divide
 
 
-def model_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+def model_state(model: nn.Module) -> tuple[Any, ...]:
     """What a captured graph depends on besides the inputs.
 
     That is: the modules themselves, which of them are in training mode, the identity and dtype of parameters, which
     inner modules have hooks, and the caller's default dtype and device, which new tensors get.
+
+    Every call of the pipeline comes here, so all is read in one walk, which `model.modules()` would take longer for.
     """
+    seen: dict[nn.Module, bool] = {}  # whether it is in training mode; the root first
+    parameters: list[Any] = []
+    hooked = []
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if module in seen:
+            continue
+        seen[module] = module.training
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameters += (id(parameter), parameter.dtype)
+        if has_hooks(module) and module is not model:
+            hooked.append(id(module))
+        if module._modules:
+            stack += [child for child in module._modules.values() if child is not None]
     return (
-        tuple(modules),  # one may have been replaced; held, so that no new module gets the id of an old one
-        tuple(m.training for m in modules),
-        tuple((id(p), p.dtype) for m in modules for p in m._parameters.values() if p is not None),
-        tuple(id(m) for m in modules[1:] if has_hooks(m)),
+        tuple(seen),  # one may have been replaced; held, so that no new module gets the id of an old one
+        tuple(seen.values()),
+        parameters,
+        hooked,
         torch.get_default_dtype(),
         torch.get_default_device(),
     )
@@ -106,8 +124,8 @@ def bind(
     """
     stage_of = plan.assign(signature.program, signature.batching.storages)
     if check_hints:
-        _check_hints(plan, signature, model, len(devices), stage_of)
-    lowered = _lowered(plan, signature, stage_of, settings)
+        check_follows_hints(plan, signature, model, len(devices), stage_of)
+    lowered = lowered_by(plan, signature, stage_of, settings)
     n_microbatches = 1 if keeps_batch_whole(signature.batching, settings) else plan.n_microbatches
     executable = None
     if _is_plain(plan, n_microbatches, settings):
@@ -120,7 +138,7 @@ def bind(
             lowered,
             _placements(plan, devices, workers),
             plan.schedule,
-            _Lookup(model),
+            Lookup(model),
             chunks=plan.chunks,
             compiled=settings.compile,
             watch_nan=settings.watch_nan,
@@ -129,7 +147,10 @@ def bind(
     signature.lowered, signature.executable, signature.whole = lowered, executable, None
 
 
-def _lowered(plan: Plan, signature: BoundSignature, stage_of: Mapping[fx.Node, int], settings: RunSettings) -> Lowered:
+def lowered_by(
+    plan: Plan, signature: BoundSignature, stage_of: Mapping[fx.Node, int], settings: RunSettings
+) -> Lowered:
+    """The stages of `plan`. Raises PlanError where it does not fit the program."""
     lowered = lower(
         signature.program,
         stage_of,
@@ -182,9 +203,10 @@ def _is_plain(plan: Plan, n_microbatches: int, settings: RunSettings) -> bool:
     return len(plan.used_devices) == 1 and n_microbatches == 1 and not changed
 
 
-def _check_hints(
+def check_follows_hints(
     plan: Plan, signature: BoundSignature, model: nn.Module, n_devices: int, stage_of: Mapping[fx.Node, int]
 ) -> None:
+    """Raise PlanError where a plan contradicts the hints on the model."""
     hints, names = read_hints(model), {node.name: stage for node, stage in stage_of.items()}
     problems = sharding_violations(plan, names, signature.program, model)
     if hints:
@@ -207,7 +229,7 @@ def rerun_by_layers(
     return frozenset(node.name for node in blocks.of if node in stage_of and plan.stages[stage_of[node]].layerwise)
 
 
-class _Lookup:
+class Lookup:
     """The model's current tensors by name. (`.to()` replaces buffers, so that they are looked up for every call.)"""
 
     def __init__(self, model: nn.Module) -> None:
@@ -219,7 +241,9 @@ class _Lookup:
             path, _, leaf = name.rpartition(".")
             self._owners[name] = (self._model.get_submodule(path), leaf)
         owner, leaf = self._owners[name]
-        value = getattr(owner, leaf)
+        value = owner._buffers.get(leaf)  # those are most of what is looked up, and getattr takes long to find them
+        if value is None:
+            value = getattr(owner, leaf)
         if not isinstance(value, torch.Tensor):
             raise AttributeError(f"{name} is not a tensor of the model")
         return value

@@ -123,8 +123,8 @@ class CallTensors:
     def loss(self) -> torch.Tensor:
         """The loss of the batch: the weighted losses of the micro-batches added up."""
         pairs = zip(self.losses, self._call.loss_weights, strict=True)
-        known = [weighted(loss, w) for loss, w in pairs if loss is not None and not is_nothing(w)]
-        return torch.stack([loss.to(self._device) for loss in known]).sum()
+        known = [weighted(loss, w).to(self._device) for loss, w in pairs if loss is not None and not is_nothing(w)]
+        return sum(known[1:], known[0]).reshape(())
 
     def input_gradient(self, index: int) -> torch.Tensor | None:
         """The gradient of the whole flat input `index`, summed over the stages that read it, on the input's device."""

@@ -76,20 +76,26 @@ class DeviceBuffer:
         private = written and not (first_replica and piece.first)
         return cls(piece, piece.taken(tensor).to(device, copy=private), written, private)
 
-    def refresh(self, tensor: torch.Tensor) -> None:
-        """Follow the model's buffer, which may have been changed or moved."""
-        current = self.piece.taken(tensor)
-        if self.private or tensor.device != self.tensor.device:
-            self.tensor.data.copy_(current)  # as in `write_back`
-        elif self.tensor.data_ptr() != current.data_ptr():
-            self.tensor.data = current
+    def refresh(self, tensor: torch.Tensor) -> bool:
+        """Follow the model's buffer, which may have been changed or moved.
+
+        Returns whether `write_back` must follow what the stage writes, because that is no view of the model's buffer.
+        """
+        mine = self.tensor
+        elsewhere = tensor.device != mine.device
+        if self.private or elsewhere:
+            mine.data.copy_(self.piece.taken(tensor))  # as in `write_back`
+        elif not self.piece.whole or mine.data_ptr() != tensor.data_ptr():
+            current = self.piece.taken(tensor)
+            if mine.data_ptr() != current.data_ptr():
+                mine.data = current
+        return elsewhere and self.written and not self.private
 
     def write_back(self, tensor: torch.Tensor) -> None:
-        """Copy what the stage wrote into the model's buffer, unless the stage wrote into a view of it."""
-        if self.written and not self.private and tensor.device != self.tensor.device:
-            # `.data`: batch norms of a forward whose backward is still to come saved the buffer, or the part of it that
-            # another device has, and must not see its version change.
-            self.piece.taken(tensor.data).copy_(self.tensor)
+        """Copy what the stage wrote into the model's buffer."""
+        # `.data`: batch norms of a forward whose backward is still to come saved the buffer, or the part of it that
+        # another device has, and must not see its version change.
+        self.piece.taken(tensor.data).copy_(self.tensor)
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> None:

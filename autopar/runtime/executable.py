@@ -24,7 +24,7 @@ from torch import fx, nn
 from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
-from autopar.costs.python_overhead import ACTION_CPU_OVERHEAD, OPERATOR_CPU_OVERHEAD
+from autopar.costs.python_overhead import one_worker_suffices
 from autopar.lower.regather import with_shards_kept
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Constant, Lowered, StageProgram, replica
@@ -40,9 +40,6 @@ from cost_models.graphs import get_attribute
 SlotAction = tuple[int, Action]  # (slot, action)
 WorkKey = tuple[int, bool, bool, bool]  # n_microbatches, training, only backwards, all of it by one worker
 
-# Where an action takes less than this multiple of Python's own overhead for it, worker threads gain nothing: only one
-# of them can run Python at a time.
-_TINY = 2.0
 _MOST_LOSS_WEIGHTS = 256  # kept as tensors; losses that count targets have new ones in every step
 
 
@@ -148,6 +145,7 @@ class Executable:
         self.consumers = _consumers(lowered)
         self.reads = _reads(lowered)
         self._output = _single_output(program, lowered)  # of the last stage, where that is all that the model returns
+        self._written_elsewhere: list[DeviceBuffer] = []  # since `refresh`: buffers that a stage writes in a copy
         self._in_use = False  # workers may be in the middle of an execution
         self._holds_gradients = False  # leaves may have gradients that were not collected
         places = {worker.device.torch_device for worker in self.workers}
@@ -256,8 +254,9 @@ class Executable:
         """
         operators = self._n_operators * (forwards + 2 * backwards)
         actions = (forwards + backwards) * self.n_stages
-        overhead = n_microbatches * (actions * ACTION_CPU_OVERHEAD + operators * OPERATOR_CPU_OVERHEAD)
-        self._one_worker_suffices = self._on_cpu and seconds < _TINY * overhead
+        self._one_worker_suffices = self._on_cpu and one_worker_suffices(
+            seconds, actions * n_microbatches, operators * n_microbatches
+        )
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 
@@ -293,19 +292,20 @@ class Executable:
     def refresh(self) -> None:
         """Bring every replica up to date with the model's tensors (changed, moved or frozen since the last call)."""
         by_id = self._by_id
+        self._written_elsewhere = []
         for one in self.replicas:
             for leaf in one.leaves:
                 leaf.refresh(by_id[leaf.key])
             for buffer in one.buffers:
-                buffer.refresh(self.tensor(buffer.piece.name))
+                if buffer.refresh(self.tensor(buffer.piece.name)):
+                    self._written_elsewhere.append(buffer)
             if one.graphs is not None:
                 one.graphs.follow()
 
     def write_back(self) -> None:
         """Bring the model's buffers up to date with what replicas have written elsewhere."""
-        for one in self.replicas:
-            for buffer in one.buffers:
-                buffer.write_back(self.tensor(buffer.piece.name))
+        for buffer in self._written_elsewhere:
+            buffer.write_back(self.tensor(buffer.piece.name))
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of the model's parameter, summed over the replicas in a fixed order; leaves lose theirs."""

@@ -23,6 +23,7 @@ from autopar.planner.price_sharded import predict_any, widest_mesh
 from autopar.planner.search import make_plan
 from autopar.planner.search_at_hand import check_max_shards, shards_at_hand, with_shard_notes
 from autopar.planner.search_options import search_options
+from autopar.runtime.action_overhead import python_overhead
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.calibration import calibrated
 from autopar.runtime.compiled_prices import CompiledPrices, with_compiled
@@ -44,7 +45,7 @@ def plan_at_hand(
         return checked_width(plan_as_sharded(example, devices, search), options.max_shards)
     # Candidates may split the batch differently from the options: then every size is measured.
     only = None if options.candidates else search.n_microbatches
-    costs = measure_costs(example, devices, n_microbatches=only, cache=options.cache, progress=progress)
+    costs = _measured(example, devices, options, only, progress)
     call = ComparedCall(example, RunSettings.of(options))
     compiled = with_compiled(costs, call, search, cache=options.cache, progress=progress)
     costs = compiled.costs
@@ -67,7 +68,7 @@ def priced_at_hand(
     """The user's `plan` with its predictions, from measurements on `devices`. Raises PlanError."""
     plan.check_model(example.model)
     example, search = search_options(example, options, len(devices))
-    costs = measure_costs(example, devices, cache=options.cache, progress=progress)
+    costs = _measured(example, devices, options, None, progress)
     call = ComparedCall(example, RunSettings.of(options))
     compiled = with_compiled(costs, call, search, cache=options.cache, progress=progress)
     costs = with_shards(compiled.costs, widest_mesh([plan]), cache=options.cache, progress=progress)
@@ -75,6 +76,15 @@ def priced_at_hand(
     if options.calibrate:
         priced = calibrated(priced, call, costs, search, progress)
     return replace(_noted(priced, compiled), model=fingerprint(example.model))
+
+
+def _measured(
+    example: Example, devices: Sequence[Device], options: PlanOptions, n_microbatches: int | None, progress: Progress
+) -> CostGraph:
+    """What the call costs: its operators, and Python itself. `n_microbatches`: measure this division of the batch
+    only."""
+    costs = measure_costs(example, devices, n_microbatches=n_microbatches, cache=options.cache, progress=progress)
+    return replace(costs, python=python_overhead(costs.devices, cache=options.cache))
 
 
 def _noted(plan: Plan, compiled: CompiledPrices) -> Plan:

@@ -75,12 +75,17 @@ class Run:
         self._update_buffers()
         return self.tensors.outputs.finish()  # (8)
 
+    @property
+    def _has_activations(self) -> bool:
+        """Whether a backward may follow."""
+        return bool(self.tensors.kept)
+
     def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
         """Run all backwards, from the gradients of the flat outputs.
 
         `keep_graph`: another backward may follow. Raises RuntimeError if an earlier backward has freed the activations.
         """
-        if not self.tensors.kept:
+        if not self._has_activations:
             raise RuntimeError(
                 "Trying to backward through the pipeline a second time: its activations are freed after the first "
                 "backward. Call backward with retain_graph=True to keep them."
@@ -110,7 +115,7 @@ class Run:
             every_worker=self._device_context is not None,
         )
         n_slots = len(executable.workers)
-        mailbox = Mailbox(n_slots) if recorder is None else recorder.mailbox(n_slots)
+        mailbox = self._mailbox(training, only_backward) if recorder is None else recorder.mailbox(n_slots)
         loss = self.call.loss if recorder is None or self.call.loss is None else recorder.timed_loss(self.call.loss)
         transfers = Transfers(self.call.state.streams)
         acts = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph).acts()
@@ -132,6 +137,10 @@ class Run:
         if executable.compiled:
             executable.compile_seconds += torch_private.compile_seconds() - compiling
         executable.compare_with_overhead(sum(execution.cpu_seconds), n_microbatches, not only_backward, training)
+
+    def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
+        """For the messages of one execution."""
+        return Mailbox(len(self.executable.workers))
 
     def _update_buffers(self) -> None:
         """After forwards: bring the model's buffers (running statistics) up to date with what stages wrote."""

@@ -52,10 +52,13 @@ def report(workload: Workload) -> Report:
 
 def test_steps_are_run_in_turn_after_a_round_that_does_not_count() -> None:
     calls: list[str] = []
-    steps = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    seconds = interleave(steps, 2, before=lambda: calls.append("-"))
-    assert "".join(calls) == "-a-b" * 3
-    assert {name: len(taken) for name, taken in seconds.items()} == {"a": 2, "b": 2}
+    steps = {name: partial(calls.append, name) for name in "abc"}
+    seconds = interleave(steps, 9, before=lambda: calls.append("-"))
+    assert calls[::2] == ["-"] * 30
+    rounds = ["".join(calls[start : start + 6 : 2]) for start in range(1, 60, 6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
+    assert len(set(rounds)) > 3  # none always follows the same one
+    assert {name: len(taken) for name, taken in seconds.items()} == {"a": 9, "b": 9, "c": 9}
 
 
 def test_ratio_pairs_the_times_of_a_round() -> None:

@@ -14,7 +14,7 @@ from autopar import Plan
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
 from autopar.costs.operator_cost import OperatorCost, Weight
-from autopar.costs.python_overhead import ACTION_OVERHEAD, SPLIT_OVERHEAD
+from autopar.costs.python_overhead import ACTION_OVERHEAD, NOT_MEASURED, SPLIT_OVERHEAD, PythonOverhead
 from autopar.plan.plan import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.predict import predict
@@ -106,17 +106,16 @@ def test_a_backward_in_two_parts_costs_python_for_every_operator(n_microbatches:
         assert after.backward_time == pytest.approx((before.backward_time or 0) + operators * SPLIT_OVERHEAD)
 
 
-def test_bubbles_are_filled_where_that_gains_more_than_python_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(seconds: float) -> str:
+def test_bubbles_are_filled_where_that_gains_more_than_python_takes() -> None:
+    def chosen(seconds: float, python: PythonOverhead = NOT_MEASURED) -> str:
         options = SearchOptions(n_microbatches=4, max_replicas=1, loss_inside=True)
-        plan = make_plan(line_of(*[4 * seconds] * 12), options)
+        plan = make_plan(dataclasses.replace(line_of(*[4 * seconds] * 12), python=python), options)
         assert len(plan.stages) == 2
         return plan.schedule
 
     assert chosen(1e-2) == "zb-h1"
     assert chosen(4e-5) == "1f1b"
-    monkeypatch.setattr("autopar.planner.inter_op.atom_times.SPLIT_OVERHEAD", 0.0)
-    assert chosen(4e-5) == "zb-h1"
+    assert chosen(4e-5, PythonOverhead(busy=1e-6, alone=1e-6, splitting=0.0)) == "zb-h1"
 
 
 def test_operators_of_a_stage_need_not_be_neighbours() -> None:

@@ -14,18 +14,20 @@ import pytest
 import torch
 from models import assert_same_gradients, gradients
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import autopar
 from autopar import PipelinedModule, Plan
+from autopar.analysis.loss_count import Count
+from autopar.runtime import bound_signature
 from autopar.runtime.execution import Execution
 from autopar.runtime.workers import Worker
 
 PACKAGE = str(Path(autopar.__file__).parent)
 WIDTH, BATCH = 8, 32
 PER_ACTION = 15  # Python functions of autopar, the mean over forwards and backwards, the loss included
-PER_CALL = 215  # beside those of actions, for a model of four parameters
-PER_PARAMETER = 6
+PER_CALL = 205  # beside those of actions, for a model of four parameters
+PER_PARAMETER = 5
 
 
 def layers(n: int) -> nn.Sequential:
@@ -85,7 +87,7 @@ def calls() -> Iterator[Calls]:
 def test_an_action_and_a_call_take_few_functions(
     calls: Calls, one_worker: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.runtime.executable._TINY", 1e6 if one_worker else 0.0)
+    monkeypatch.setattr("autopar.costs.python_overhead.TINY", 1e6 if one_worker else 0.0)
     few, many = 4, 16
     by_count = {m: calls.of(pipelined(layers(2), m)) for m in (few, many)}
     per_microbatch = (by_count[many] - by_count[few]) / (many - few)
@@ -114,6 +116,49 @@ def test_the_code_of_stages_reads_its_tensors_without_python_functions(monkeypat
     monkeypatch.setattr(nn.Module, "__getattr__", counting)
     step(pm)
     assert not found
+
+
+def test_targets_are_counted_without_calling_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many targets a cross-entropy does not ignore decides what the loss of a micro-batch weighs."""
+    pm, x = pipelined(layers(2), 4), torch.randn(BATCH, WIDTH)
+    target = torch.randint(WIDTH, (BATCH,))
+    target[:3] = -100
+    pm.train_step(x, target=target, loss_fn=cross_entropy)
+    counted, called = Counter[str](), Count.of
+    original = torch.fx.graph_module._WrappedCall.__call__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counted["calls"] += 1
+        return original(self, *args, **kwargs)
+
+    def of(self: Count, *args: Any) -> torch.Tensor:
+        counted["micro-batches"] += 1
+        return called(self, *args)
+
+    monkeypatch.setattr(torch.fx.graph_module._WrappedCall, "__call__", counting)
+    monkeypatch.setattr(Count, "of", of)
+    loss = pm.train_step(x, target=target, loss_fn=cross_entropy)
+    assert counted == {"micro-batches": 4}
+    assert torch.allclose(loss, cross_entropy(pm.unwrap()(x), target))
+
+
+def test_buffers_are_looked_up_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Identity())
+    pm = pipelined(model, 4)
+    with pytest.warns(autopar.AutoparWarning, match="batch norm"):
+        step(pm)
+    found = Counter[str]()
+    original = bound_signature._Lookup.__call__
+
+    def counting(self: Any, name: str) -> torch.Tensor:
+        found[name] += 1
+        return original(self, name)
+
+    monkeypatch.setattr(bound_signature._Lookup, "__call__", counting)
+    before = model[1].running_mean.clone()
+    step(pm)
+    assert found == {f"1.{name}": 1 for name, _ in model[1].named_buffers()}
+    assert not torch.equal(model[1].running_mean, before)
 
 
 @pytest.mark.parametrize("change", ["data", "in place", "a new tensor in .data", "frozen"])
@@ -151,7 +196,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         original(self, work)
 
     monkeypatch.setattr(Worker, "submit", submit)
-    monkeypatch.setattr("autopar.runtime.executable._TINY", 1e6)
+    monkeypatch.setattr("autopar.costs.python_overhead.TINY", 1e6)
     return found
 
 

@@ -9,7 +9,6 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.python_overhead import SPLIT_OVERHEAD
 from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atoms import Atoms
 from cost_models.collectives.overlap import CONTENTION, left_over, overlapped_pass
@@ -237,7 +236,7 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     kernels = sums(forward, backward, loss, table.weight)
     # Stages on meshes never divide backwards, and where launches have prices, these are of other systems, too.
     splits = host is None and name not in costs.configuration
-    splitting = atoms.sums(table.nodes, np.where(backward > 0, SPLIT_OVERHEAD, 0.0)) if splits else 0.0
+    splitting = atoms.sums(table.nodes, np.where(backward > 0, costs.python.splitting, 0.0)) if splits else 0.0
     again = (cores, blocks, operators)
     times = AtomTimes(kernels, launches, start, atoms.sums(table.nodes, once), *again, overlapped, splitting)
     ratio = costs.compiled.get(name)

@@ -13,7 +13,6 @@ import numpy as np
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.device_group import DeviceGroup
-from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.costs.sends import Lanes, estimated_sends
 from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atom_times import (
@@ -158,7 +157,7 @@ class SearchSpace:
             schedule="gpipe" if phased else schedule,
             kinds=tuple(kind.of_one_copy(copies, chunks) for kind in kinds),
             max_replicas=1 if schedule == "interleaved-1f1b" else max(1, most_replicas // copies),
-            overhead=ACTION_OVERHEAD,
+            overhead=costs.python.alone if sum(config.counts) == 1 else costs.python.busy,
             plain=m == sum(config.counts) == 1,
             may_recompute=costs.training,
             cores=self._cores(times),

@@ -1,0 +1,206 @@
+"""A lowered plan on one rank: its own part of its own stages, and stand-ins for those of other ranks.
+
+The tables of actions, the passes and the leaves are those of one process. Here an execution does the actions of one
+slot, this rank's, and its mailbox is a wire (wire.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.program import Program
+from autopar.lower.projection import project
+from autopar.lower.rerun_groups import rerunning
+from autopar.lower.stages import Lowered, StageProgram, replica
+from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf
+from autopar.runtime.executable import Executable, ReplicaAction, StagePlacement, StageReplica, Work
+from autopar.runtime.ranks.holders import StageGrid
+from autopar.runtime.ranks.look_ahead import look_ahead
+from autopar.runtime.ranks.messages import Message, messages
+from autopar.runtime.ranks.parameters import RankParameters, local_of
+from autopar.runtime.ranks.shapes import StageShapes
+from autopar.runtime.ranks.wire import Lanes
+from autopar.runtime.ranks.world import World
+from autopar.schedule.clock import Action, Phase
+from cost_models.hardware.devices import Device
+
+TableKey = tuple[int, bool, bool]  # n_microbatches, training, only backwards
+
+
+@dataclass(eq=False)
+class RemoteWorker:
+    """In the place of a worker thread: another rank's."""
+
+    device: Device
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The messages of one execution."""
+
+    messages: tuple[Message, ...]
+    look_ahead: int
+
+
+class RankExecutable(Executable):
+    """A program, split and placed, as far as one rank runs it."""
+
+    def __init__(
+        self,
+        program: Program,
+        lowered: Lowered,
+        placements: Sequence[StagePlacement],
+        schedule: str,
+        lookup: Callable[[str], torch.Tensor],
+        *,
+        world: World,
+        stages: Sequence[StageGrid],
+        parameters: RankParameters,
+        whole: Mapping[str, torch.Tensor],
+        chunks: int = 1,
+        watch_nan: bool = False,
+    ) -> None:
+        """`placements`: workers of other ranks are `RemoteWorker`s. `stages`: the ranks of every stage. `parameters`:
+        placed. `whole`: the tensors that the model was built with, by name."""
+        self.world, self.grids = world, tuple(stages)
+        self._placed, self._whole = parameters, whole
+        self._anchor = nn.Parameter(torch.zeros(()))  # for autograd: a rank may have no parameter at all
+        self._traffic: dict[TableKey, Traffic] = {}
+        super().__init__(program, lowered, placements, schedule, lookup, chunks=chunks, watch_nan=watch_nan)
+        self.slot = next((i for i, w in enumerate(self.workers) if not isinstance(w, RemoteWorker)), -1)
+        slots: dict[int, tuple[int, ...]] = {}
+        for row, grid in zip(self._replicas, self.grids, strict=True):
+            slots |= {one.slot: group for one, group in zip(row, grid.ranks, strict=True)}
+        self.lanes = Lanes(tuple(slots[slot] for slot in range(len(self.workers))))
+        self.shapes = StageShapes(lowered, self._whole_tensor, program.device)
+
+    def owner(self, microbatch: int) -> int:
+        """The rank whose outputs and loss of a micro-batch count."""
+        return self.lanes.ranks[self.replica(self.n_stages - 1, microbatch).slot][0]
+
+    # -- actions ----------------------------------------------------------------------------------------------------
+
+    def work(self, n_microbatches: int, *, training: bool, only_backward: bool, every_worker: bool) -> Work:
+        """The actions of this rank's slot. None for a rank that the plan does not use."""
+        if self.slot < 0:
+            return Work((), by_one=False)
+        actions = tuple(
+            ReplicaAction(self.replica(action.stage, action.microbatch), action.phase, action.microbatch)
+            for action in self._tables_of(n_microbatches, training, only_backward)[self.slot]
+        )
+        return Work(((self.workers[self.slot], actions),), by_one=True)
+
+    def traffic(self, n_microbatches: int, training: bool, only_backward: bool) -> Traffic:
+        """The messages of an execution, the same on all ranks."""
+        key = (n_microbatches, training, only_backward)
+        if key not in self._traffic:
+            sources = [stage.sources for stage in self.lowered.stages]
+            found = messages(self._tables_of(*key), lambda s, i: self.replica(s, i).slot, self.consumers, sources)
+            self._traffic[key] = Traffic(found, look_ahead(found))
+        return self._traffic[key]
+
+    def _tables_of(self, n_microbatches: int, training: bool, only_backward: bool) -> list[list[Action]]:
+        tables = self.table(n_microbatches, training).actions
+        return [[a for a in table if not (only_backward and a.phase is Phase.FORWARD)] for table in tables]
+
+    # -- tensors ----------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Bring the leaves up to date with this rank's parameters, and buffers with the model's."""
+        for one in self.replicas:
+            for leaf in one.leaves:
+                parameter = self._by_id[leaf.key]
+                if leaf.tensor.requires_grad != parameter.requires_grad:
+                    leaf.tensor.requires_grad_(parameter.requires_grad)
+                local = local_of(parameter)
+                if leaf.tensor.data_ptr() != local.data_ptr():
+                    leaf.tensor.data = local
+            for buffer in one.buffers:
+                buffer.refresh(self.tensor(buffer.piece.name))
+
+    def collect_gradients(self) -> dict[int, torch.Tensor]:
+        """Gradients by id of this rank's parameters, added up over all ranks with equal parts. Collective."""
+        taken = [(leaf.key, leaf.take_gradient()) for one in self.replicas for leaf in one.leaves]
+        self._holds_gradients = False
+        return self._placed.sum_gradients(taken)
+
+    def share_buffers(self) -> None:
+        """Have all replicas of a stage continue with the buffers that its first replica wrote. Collective."""
+        for stage, grid in zip(self.lowered.stages, self.grids, strict=True):
+            if len(grid.ranks) == 1 or not stage.written_buffers:
+                continue
+            for name in stage.written_buffers:
+                tensor = self.tensor(name).data if self.world.rank in grid.all else self._whole_tensor(name).clone()
+                for device in range(len(grid.ranks[0])):
+                    self._share(tensor, grid, device)
+
+    def _share(self, tensor: torch.Tensor, grid: StageGrid, device: int) -> None:
+        """From the first replica's device to the same device of the others."""
+        line = [group[device] for group in grid.ranks]
+        mine = tensor if self.world.rank in line else tensor.clone()
+        self.world.broadcast(mine, line[0])
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _whole_tensor(self, name: str) -> torch.Tensor:
+        return self._whole[name] if name in self._whole else self._constants[name]
+
+    def _move_tensors(self, placements: Sequence[StagePlacement]) -> list[nn.Parameter]:
+        return [*self._placed.parameters.values(), self._anchor]
+
+    def _replica(
+        self, stage: StageProgram, placement: StagePlacement, number: int, captured: torch.device
+    ) -> StageReplica:
+        worker, grid = placement.workers[number], self.grids[stage.index]
+        own = self.world.rank in grid.ranks[number]
+        one = StageReplica(
+            slot=self.workers.index(worker),
+            stage=stage,
+            worker=worker,
+            module=stage.module,
+            compute=_elsewhere,
+            leaves=[],
+            buffers=[],
+            recompute=placement.recompute,
+            predicted_bytes=placement.predicted_bytes,
+            is_last=stage.index == len(self.lowered.stages) - 1,
+        )
+        if own:
+            self._build(one, grid, captured)
+        return one
+
+    def _build(self, one: StageReplica, grid: StageGrid, captured: torch.device) -> None:
+        """The rank's own code of a stage, over its own parts of the parameters."""
+        cpu, stage = torch.device("cpu"), one.stage
+        if grid.mesh:
+            stage = project(stage, grid.device(self.world.rank), grid.mesh, self._placed.lines(grid))
+        leaves: dict[int, ParameterLeaf] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for piece in stage.pieces:
+            whole = self._whole_tensor(piece.name)
+            if isinstance(whole, nn.Parameter):
+                parameter = self._placed.of(whole, piece)
+                if id(parameter) not in leaves:
+                    local = nn.Parameter(local_of(parameter), parameter.requires_grad)
+                    leaves[id(parameter)] = ParameterLeaf(id(parameter), local, piece, (0, 0))
+                tensors[piece.attribute] = leaves[id(parameter)].tensor
+            else:
+                written = piece.name in stage.written_buffers
+                own = replace(piece, first=True)  # every rank writes its own model's
+                buffer = DeviceBuffer.of(self.tensor(piece.name), own, cpu, written=written, first_replica=True)
+                one.buffers.append(buffer)
+                tensors[piece.attribute] = buffer.tensor
+        module = replica(stage, tensors, [cpu], captured)
+        if stage.reruns:
+            module = rerunning(module, {p.attribute for p in stage.pieces if p.name in stage.written_buffers})
+        one.stage, one.module, one.compute, one.leaves = stage, module, module.forward, list(leaves.values())
+        self._code_of(one)
+
+
+def _elsewhere(*_: Any) -> tuple[Any, ...]:
+    raise AssertionError("another rank runs this stage")

@@ -1,0 +1,101 @@
+"""PipelinedModule on one rank of several: the same plan and the same calls on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.analysis.example import Example
+from autopar.errors import InputError
+from autopar.options import PlanOptions
+from autopar.plan.plan import Plan
+from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.captures import CallArguments
+from autopar.runtime.module import PipelinedModule
+from autopar.runtime.ranks.calls import RankCalls
+from autopar.runtime.ranks.signatures import RankSignatures
+from autopar.runtime.ranks.world import World
+from autopar.runtime.signatures import Decide
+from cost_models.hardware.devices import Device
+
+
+class RankedModule(PipelinedModule):
+    """This rank's part of the model. After the first call `parameters()` and `state_dict()` have what this rank holds:
+    DTensors under the original names."""
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        devices: Sequence[Device],
+        decide: Decide,
+        *,
+        plan: Plan | None = None,
+        settings: RunSettings | None = None,
+    ) -> None:
+        """`devices`: one a rank. `decide(example)` plans on rank 0."""
+        super().__init__(model, devices, decide, plan=plan, settings=settings)
+        used = RunSettings() if settings is None else settings
+        self._on_rank = RankSignatures(world, model, devices, _agreed(world, decide), plan, used)
+        self._signatures = self._on_rank
+        self._calls = RankCalls(world, model, devices, self._on_rank)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
+        raise TypeError("a module whose parameters are spread over ranks cannot be copied")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self._on_rank.parameters.placed:
+            raise InputError(
+                "load_state_dict() would load whole tensors into this rank's parts: load before the first call, or use "
+                "torch.distributed.checkpoint with pm.state_dict(), which loads in place"
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _profiled(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
+        raise InputError("train_step(profile=True) records the workers of one process; profile in one (devices=)")
+
+
+def check_options(options: PlanOptions) -> PlanOptions:
+    """The options with which rank 0 plans. Raises InputError for those that ranks do not follow so far, all in one
+    message."""
+    refused = {
+        "tune": options.tune not in (0, "auto"),
+        "calibrate": options.calibrate,
+        "candidates": bool(options.candidates),
+        "compile": bool(options.compile),
+        "batch_norm='deferred'": options.batch_norm == "deferred",
+        "dynamic with sizes": isinstance(options.dynamic, Mapping),
+        "verify": options.verify,
+    }
+    named = [name for name, given in refused.items() if given]
+    if named:
+        raise InputError(
+            f"{', '.join(named)}: not with one process a device so far; leave it out, or use one process (devices=)"
+        )
+    return replace(options, tune=0)  # plans to compare would run as threads of rank 0
+
+
+def _agreed(world: World, decide: Decide) -> Decide:
+    """A plan made on rank 0 and sent to all. Once made, it stays: the parameters lie as it says."""
+    known: list[Plan] = []
+
+    def agreed(example: Example) -> Plan:
+        if not known:
+            made: list[Plan] = []
+            known.append(Plan.from_json(world.from_first(_planning(decide, example, made))))
+            known[:] = made or known
+        return known[0]
+
+    return agreed
+
+
+def _planning(decide: Decide, example: Example, made: list[Plan]) -> Callable[[], str]:
+    def plan() -> str:
+        made.append(decide(example))
+        return made[0].to_json()
+
+    return plan

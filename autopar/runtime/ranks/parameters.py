@@ -1,0 +1,281 @@
+"""The model's parameters on one rank: what its stages read, as DTensors under their original names, and nothing else.
+
+```
+   the model's tables before      embed.weight, h.0.weight, h.1.weight, head.weight     whole, on every rank
+   rank 0 afterwards              embed.weight, h.0.weight                              DTensors on the mesh of stage 0
+   rank 1 afterwards              h.1.weight, head.weight                               DTensors on the mesh of stage 1
+```
+A mesh has one device where a stage is not sharded: optimizers take lists of DTensors, or of plain tensors, not both.
+
+Captures need the whole model's shapes. While a call is bound to its program (`whole`), the tables have the parameters
+that the model was built with again, but without memory: one NaN stands for all of a tensor's entries.
+
+An optimizer that was made before the parameters were placed has the old ones. It gets the new ones at its first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.errors import InputError, PlanError
+from autopar.lower.sharded import Piece
+from autopar.lower.stages import Lowered
+from autopar.plan.plan import Plan
+from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
+from autopar.runtime.ranks.world import World
+from autopar.sharding.layouts import placements
+
+
+class _Entry(NamedTuple):
+    """One name in the tables of the model's modules."""
+
+    table: dict[str, Any]
+    name: str
+    before: torch.Tensor
+    after: torch.Tensor | None  # None: this rank does not have it
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Parameters whose gradients the same ranks add up."""
+
+    group: Any  # process group
+    keys: tuple[int, ...]  # ids of the new parameters
+
+
+class RankParameters:
+    """What this rank holds of the model, once a plan has placed it."""
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self._world, self._model = world, model
+        self._meshes: dict[StageGrid, DeviceMesh] = {}
+        self._entries: list[_Entry] = []
+        self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
+        self._holdings: dict[int, dict[int, Holding]] = {}
+        self._buckets: list[_Bucket] = []
+        self.parameters: dict[int, nn.Parameter] = {}  # this rank's, by id
+        self.failed = False  # a call failed here, so that the ranks may be out of step
+
+    @property
+    def placed(self) -> bool:
+        return bool(self._entries)
+
+    # -- placing ----------------------------------------------------------------------------------------------------
+
+    def place(self, plan: Plan, lowered: Lowered, stages: Sequence[StageGrid]) -> None:
+        """Keep what this rank's stages read, and free the rest. All ranks place at the same time.
+
+        Raises InputError for gradients that it would lose, PlanError for tied weights that stages cut differently.
+        """
+        tensors = named_tensors(self._model)
+        grown = next((name for name, t in tensors.items() if t.grad is not None), None)
+        if grown is not None:
+            raise InputError(
+                f"'{grown}' has a gradient from before; call model.zero_grad() before the first pipelined call"
+            )
+        self._holdings = holdings(lowered, stages, tensors)
+        self._make_meshes(plan, stages)
+        groups = self._world.groups([h.together for by_rank in self._holdings.values() for h in by_rank.values()])
+        for key, tensor in {id(t): t for t in tensors.values()}.items():
+            self._new[key] = self._kept(tensor, stages)
+        both: list[dict[str, Any]] = [table for m in self._model.modules() for table in (m._parameters, m._buffers)]
+        tables = [(table, name) for table in both for name in table]
+        for table, name in tables:
+            before: Any = table[name]
+            if before is not None:
+                self._entries.append(_Entry(table, name, before, self._new[id(before)]))
+        self._free(lowered, {id(t): t for t in tensors.values()})
+        self._fill_buckets(groups)
+        _follow(self)
+        self._show(lambda entry: entry.after)
+
+    def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:
+        for stage, grid in zip(plan.stages, stages, strict=True):
+            if grid not in self._meshes:
+                axes = stage.sharding.axes if stage.sharding is not None and grid.mesh else ()
+                names = (*(("replica",) if len(grid.ranks) > 1 else ()), *axes) or ("device",)
+                self._meshes[grid] = DeviceMesh("cpu", torch.from_numpy(grid.grid), mesh_dim_names=names)
+
+    def lines(self, grid: StageGrid) -> tuple[str, ...]:
+        """The names of the process groups of this rank's lines along the axes of a stage's mesh."""
+        mesh = self._meshes[grid]
+        first = mesh.ndim - len(grid.mesh)
+        return tuple(mesh.get_group(first + axis).group_name for axis in range(len(grid.mesh)))
+
+    def _kept(self, tensor: torch.Tensor, stages: Sequence[StageGrid]) -> torch.Tensor | None:
+        """What this rank has in the place of a parameter or buffer. One that no stage reads, every rank keeps."""
+        held = self._holdings.get(id(tensor))
+        if held is None:
+            return tensor
+        mine = held.get(self._world.rank)
+        if mine is None:
+            return None
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        grid, piece = stages[mine.stage], mine.piece
+        mesh = self._meshes[grid]
+        layout = placements(piece.layout) if grid.mesh else (Replicate(),)
+        layout = (Replicate(),) * (mesh.ndim - len(layout)) + tuple(layout)
+        local = tensor.detach() if piece.whole else piece.taken(tensor).clone()
+        whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        new = nn.Parameter(whole, tensor.requires_grad)
+        self.parameters[id(new)] = new
+        return new
+
+    def _free(self, lowered: Lowered, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Give the memory of parameters back that this rank keeps elsewhere, or not at all."""
+        for key, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter) and key in self._holdings:
+                tensor.data = _hollow(tensor)
+        hollow_stages(lowered)
+
+    def _show(self, of: Callable[[_Entry], torch.Tensor | None]) -> None:
+        for entry in self._entries:
+            value = of(entry)
+            if value is None:
+                entry.table.pop(entry.name, None)
+            else:
+                entry.table[entry.name] = value
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the model has all the parameters that it was built with, those that were placed without values."""
+        self._show(lambda entry: entry.before)
+        try:
+            yield
+        finally:
+            self._show(lambda entry: entry.after)
+
+    # -- use --------------------------------------------------------------------------------------------------------
+
+    def of(self, tensor: torch.Tensor, piece: Piece) -> nn.Parameter:
+        """This rank's parameter in the place of the one that the model was built with. Raises PlanError for another
+        piece of it than it has."""
+        held = self._holdings.get(id(tensor), {}).get(self._world.rank)
+        new = self._new.get(id(tensor))
+        if (
+            held is None
+            or not isinstance(new, nn.Parameter)
+            or (held.piece.layout, held.piece.place)
+            != (
+                piece.layout,
+                piece.place,
+            )
+        ):
+            raise PlanError(
+                f"rank {self._world.rank} needs '{piece.name}' for a call of another mode or size than the first, and "
+                "the plan placed it elsewhere; make the plan in the mode in which the model trains"
+            )
+        return new
+
+    def sum_gradients(self, leaves: Iterable[tuple[int, torch.Tensor | None]]) -> dict[int, torch.Tensor]:
+        """Gradients by id of this rank's parameters, added up over all ranks with equal parts. Collective.
+
+        `leaves`: gradients of this rank's stages, by id of the parameter, in a fixed order. A rank without a gradient
+        takes part with zeros. A parameter for which no rank has one gets none, as in one process.
+        """
+        local: dict[int, torch.Tensor] = {}
+        for key, gradient in leaves:
+            if gradient is not None:
+                local[key] = gradient if key not in local else local[key] + gradient
+        for bucket in self._buckets:
+            self._reduce(bucket, local)
+        return {key: self._as_parameter(key, gradient) for key, gradient in local.items()}
+
+    def _fill_buckets(self, groups: Mapping[tuple[int, ...], Any]) -> None:
+        """One bucket per set of ranks and dtype, in the same order on all ranks."""
+        found: defaultdict[tuple[tuple[int, ...], str], list[int]] = defaultdict(list)
+        for key, by_rank in self._holdings.items():
+            mine, new = by_rank.get(self._world.rank), self._new.get(key)
+            if mine is not None and isinstance(new, nn.Parameter) and len(mine.together) > 1:
+                found[mine.together, str(new.dtype)].append(id(new))
+        self._buckets = [_Bucket(groups[ranks], tuple(keys)) for (ranks, _), keys in sorted(found.items())]
+
+    def _reduce(self, bucket: _Bucket, local: dict[int, torch.Tensor]) -> None:
+        shapes = {key: _local(self.parameters[key]) for key in bucket.keys}
+        parts = [local[k].reshape(-1) if k in local else torch.zeros_like(x).reshape(-1) for k, x in shapes.items()]
+        flags = torch.tensor([float(key in local) for key in bucket.keys], dtype=parts[0].dtype)
+        flat = torch.cat([*parts, flags])
+        dist.all_reduce(flat, group=bucket.group)
+        *sums, present = flat.split([*(x.numel() for x in shapes.values()), len(shapes)])
+        for key, total, has in zip(bucket.keys, sums, present.tolist(), strict=True):
+            if has:
+                local[key] = total.view(shapes[key].shape)
+
+    def _as_parameter(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
+        p: Any = self.parameters[key]
+        whole: torch.Tensor = DTensor.from_local(
+            gradient, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        return whole
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer that has parameters from before the placing this rank's instead.
+
+        Raises InputError if it has made steps with them.
+        """
+        for group in optimizer.param_groups:
+            old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
+            if not old:
+                continue
+            if any(optimizer.state.get(p) for p in old):
+                raise InputError(
+                    "the optimizer has states of parameters that have since been placed on ranks; make it anew from "
+                    "pm.parameters() after the first call, or give parallelize example_args= and make it then"
+                )
+            group["params"] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part, without history; it shares the parameter's memory."""
+    return _local(parameter)
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = parameter.to_local()
+    return found.detach()
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, under all of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def hollow_stages(lowered: Lowered) -> None:
+    """Free what the stages' own modules hold of parameters: pieces of sharded ones are views of whole ones."""
+    for stage in lowered.stages:
+        for parameter in stage.module.parameters():
+            if parameter.untyped_storage().nbytes() > parameter.element_size():
+                parameter.data = _hollow(parameter)
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape whose entries are one number in memory: what reads it computes NaN."""
+    fill = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _follow(parameters: RankParameters) -> None:
+    """Have every optimizer's next step begin with `adopt`. torch keeps the hook; it holds nothing alive."""
+    alive = ref(parameters)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = alive()
+        if found is not None:
+            found.adopt(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)

@@ -1,0 +1,136 @@
+"""One call of a pipelined model on one rank.
+
+```
+   every rank: the whole batch -> its slot's actions (Run, with a wire for a mailbox) -> losses and outputs to all ranks
+```
+Afterwards every rank has all losses, and all outputs where the caller gets them: it goes on as if it had run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autopar.runtime.mailbox import Address, Mailbox
+from autopar.runtime.outputs import OutputCollector
+from autopar.runtime.ranks.executable import RankExecutable
+from autopar.runtime.ranks.parameters import RankParameters
+from autopar.runtime.ranks.wire import Spec, Wire
+from autopar.runtime.ranks.world import World
+from autopar.runtime.run import Run
+from autopar.runtime.transfers import as_leaf
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class RankRun(Run):
+    """One call, between its forward and its backward, on one rank."""
+
+    executable: RankExecutable
+
+    def __init__(self, run: Run, placed: RankParameters) -> None:
+        """`run`: the call as one process would run it, not started."""
+        assert isinstance(run.executable, RankExecutable)
+        super().__init__(run.executable, run.call, run.lock, device_context=run._device_context)
+        self._placed = placed
+        self._wire: Wire | None = None
+        self._may_go_back = False
+        self._trained: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self.tensors.outputs = SharedOutputs(self.tensors.outputs)
+
+    @property
+    def _has_activations(self) -> bool:
+        """The same on all ranks, also where this one has no stage or no micro-batch."""
+        return self._may_go_back
+
+    def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
+        one = self.executable
+        if one.slot < 0:
+            return Mailbox(0)
+        traffic = one.traffic(self.call.n_microbatches, training, only_backward)
+        link, rank = one.world.link(), one.world.rank
+        self._wire = Wire(
+            rank, one.slot, one.lanes, traffic.messages, link, self._specs, self._trained, look_ahead=traffic.look_ahead
+        )
+        return self._wire
+
+    def _specs(self, address: Address) -> Mapping[int, Spec]:
+        inputs = [pieces[address.microbatch] for pieces in self.call.inputs]
+        outputs = self.executable.shapes.of(inputs)[address.sender]
+        return {p: outputs[p] for p in self.executable.reads[address.sender, address.receiver]}
+
+    def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
+        self._placed.failed = True  # unless it gets to the end
+        super()._execute(training=training, only_backward=only_backward, keep_graph=keep_graph)
+        if self._wire is not None:
+            self._wire.finish()
+            self._wire = None
+        if not only_backward:
+            if self.call.loss is not None:
+                self._share_losses()
+            if self.call.return_outputs:
+                assert isinstance(self.tensors.outputs, SharedOutputs)
+                self.tensors.outputs.share(self.executable)
+        self._may_go_back = keep_graph or not training
+        self._placed.failed = False
+
+    def _share_losses(self) -> None:
+        """Every micro-batch's loss from the rank that computed it, as 64-bit numbers, which hold any loss exactly."""
+        tensors, one, n = self.tensors, self.executable, self.call.n_microbatches
+        numbers = torch.zeros(2 * n + 1, dtype=torch.float64)  # losses, their dtypes, whether one has a gradient
+        for i in range(n):
+            loss = tensors.losses[i]
+            if one.owner(i) == one.world.rank and loss is not None:
+                numbers[i], numbers[n + i] = loss.double(), _DTYPES.index(loss.dtype)
+                numbers[2 * n] = float(tensors.has_gradient)
+        one.world.all_reduced(numbers)
+        *of_microbatches, has_gradient = numbers.tolist()
+        dtype = _DTYPES[int(of_microbatches[n])]
+        tensors.losses = [torch.tensor(loss, dtype=dtype) for loss in of_microbatches[:n]]
+        tensors.has_gradient = has_gradient > 0
+
+    def _update_buffers(self) -> None:
+        super()._update_buffers()
+        self.executable.share_buffers()
+
+
+class SharedOutputs(OutputCollector):
+    """Keeps the outputs of this rank's micro-batches until all ranks share them."""
+
+    def __init__(self, like: OutputCollector) -> None:
+        super().__init__(like.outputs, like.sizes, like.device)
+        self._own: dict[int, list[Any]] = {}
+
+    def add(self, values: Sequence[Any], microbatch: int) -> None:
+        self._own[microbatch] = [as_leaf(value) for value in values]
+
+    def share(self, executable: RankExecutable) -> None:
+        """Collective: every rank gets the outputs of all micro-batches, in their order."""
+        world = executable.world
+        for microbatch in range(len(self.sizes)):
+            owner = executable.owner(microbatch)
+            values = self._own.pop(microbatch) if owner == world.rank else []
+            super().add(_from_owner(world, owner, values), microbatch)
+        self._own.clear()
+
+
+def _from_owner(world: World, owner: int, values: Sequence[Any]) -> list[Any]:
+    """Flat outputs of a micro-batch, as the rank `owner` has them in `values`."""
+    (described,) = world.broadcast_objects([list(map(_described, values))], owner)
+    found = []
+    for place, (shape, dtype, requires_grad, value) in enumerate(described):
+        if shape is None:
+            found.append(value)
+            continue
+        tensor = torch.empty(shape, dtype=dtype) if owner != world.rank else values[place].detach().contiguous()
+        world.broadcast(tensor, owner)
+        found.append(tensor.requires_grad_(requires_grad))
+    return found
+
+
+def _described(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad, None
+    return None, None, False, value

@@ -1,0 +1,64 @@
+"""The shapes of what stages send each other, derived on every rank by running the stages without values.
+
+Both ends of a message need its shapes before it is sent: the receiver posts its receive ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autopar.errors import PlanError
+from autopar.lower.stages import Lowered, StageProgram, replica
+from autopar.runtime.ranks.wire import Spec, TensorSpec
+
+_META = torch.device("meta")
+_MOST_KEPT = 64
+
+
+class StageShapes:
+    """What every stage sends, by the shapes of a micro-batch's inputs."""
+
+    def __init__(self, lowered: Lowered, tensor: Callable[[str], torch.Tensor], captured: torch.device) -> None:
+        """`tensor(name)`: one of the shape of the model's tensor; `captured`: the device of the program's constants."""
+        self._lowered = lowered
+        self._modules = [_without_values(stage, tensor, captured) for stage in lowered.stages[:-1]]
+        self._known: dict[tuple[Any, ...], list[list[Spec]]] = {}
+
+    def of(self, inputs: Sequence[Any]) -> list[list[Spec]]:
+        """For every stage but the last, its outputs. `inputs`: the model's flat inputs of one micro-batch."""
+        key = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KEPT:
+                self._known.clear()
+            self._known[key] = self._derived(inputs)
+        return self._known[key]
+
+    def _derived(self, inputs: Sequence[Any]) -> list[list[Spec]]:
+        inputs = [torch.empty_like(x, device=_META) if isinstance(x, torch.Tensor) else x for x in inputs]
+        made: list[tuple[Any, ...]] = []
+        for stage, module in zip(self._lowered.stages, self._modules, strict=False):
+            received = [made[source][position] for source, position in stage.received]
+            try:
+                with torch.no_grad():
+                    made.append(module(*(inputs[i] for i in stage.model_inputs), *received))
+            except (RuntimeError, NotImplementedError) as error:
+                raise PlanError(
+                    f"the shapes that stage {stage.index} sends depend on values ({str(error).splitlines()[0]}), and "
+                    "stages in different processes need shapes that follow from those of the inputs; cut the model "
+                    "elsewhere, or run it in one process (devices=)"
+                ) from error
+        return [[_spec(x) for x in outputs] for outputs in made]
+
+
+def _spec(value: Any) -> Spec:
+    return TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _without_values(stage: StageProgram, tensor: Callable[[str], torch.Tensor], captured: torch.device) -> Any:
+    tensors: Mapping[str, torch.Tensor] = {
+        piece.attribute: torch.empty_like(piece.taken(tensor(piece.name)), device=_META) for piece in stage.pieces
+    }
+    return replica(stage, tensors, [_META] * stage.shards, captured)

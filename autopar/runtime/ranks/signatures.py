@@ -1,0 +1,153 @@
+"""The signatures of a model on one rank: agreed on by all ranks, and placed as far as this one runs them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autopar.analysis.loss import LossSplit
+from autopar.errors import InputError
+from autopar.plan.plan import Plan
+from autopar.runtime.bound_signature import (
+    BoundSignature,
+    Lookup,
+    RunSettings,
+    check_follows_hints,
+    keeps_batch_whole,
+    lowered_by,
+)
+from autopar.runtime.captures import BoundCall, CallArguments
+from autopar.runtime.executable import StagePlacement
+from autopar.runtime.ranks.agreement import compare, digest, weights_digest
+from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
+from autopar.runtime.ranks.holders import StageGrid, check_supported, grids
+from autopar.runtime.ranks.parameters import RankParameters, hollow_stages, named_tensors
+from autopar.runtime.ranks.world import World
+from autopar.runtime.signatures import Decide, Signatures
+from autopar.runtime.workers import Worker
+from autopar.version import __version__
+from cost_models.hardware.devices import Device
+
+_SAME_SCRIPT = "run the same script with the same data on every rank"
+
+
+class RankSignatures(Signatures):
+    """All signatures of one model on one rank. The first plan places the parameters; later calls follow it, too."""
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        devices: Sequence[Device],
+        decide: Decide,
+        user_plan: Plan | None,
+        settings: RunSettings,
+    ) -> None:
+        """`decide(example)`: on all ranks at once, the same plan on all."""
+        super().__init__(model, devices, decide, user_plan, settings)
+        self.parameters = RankParameters(world, model)
+        self._world = world
+        self._rank_of = {device.name: rank for rank, device in enumerate(devices)}
+
+    def bind(self, call: CallArguments) -> BoundCall:
+        """Capture, plan and place for `call`, as far as that is not done yet. Collective where something is new."""
+        with self.parameters.whole():
+            return super().bind(call)
+
+    def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
+        """How the loss splits. Raises InputError on all ranks where one alone cannot capture it."""
+        split = super()._loss_split(bound, call)
+        if split is None:
+            return None
+        own = torch.tensor(zlib.crc32(repr((split.combine, split.target_dims)).encode()), dtype=torch.int64)
+        if self._world.differ(own):
+            reasons = self._world.gathered(f"'{split.combine}'" + (f" ({split.why})" if split.why else ""))
+            texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
+            raise InputError(
+                f"ranks differ in how the loss of micro-batches makes that of the batch: {texts}; {_SAME_SCRIPT}"
+            )
+        return split
+
+    def _place(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
+        with torch.inference_mode(False):
+            self._placed(signature, plan, check_hints=check_hints)
+
+    def _placed(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
+        program, batching = signature.program, signature.batching
+        self._compare(signature, plan)
+        stage_of = plan.assign(program, batching.storages)
+        if check_hints:
+            check_follows_hints(plan, signature, self._model, len(self._devices), stage_of)
+        lowered = lowered_by(plan, signature, stage_of, self.settings)
+        whole, stages = named_tensors(self._model), grids(plan, self._rank_of)
+        check_supported(plan, lowered, whole)
+        if self.parameters.placed:
+            hollow_stages(lowered)
+        else:
+            self.parameters.place(plan, lowered, stages)
+        executable = RankExecutable(
+            program,
+            lowered,
+            self._placements(plan, stages),
+            plan.schedule,
+            Lookup(self._model),
+            world=self._world,
+            stages=stages,
+            parameters=self.parameters,
+            whole=whole,
+            chunks=plan.chunks,
+            watch_nan=self.settings.watch_nan,
+        )
+        signature.plan = plan
+        signature.n_microbatches = 1 if keeps_batch_whole(batching, self.settings) else plan.n_microbatches
+        signature.lowered, signature.executable, signature.whole = lowered, executable, None
+
+    def _compare(self, signature: BoundSignature, plan: Plan) -> None:
+        facts = {
+            "the version of torch": (torch.__version__, "install the same everywhere"),
+            "the version of autopar": (__version__, "install the same everywhere"),
+            "the captured program": (digest(str(signature.program.graph)), _SAME_SCRIPT),
+            "the plan": (digest(_decision(plan)), "give every rank the same plan"),
+        }
+        if not self.parameters.placed:
+            same = "build the model from the same seed (torch.manual_seed) or the same checkpoint on every rank"
+            facts["the model's weights"] = (weights_digest(self._model), same)
+        compare(self._world, facts)
+
+    def _placements(self, plan: Plan, stages: Sequence[StageGrid]) -> list[StagePlacement]:
+        remote: dict[tuple[int, ...], RemoteWorker] = {}  # by the ranks of a slot: chunks share their slots
+
+        def worker(group: tuple[int, ...]) -> Worker | RemoteWorker:
+            if self._world.rank in group:
+                return self._workers[self._devices[self._world.rank].name]
+            return remote.setdefault(group, RemoteWorker(self._devices[group[0]]))
+
+        cpu = torch.device("cpu")
+        return [
+            StagePlacement(
+                workers=tuple(worker(group) for group in grid.ranks),  # type: ignore[misc]
+                devices=tuple((cpu,) * len(group) for group in grid.ranks),
+                recompute=stage.recompute,
+                predicted_bytes=stage.peak_memory,
+            )
+            for stage, grid in zip(plan.stages, stages, strict=True)
+        ]
+
+    def _divisible(self, signature: BoundSignature, batch_size: int) -> BoundSignature:
+        assert signature.lowered is not None
+        if batch_size % signature.lowered.multiple:
+            raise InputError(
+                f"a batch of {batch_size} samples cannot be cut over the meshes of this plan, whose shards stay on "
+                f"their ranks: give batches of a multiple of {signature.lowered.multiple} samples"
+            )
+        return signature
+
+
+def _decision(plan: Plan) -> str:
+    """What a plan decides, without what it predicts: measurements of two ranks differ."""
+    alone = plan.without_predictions("compared")
+    return replace(alone, notes=(), assumed=None).to_json()

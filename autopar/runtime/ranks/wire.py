@@ -1,0 +1,254 @@
+"""The mailbox of a rank: messages between stages that are in different processes.
+
+A message is a row of numbers (the header) and the tensors whose shapes both ends have derived from the graph:
+
+    forward     header: for each value 1 if its tensor requires a gradient, or the value itself, a number
+    backward    header: for each value 1 if it has a gradient. One that has none travels as zeros, and is dropped.
+
+Nothing moves before the receiver has posted its receive, so a rank posts them ahead, before it computes. It posts the
+receives from one rank in the order in which that rank sends (`messages.py`): where messages have no tags, that pairs
+them. It posts as many beyond the last one it has read as `look_ahead` says, which bounds the memory of what has arrived
+early. A send never blocks its rank: a rank that waits, waits for a message that another one sends in an earlier action,
+as in one process, so that a table that can run there does not deadlock here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.runtime.mailbox import Aborted, Address, Mailbox
+from autopar.runtime.ranks.links import Link, Pending
+from autopar.runtime.ranks.messages import Message
+from autopar.schedule.clock import Phase
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that a message carries."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Spec = TensorSpec | type  # or a Python number
+Specs = Callable[[Address], Mapping[int, Spec]]  # what a forward message carries, by position in the stage's outputs
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Which ranks of a slot send to which ranks of another: all have the whole value, and every receiver one sender."""
+
+    ranks: tuple[tuple[int, ...], ...]  # of every slot, in the order of its mesh
+
+    def sender(self, message: Message, receiver: int) -> int:
+        sources, targets = self.ranks[message.source], self.ranks[message.target]
+        return sources[targets.index(receiver) % len(sources)]
+
+    def receivers(self, message: Message, sender: int) -> tuple[int, ...]:
+        return tuple(rank for rank in self.ranks[message.target] if self.sender(message, rank) == sender)
+
+
+@dataclass
+class _Posted:
+    """A message whose receives have been posted."""
+
+    header: torch.Tensor
+    tensors: dict[int, torch.Tensor]  # by position
+    pending: list[Pending]
+
+
+class Wire(Mailbox):
+    """The messages of one execution on one rank. Those between stages of the rank's own slot stay in memory."""
+
+    def __init__(
+        self,
+        rank: int,
+        slot: int,
+        lanes: Lanes,
+        messages: Sequence[Message],
+        link: Link,
+        specs: Specs,
+        trained: dict[tuple[int, int, int], tuple[int, ...]],
+        *,
+        look_ahead: int,
+    ) -> None:
+        """`look_ahead`: receives from each rank posted before they are needed (look_ahead.py). `trained`: of the call,
+        by (stage, later stage, micro-batch) the values sent forward that require a gradient; grows. It outlives an
+        execution: a backward may be one of its own."""
+        super().__init__(0)
+        self._rank, self._slot, self._lanes, self._link = rank, slot, lanes, link
+        self._specs, self._trained, self._look_ahead = specs, trained, look_ahead
+        self._by_address = {message.address: message for message in messages}
+        self._width = 1 + max(
+            (len(specs(_as_forward(m.address))) for m in messages), default=0
+        )  # parts of the longest message
+        self._local: dict[Address, Any] = {}
+        self._incoming: defaultdict[int, deque[Message]] = defaultdict(deque)  # by rank, not posted yet
+        for message in messages:
+            if message.target == slot:
+                self._incoming[lanes.sender(message, rank)].append(message)
+        self._posted: dict[Address, _Posted] = {}
+        self._ahead: defaultdict[int, int] = defaultdict(int)  # by rank, posted and not read yet
+        self._sends: defaultdict[int, deque[tuple[int, torch.Tensor, Pending]]] = defaultdict(deque)  # by rank
+        self._aborted = False
+        self._post_ahead()
+
+    def send(self, slot: int, address: Address, message: Any) -> None:
+        """Post the sends of a message for `slot`."""
+        if slot == self._slot:
+            self._local[address] = message
+            return
+        known = self._by_address[address]
+        header, tensors = self._packed(address, message)
+        self._post_ahead()  # what comes back for this one has a known shape from here on
+        for target in self._lanes.receivers(known, self._rank):
+            for part, tensor in enumerate([header, *tensors]):
+                pending = self._link.send(tensor, target, self._tag(known, part))
+                self._sends[target].append((known.read_by, tensor, pending))
+
+    def receive(self, slot: int, address: Address) -> Any:
+        """Wait for a message. Raises Aborted after `abort`, AutoparError if its sender has failed."""
+        if self._aborted:
+            raise Aborted
+        message = self._by_address.get(address)
+        if message is None:
+            return self._local.pop(address)
+        source = self._lanes.sender(message, self._rank)
+        while address not in self._posted:
+            self._post_next(source)
+        posted = self._posted.pop(address)
+        self._ahead[source] -= 1
+        self._post_ahead()
+        self._wait(posted.pending, source, address)
+        self._release(source, message.sent_by)
+        return self._unpacked(address, posted)
+
+    def abort(self) -> None:
+        """What is read from now on raises Aborted. A wait that has begun ends with its message, or with its sender."""
+        self._aborted = True
+
+    def finish(self) -> None:
+        """After all actions: wait until everything sent has arrived."""
+        for target, sends in self._sends.items():
+            while sends:
+                _, _, pending = sends.popleft()
+                self._wait([pending], target, None)
+
+    # -- receives ---------------------------------------------------------------------------------------------------
+
+    def _post_ahead(self) -> None:
+        for source, waiting in self._incoming.items():
+            while waiting and self._ahead[source] < self._look_ahead and self._is_known(waiting[0].address):
+                self._post_next(source)
+
+    def _is_known(self, address: Address) -> bool:
+        """Whether the shapes are: those of gradients, once their values have been sent."""
+        return address.direction is Phase.FORWARD or _forward(address) in self._trained
+
+    def _post_next(self, source: int) -> None:
+        message = self._incoming[source].popleft()
+        specs = self._tensors(message.address)
+        header = torch.empty(len(self._specs(_as_forward(message.address))), dtype=torch.int64)
+        tensors = {position: torch.empty(spec.shape, dtype=spec.dtype) for position, spec in specs.items()}
+        pending = [
+            self._link.receive(tensor, source, self._tag(message, part))
+            for part, tensor in enumerate([header, *tensors.values()])
+        ]
+        self._posted[message.address] = _Posted(header, tensors, pending)
+        self._ahead[source] += 1
+
+    def _tensors(self, address: Address) -> dict[int, TensorSpec]:
+        """The tensors of a message: all values forward; backward the gradients of those that require one."""
+        specs = self._specs(_as_forward(address)).items()
+        trained = self._trained[_forward(address)] if address.direction is Phase.BACKWARD else None
+        return {p: s for p, s in specs if isinstance(s, TensorSpec) and (trained is None or p in trained)}
+
+    def _unpacked(self, address: Address, posted: _Posted) -> dict[int, Any]:
+        specs = self._specs(_as_forward(address))
+        flags = dict(zip(specs, posted.header.tolist(), strict=True))
+        if address.direction is Phase.BACKWARD:
+            return {position: tensor for position, tensor in posted.tensors.items() if flags[position]}
+        self._trained[_forward(address)] = tuple(p for p in posted.tensors if flags[p])
+        found: dict[int, Any] = {}
+        for position, spec in specs.items():
+            if isinstance(spec, TensorSpec):
+                found[position] = posted.tensors[position].requires_grad_(bool(flags[position]))
+            else:
+                found[position] = _number(flags[position], spec)
+        return found
+
+    # -- sends ------------------------------------------------------------------------------------------------------
+
+    def _packed(self, address: Address, message: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        specs, tensors = self._specs(_as_forward(address)), self._tensors
+        if address.direction is Phase.FORWARD:
+            values = {position: message[position] for position in specs}
+            flags = [int(x.requires_grad) if isinstance(x, torch.Tensor) else _bits(x) for x in values.values()]
+            self._trained[_forward(address)] = tuple(
+                p for p, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
+            )
+        else:
+            values = message
+            flags = [int(values.get(position) is not None) for position in specs]
+        return torch.tensor(flags, dtype=torch.int64), [
+            self._fitting(values.get(position), spec, address) for position, spec in tensors(address).items()
+        ]
+
+    def _fitting(self, value: torch.Tensor | None, spec: TensorSpec, address: Address) -> torch.Tensor:
+        """A value as it travels. Raises AutoparError for another shape than derived, which its receiver expects."""
+        if value is None:
+            return torch.zeros(spec.shape, dtype=spec.dtype)
+        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+            raise AutoparError(
+                f"stage {address.sender} made a tensor of shape {tuple(value.shape)} and {value.dtype} for stage "
+                f"{address.receiver}, which expects {spec.shape} and {spec.dtype}: its shape depends on values, and "
+                "stages in different processes need shapes that follow from those of the inputs"
+            )
+        return value.detach().contiguous()
+
+    def _release(self, source: int, action: int) -> None:
+        """Forget what a rank had read before it sent a message in its action number `action`."""
+        sends = self._sends[source]
+        while sends and sends[0][0] <= action:
+            self._wait([sends.popleft()[2]], source, None)
+
+    def _tag(self, message: Message, part: int) -> int:
+        return message.number * self._width + part
+
+    def _wait(self, pending: Sequence[Pending], other: int, address: Address | None) -> None:
+        try:
+            for one in pending:
+                one.wait()
+        except RuntimeError as error:
+            what = "its messages"
+            if address is not None:
+                kind = "outputs" if address.direction is Phase.FORWARD else "gradients"
+                what = f"the {kind} of stage {address.sender} for micro-batch {address.microbatch}"
+            raise AutoparError(
+                f"rank {other} ended or failed while rank {self._rank} waited for {what}: {error}"
+            ) from error
+
+
+def _forward(address: Address) -> tuple[int, int, int]:
+    """(stage, later stage, micro-batch) of the values that a message carries, or whose gradients it carries."""
+    ends = (address.sender, address.receiver)
+    return (*(ends if address.direction is Phase.FORWARD else ends[::-1]), address.microbatch)
+
+
+def _as_forward(address: Address) -> Address:
+    return Address(Phase.FORWARD, *_forward(address))
+
+
+def _bits(number: Any) -> int:
+    """A Python number in 64 bits."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0]) if isinstance(number, float) else int(number)
+
+
+def _number(bits: int, kind: type) -> Any:
+    return struct.unpack("<d", struct.pack("<q", bits))[0] if kind is float else kind(bits)

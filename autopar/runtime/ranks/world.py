@@ -1,0 +1,124 @@
+"""The processes that run one plan: torchrun's, over torch.distributed. Rank i is the plan's device i."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import InputError
+from autopar.runtime.ranks.links import Link, TaggedLink
+from cost_models.hardware.devices import Device, parse_devices
+
+_worlds: dict[Any, World] = {}  # by torch's default process group
+
+
+@dataclass
+class World:
+    """All ranks, and the process groups that autopar uses beside the user's own."""
+
+    rank: int
+    size: int
+    control: Any  # process group of all ranks: plans, checks, losses, outputs
+    wire: Any  # of all ranks: messages between stages
+    _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def groups(self, wanted: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
+        """Process groups of several ranks each, this rank's own ones. Collective: all ranks ask for the same."""
+        for ranks in sorted(set(wanted) - self._groups.keys()):
+            if len(ranks) > 1:
+                self._groups[ranks] = dist.new_group(list(ranks), backend="gloo")
+        return {ranks: self._groups[ranks] for ranks in set(wanted) if len(ranks) > 1 and self.rank in ranks}
+
+    def link(self) -> Link:
+        return TaggedLink(self.wire)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on rank 0, on all ranks. What it raises there, every rank raises."""
+        sent: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                sent = [make(), None]
+            except Exception as error:
+                sent = [None, error]
+        value, failure = self.broadcast_objects(sent, 0)
+        if failure is not None:
+            raise failure
+        return value
+
+    def broadcast_objects(self, values: list[Any], source: int) -> list[Any]:
+        """The list of rank `source`, of the same length everywhere."""
+        dist.broadcast_object_list(values, src=source, group=self.control)
+        return values
+
+    def differ(self, number: torch.Tensor) -> bool:
+        """Whether a 64-bit number differs between ranks."""
+        found = [torch.empty_like(number) for _ in range(self.size)]
+        dist.all_gather(found, number, group=self.control)
+        return any(bool(theirs != number) for theirs in found)
+
+    def all_reduced(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks."""
+        dist.all_reduce(numbers, group=self.control)
+        return numbers
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite `tensor` everywhere with that of rank `source`. Any dtype: its bytes travel."""
+        if tensor.numel():
+            whole = tensor.contiguous()
+            dist.broadcast(whole.reshape(-1).view(torch.uint8), source, group=self.control)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+    def devices(self, resident: Any) -> tuple[Device, ...]:
+        """One CPU worker a rank; the ranks of a machine share its cores and memory. `resident`: see parse_devices."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        local = parse_devices(["cpu"] * here, resident)[0]
+        return tuple(replace(local, name=f"cpu:{rank}") for rank in range(self.size))
+
+
+def joined() -> World | None:
+    """The world of this process, whose process group starts here unless it has; None in a process by itself.
+
+    Raises InputError where ranks cannot run a plan.
+    """
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return None
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise InputError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the script with "
+                "torchrun --nproc-per-node N, or unset WORLD_SIZE to run in one process"
+            )
+        _refuse_gpus()
+        dist.init_process_group("gloo")
+    if dist.get_world_size() < 2:
+        return None
+    _refuse_gpus()
+    default = dist.group.WORLD
+    if default not in _worlds:
+        _worlds.clear()  # of process groups that have ended
+        control, wire = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        _worlds[default] = World(dist.get_rank(), dist.get_world_size(), control, wire)
+    return _worlds[default]
+
+
+def _refuse_gpus() -> None:
+    if torch.cuda.is_available():
+        raise InputError(
+            "one process a device runs on CPUs over gloo so far, and this machine has GPUs: give devices= to use the "
+            "GPUs from one process, or set CUDA_VISIBLE_DEVICES= to leave them out"
+        )

@@ -1,0 +1,83 @@
+"""Calls beside training steps, what a rank holds, and what ranks refuse: always the same on all ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rank_behaviour import (
+    evaluation,
+    fails_on_the_last_rank,
+    late_optimizer,
+    loss_of_one_rank,
+    memory,
+    refusals,
+    seen_by_hooks,
+)
+from rank_pool import RankFailure, RankPool
+
+pytestmark = pytest.mark.slow
+
+
+def test_further_calls_give_what_one_process_gives(ranks: RankPool) -> None:
+    for errors in ranks.run(evaluation, 2):
+        assert max(errors) < 1e-6
+
+
+def test_hooks_run_on_the_rank_of_their_layer(ranks: RankPool) -> None:
+    assert ranks.run(seen_by_hooks, 2) == [[], [(2, 12)] * 4]
+
+
+def test_a_rank_holds_its_own_parameters_alone(ranks: RankPool) -> None:
+    first, second = ranks.run(memory, 2)
+    half = 3 * (12 * 12 + 12) * 4
+    assert first["names"] == first["state"] == [f"{i}.{n}" for i in (0, 2, 4) for n in ("weight", "bias")]
+    assert second["names"] == second["state"] == [f"{i}.{n}" for i in (6, 8, 10) for n in ("weight", "bias")]
+    for one in (first, second):
+        assert one["local"] == half
+        assert one["left"] <= 24 * 4  # a number for every tensor, in the model's old parameters and the stages' code
+        assert one["is nan"]
+
+
+def test_every_rank_refuses_in_the_same_words(ranks: RankPool) -> None:
+    first, second = ranks.run(refusals, 2)
+    assert first == second
+    wanted = {
+        "weights": "InputError: ranks differ in the model's weights: .* on rank 0, .* on rank 1; build the model",
+        "plan": "InputError: ranks differ in the plan: ",
+        "options": "InputError: tune, calibrate, batch_norm='deferred': not with one process a device so far",
+        "planning": "InfeasibleError: ",
+        "content": "InputError: ranks differ in the content of the batch: rank 1 from rank 0",
+        "shapes": r"InputError: ranks differ in the call \(its kind, or the shapes of its batch\): rank 1",
+        "kind": r"InputError: ranks differ in the call \(its kind",
+        "input gradient": "InputError: an input needs a gradient",
+        "autocast": "InputError: autocast with one process a device",
+        "load": r"InputError: load_state_dict\(\) would load whole tensors",
+        "copy": "TypeError: a module whose parameters are spread over ranks cannot be copied",
+        "profile": r"InputError: train_step\(profile=True\)",
+    }
+    assert set(first) == set(wanted)
+    for what, pattern in wanted.items():
+        assert re.match(pattern, first[what]), f"{what}: {first[what]!r}"
+
+
+def test_an_optimizer_with_states_from_before_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(late_optimizer, 2):
+        assert "the optimizer has states of parameters that have since been placed" in message
+
+
+def test_a_loss_that_one_rank_alone_cannot_capture_is_refused_on_all(ranks: RankPool) -> None:
+    first, second = ranks.run(loss_of_one_rank, 2)
+    assert first == second
+    assert re.match(
+        "InputError: ranks differ in how the loss .* rank 0: 'mean'; rank 1: 'whole' .*cannot be captured", first
+    ), first
+
+
+def test_a_failed_call_ends_both_ranks(ranks: RankPool) -> None:
+    """The rank whose hook raises names its error, and refuses further calls. The other one loses its connection."""
+    with pytest.raises(RankFailure) as failure:
+        ranks.run(fails_on_the_last_rank, 2)
+    assert re.search(
+        r"AutoparError: rank 1 ended or failed while rank 0 waited for the gradients of stage 1", str(failure.value)
+    )

@@ -1,0 +1,88 @@
+"""Ranks over gloo give the losses, gradients and steps of one process, whatever the plan."""
+
+from __future__ import annotations
+
+import pytest
+from rank_behaviour import collectives
+from rank_cases import MODELS, Difference, Job, trained
+from rank_pool import RankPool
+
+
+def assert_as_one_process(job: Job, found: list[Difference], tolerance: float = 1e-5) -> None:
+    names = {name for name, _ in MODELS[job.model][0]().named_parameters()}
+    held: set[str] = set()
+    for rank, one in enumerate(found):
+        assert one.losses == found[0].losses, f"rank {rank} has another loss than rank 0"
+        assert one.loss_error <= tolerance
+        assert one.output_error <= tolerance
+        assert not {n: e for n, e in one.gradient_errors.items() if not e <= tolerance}
+        assert not {n: e for n, e in one.parameter_errors.items() if not e <= 10 * tolerance}
+        assert not {n: e for n, e in one.buffer_errors.items() if not e <= tolerance}
+        held |= set(one.gradient_errors)
+    assert held >= names
+
+
+def test_two_ranks_train_an_mlp_as_one_process_does(ranks: RankPool) -> None:
+    job = Job("mlp", "chain")
+    found = ranks.run(trained, 2, job)
+    assert_as_one_process(job, found)
+    for one in found:  # each holds its own half alone, and its optimizer states
+        assert one.held == 3 * (12 * 12 + 12) * 8
+        assert one.optimizer_bytes == 2 * one.held
+
+
+def test_functional_collectives_give_what_their_names_say(ranks: RankPool) -> None:
+    """torch's private operators, over gloo."""
+    for errors in ranks.run(collectives, 2):
+        assert not any(error.any() for error in errors)
+
+
+SLOW = [
+    *[(2, Job("mlp", "chain", schedule)) for schedule in ("gpipe", "zb-h1")],
+    *[(3, Job("gpt2", "chain", schedule)) for schedule in ("gpipe", "1f1b", "zb-h1")],
+    (2, Job("mlp", "chunks 3")),
+    (3, Job("mlp", "chunks 2", n_microbatches=6)),
+    (2, Job("mlp with dropout", "chain")),
+    (3, Job("mlp with dropout", "chain", "zb-h1", call="backward")),
+    (3, Job("skips", "chain")),
+    (3, Job("skips", "chain", "zb-h1", call="backward")),
+    (2, Job("cnn", "chain", call="backward")),
+    (3, Job("cnn", "replicas 2,1")),
+    (2, Job("mlp", "chain stage")),
+    (2, Job("gpt2", "chain selective")),
+    (2, Job("gpt2", "chain full")),
+    (2, Job("mlp", "replicas 2")),
+    (3, Job("gpt2", "replicas 1,2")),
+    (4, Job("mlp", "replicas 2,2", "gpipe", call="backward")),
+    (2, Job("gpt2", "hand tensor=2")),
+    (2, Job("gpt2", "hand tensor=2", call="backward")),
+    (2, Job("mlp", "hand data=2")),
+    (4, Job("gpt2", "hand tensor=2 pipeline=2")),
+    (4, Job("gpt2", "hand tensor=2 data=2")),
+    (4, Job("gpt2", "hand tensor=2 data=2 zero=3")),
+    (2, Job("attention", "shards 2")),
+    (4, Job("attention", "shards 2x2")),
+    (4, Job("frozen cnn", "shards 2*2")),
+    (4, Job("gpt2", "shards 2 2")),
+    (3, Job("gpt2", "shards 2 1")),
+    (3, Job("gpt2", "shards 1 2", "zb-h1")),
+    (2, Job("tied", "chain")),
+    (3, Job("resnet", "chain")),
+    (2, Job("mlp", "searched")),
+    (3, Job("gpt2", "chain", steps=20)),
+    (4, Job("gpt2", "hand tensor=2 pipeline=2", steps=20)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "job"),
+    SLOW,
+    ids=lambda value: (
+        str(value)
+        if isinstance(value, int)
+        else f"{value.model}-{value.plan}-{value.schedule}-{value.call}-{value.steps}"
+    ),
+)
+def test_ranks_train_as_one_process_does(ranks: RankPool, n: int, job: Job) -> None:
+    assert_as_one_process(job, ranks.run(trained, n, job))

@@ -1,0 +1,167 @@
+"""The wire between ranks: every message arrives as it was sent, and no schedule deadlocks under NCCL's rules."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from rendezvous import Deadlock, PairQueues
+
+from autopar import AutoparError
+from autopar.runtime.mailbox import Aborted, Address
+from autopar.runtime.ranks.look_ahead import LEAST, look_ahead
+from autopar.runtime.ranks.messages import messages
+from autopar.runtime.ranks.wire import Lanes, TensorSpec, Wire
+from autopar.schedule.builders import make_schedule
+from autopar.schedule.clock import Action, Phase
+
+SHAPE = TensorSpec((4,), torch.float32)
+
+
+def content(address: Address, position: int) -> torch.Tensor:
+    """Another one for every value of every message."""
+    return torch.tensor([address.sender, address.receiver, address.microbatch, position], dtype=torch.float32)
+
+
+class Pipeline:
+    """A chain of stages with skips over one stage; each sends a trained tensor, another one, and numbers."""
+
+    def __init__(self, name: str, n_microbatches: int, replicas: tuple[int, ...], chunks: int, shards: int = 1) -> None:
+        self.table = make_schedule(name, n_microbatches, replicas, chunks=chunks)
+        n = self.table.n_stages
+        self.consumers = [[c for c in (s + 1, s + 2) if c < n] for s in range(n)]
+        self.sources = [[p for p in (s - 2, s - 1) if p >= 0] for s in range(n)]
+        self.lanes = Lanes(tuple(tuple(range(k * shards, (k + 1) * shards)) for k in range(self.table.n_slots)))
+        self.n_ranks = self.table.n_slots * shards
+        self.messages = messages(self.table.actions, self.table.slot_of, self.consumers, self.sources)
+        self.ahead = look_ahead(self.messages)
+
+    def specs(self, address: Address) -> dict[int, Any]:
+        return {0: SHAPE, 1: SHAPE, 3: int, 4: float}
+
+    def run(self, queues: PairQueues) -> None:
+        """All ranks on threads. Raises what the first failing one raised."""
+        errors: list[BaseException] = []
+
+        def work(rank: int) -> None:
+            try:
+                slot = next(k for k, ranks in enumerate(self.lanes.ranks) if rank in ranks)
+                wire = Wire(
+                    rank, slot, self.lanes, self.messages, queues.of(rank), self.specs, {}, look_ahead=self.ahead
+                )
+                for action in self.table.actions[slot]:
+                    self.act(wire, action)
+                wire.finish()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.n_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def act(self, wire: Wire, action: Action) -> None:
+        phase, stage, i = action
+        if phase is Phase.WEIGHT:
+            return
+        slot = self.table.slot_of(stage, i)
+        if phase is Phase.FORWARD:
+            for source in self.sources[stage]:
+                address = Address(Phase.FORWARD, source, stage, i)
+                found = wire.receive(slot, address)
+                assert torch.equal(found[0], content(address, 0))
+                assert torch.equal(found[1], content(address, 1))
+                assert (found[0].requires_grad, found[1].requires_grad) == (True, False)
+                assert (found[3], found[4]) == (7 + i, 0.1 * i)
+            for target in self.consumers[stage]:
+                address = Address(Phase.FORWARD, stage, target, i)
+                values = {0: content(address, 0).requires_grad_(), 1: content(address, 1), 3: 7 + i, 4: 0.1 * i}
+                wire.send(self.table.slot_of(target, i), address, values)
+            return
+        for target in self.consumers[stage]:
+            address = Address(Phase.BACKWARD, target, stage, i)
+            found = wire.receive(slot, address)
+            assert set(found) == ({0} if i % 2 else set())  # a gradient that is None stays None
+            assert all(torch.equal(gradient, content(address, p)) for p, gradient in found.items())
+        for source in self.sources[stage]:
+            address = Address(Phase.BACKWARD, stage, source, i)
+            wire.send(self.table.slot_of(source, i), address, {0: content(address, 0)} if i % 2 else {})
+
+
+CASES = [
+    *[(name, m, (1,) * p, 1) for name in ("gpipe", "1f1b", "zb-h1") for p in (2, 3, 4, 6) for m in (1, 2, 5, 12)],
+    *[("interleaved-1f1b", m, (1,) * p, v) for p in (2, 3, 4) for v in (2, 3) for m in (p, 2 * p, 4 * p)],
+    *[
+        (name, 7, replicas, 1)
+        for name in ("gpipe", "1f1b", "zb-h1")
+        for replicas in ((2, 1), (1, 3), (2, 2), (1, 2, 1))
+    ],
+]
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["streams", "blocking"])
+@pytest.mark.parametrize(("name", "n_microbatches", "replicas", "chunks"), CASES)
+def test_no_schedule_deadlocks_without_tags_and_without_buffers(
+    name: str, n_microbatches: int, replicas: tuple[int, ...], chunks: int, blocking: bool
+) -> None:
+    queues, pipeline = PairQueues(blocking=blocking), Pipeline(name, n_microbatches, replicas, chunks)
+    pipeline.run(queues)
+    parts = 1 + len(pipeline.specs(Address(Phase.FORWARD, 0, 1, 0)))
+    assert queues.most_ahead <= parts * (look_ahead(pipeline.messages) + 1)
+
+
+def test_an_interleaved_schedule_needs_more_receives_ahead() -> None:
+    """With as few as other schedules need, it deadlocks where sends block: what `look_ahead` is for."""
+    pipeline = Pipeline("interleaved-1f1b", 6, (1, 1, 1), 2)
+    assert look_ahead(pipeline.messages) == 3
+    assert look_ahead(Pipeline("1f1b", 12, (1, 1, 1), 1).messages) == LEAST
+    pipeline.ahead = LEAST
+    with pytest.raises(Deadlock):
+        pipeline.run(PairQueues(blocking=True, patience=0.5))
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_every_rank_of_a_mesh_gets_every_message(shards: int) -> None:
+    Pipeline("1f1b", 4, (1, 1, 1), 1, shards).run(PairQueues(blocking=True))
+
+
+def two_ranks(queues: PairQueues) -> tuple[Wire, Wire]:
+    pipeline = Pipeline("1f1b", 1, (1, 1), 1)
+    return tuple(  # type: ignore[return-value]
+        Wire(r, r, pipeline.lanes, pipeline.messages, queues.of(r), pipeline.specs, {}, look_ahead=2) for r in (0, 1)
+    )
+
+
+def test_a_tensor_of_another_shape_than_derived_is_refused_where_it_is_sent() -> None:
+    sender, _ = two_ranks(PairQueues(blocking=False))
+    address = Address(Phase.FORWARD, 0, 1, 0)
+    with pytest.raises(AutoparError, match=r"stage 0 made a tensor of shape \(3,\)"):
+        sender.send(1, address, {0: torch.zeros(3), 1: torch.zeros(4), 3: 0, 4: 0.0})
+
+
+def test_a_rank_that_failed_reads_nothing_more() -> None:
+    _, receiver = two_ranks(PairQueues(blocking=False))
+    receiver.abort()
+    with pytest.raises(Aborted):
+        receiver.receive(1, Address(Phase.FORWARD, 0, 1, 0))
+
+
+def test_a_lost_connection_names_the_rank_and_the_message() -> None:
+    class Broken:
+        def send(self, *_: Any) -> Any: ...
+
+        def receive(self, *_: Any) -> Any:
+            return self
+
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    pipeline = Pipeline("1f1b", 1, (1, 1), 1)
+    wire = Wire(1, 1, pipeline.lanes, pipeline.messages, Broken(), pipeline.specs, {}, look_ahead=2)
+    with pytest.raises(AutoparError, match="rank 0 ended or failed while rank 1 waited for the outputs of stage 0"):
+        wire.receive(1, Address(Phase.FORWARD, 0, 1, 0))

@@ -1,0 +1,104 @@
+"""Processes that run tests as ranks over gloo. One process imports what they need, and all of them are forked from it.
+
+A job is a function at the top level of a module. Every rank calls it inside a process group of its own, and what the
+ranks return comes back by rank. A job that fails or hangs ends the pool, because other ranks may wait for the failed
+one; the next job starts a new one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120.0  # s for a job
+
+
+class RankFailure(Exception):
+    """A rank raised. The message has every failed rank's traceback."""
+
+
+class RankPool:
+    """Up to as many ranks as a job asks for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, job: Callable[..., Any], n: int, *args: Any) -> list[Any]:
+        """`job(*args)` on `n` ranks. Returns what each returned. Raises RankFailure, TimeoutError."""
+        self._start(n)
+        store = f"file://{self._folder / f'store{next(self._numbers)}'}"
+        connections = [connection for _, connection in self._workers[:n]]
+        for rank, connection in enumerate(connections):
+            connection.send((job, args, rank, n, store))
+        results, failures = [], []
+        end = time.monotonic() + TIMEOUT
+        for rank, connection in enumerate(connections):
+            # Once a rank has failed, the others may wait for it.
+            if not connection.poll(max(0.1, (2.0 if failures else end - time.monotonic()))):
+                failures.append(f"rank {rank} did not end")
+                continue
+            try:
+                ok, value = connection.recv()
+            except EOFError:
+                ok, value = False, "its process ended"
+            results.append(value)
+            if not ok:
+                failures.append(f"rank {rank}:\n{value}")
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers.clear()
+
+    def _start(self, n: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rank_cases"])
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the forking process knows no other way
+        try:
+            while len(self._workers) < n:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process.start()
+                self._workers.append((process, ours))
+        finally:
+            del os.environ["PYTHONPATH"]
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job, args, rank, n, store = connection.recv()
+        except EOFError:
+            return
+        try:
+            os.environ["LOCAL_WORLD_SIZE"] = str(n)
+            timeout = datetime.timedelta(seconds=TIMEOUT)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n, timeout=timeout)
+            connection.send((True, job(*args)))
+            dist.destroy_process_group()
+        except BaseException:
+            connection.send((False, traceback.format_exc()))

@@ -1,0 +1,75 @@
+"""A stand-in for NCCL between threads: one queue for every ordered pair of ranks, no tags, and nothing is buffered.
+
+A send and a receive match by the order in which they were posted. With `blocking`, a send also holds its thread until
+its receive has been posted, which NCCL does only to its stream: what gets through here needs no room for pending sends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+
+PATIENCE = 10.0  # s; a rank that waits longer has deadlocked
+
+
+class Deadlock(Exception):
+    """A rank waited for another one that did not come."""
+
+
+class PairQueues:
+    """The queues of all pairs. `most_ahead`: the most receives that any pair had posted without a send."""
+
+    def __init__(self, *, blocking: bool, patience: float = PATIENCE) -> None:
+        self.blocking, self.patience = blocking, patience
+        self.most_ahead = 0
+        self._changed = threading.Condition()
+        self._sends: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
+        self._receives: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
+
+    def of(self, rank: int) -> RankLink:
+        return RankLink(self, rank)
+
+    def post(self, pair: tuple[int, int], tensor: torch.Tensor, *, receive: bool) -> _Posted:
+        one = _Posted(self, tensor)
+        with self._changed:
+            (self._receives if receive else self._sends)[pair].append(one)
+            while self._sends[pair] and self._receives[pair]:
+                sent, received = self._sends[pair].popleft(), self._receives[pair].popleft()
+                if sent.tensor.shape != received.tensor.shape or sent.tensor.dtype != received.tensor.dtype:
+                    raise AssertionError(f"{pair}: a send of {sent.tensor} met a receive of {received.tensor.shape}")
+                received.tensor.copy_(sent.tensor)
+                sent.done = received.done = True
+            self.most_ahead = max(self.most_ahead, len(self._receives[pair]))
+            self._changed.notify_all()
+        if self.blocking and not receive:
+            one.wait()
+        return one
+
+    def wait(self, posted: _Posted) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: posted.done, self.patience):
+                raise Deadlock
+
+
+class _Posted:
+    def __init__(self, queues: PairQueues, tensor: torch.Tensor) -> None:
+        self.queues, self.tensor, self.done = queues, tensor, False
+
+    def wait(self) -> None:
+        self.queues.wait(self)
+
+
+class RankLink:
+    """The link of one rank."""
+
+    def __init__(self, queues: PairQueues, rank: int) -> None:
+        self._queues, self._rank = queues, rank
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Any:
+        return self._queues.post((self._rank, target), tensor, receive=False)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        return self._queues.post((source, self._rank), tensor, receive=True)

@@ -70,7 +70,7 @@ def test_stages_that_are_not_compiled_take_what_captured_ones_take(graphs: bool)
     captured, fast = (atom_times(one, make_atoms(one, STEP.constraints), kind, 1, 8) for one in (costs, priced))
     every = range(len(make_atoms(costs, STEP.constraints).nodes))
     for mode in Recompute:
-        alone = mode in (Recompute.SELECTIVE, Recompute.FULL) or (graphs and mode is Recompute.STAGE)
+        alone = mode.by_layer or mode is Recompute.SELECTIVE or (graphs and mode is Recompute.STAGE)
         usual, now = (one.running(mode).stage(every, recompute=mode) for one in (captured, fast))
         assert now.forward == pytest.approx((1.0 if alone else 0.5) * usual.forward)
         assert now.backward == pytest.approx((1.0 if alone else 0.5) * usual.backward)

@@ -24,11 +24,12 @@ from autopar.analysis.operators import written_arguments
 from autopar.errors import PlanError
 from autopar.lower import collectives, rank_transfers
 from autopar.lower.device_values import DEVICE, PARTS
+from autopar.lower.regather import kept_as_shards
 from autopar.lower.sharded import run_special
 from autopar.lower.stages import StageProgram
 from cost_models.graphs import get_attribute
 
-_LISTS = {*collectives.MOVES.values(), collectives.gradient, collectives.spread, run_special}
+_LISTS = {*collectives.MOVES.values(), collectives.gradient, collectives.spread, kept_as_shards, run_special}
 
 
 def project(stage: StageProgram, device: int, mesh: Sequence[int], groups: Sequence[str]) -> StageProgram:
@@ -72,6 +73,9 @@ class _Projection:
         if target in collectives.MOVES.values():
             move = (target.__name__, node.kwargs["axis"], node.kwargs["dim"])
             return self._call(rank_transfers.moved, node, (self._own(node.args[0]),), move=move)
+        if target is kept_as_shards:
+            parts, result = map(self._own, node.args)
+            return self._call(rank_transfers.kept_as_shards, node, (parts, result), moves=node.kwargs["moves"])
         if target is collectives.gradient:
             parts, result = map(self._own, node.args)
             return self._call(rank_transfers.gradient, node, (parts, result), moves=node.kwargs["moves"])

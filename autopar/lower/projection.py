@@ -29,7 +29,7 @@ from autopar.lower.sharded import run_special
 from autopar.lower.stages import StageProgram
 from cost_models.graphs import get_attribute
 
-_LISTS = {*collectives.MOVES.values(), collectives.gradient, collectives.spread, run_special, kept_as_shards}
+_LISTS = {*collectives.MOVES.values(), collectives.gradient, collectives.spread, kept_as_shards, run_special}
 
 
 def project(stage: StageProgram, device: int, mesh: Sequence[int], groups: Sequence[str]) -> StageProgram:
@@ -44,7 +44,7 @@ def project(stage: StageProgram, device: int, mesh: Sequence[int], groups: Seque
     graph = _Projection(stage, device, where).build()
     root = {str(n.target): get_attribute(stage.module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
     module = fx.GraphModule(root, graph, class_name=f"Stage{stage.index}Device{device}")
-    return dataclasses.replace(stage, module=module, pieces=pieces, regathers=False)
+    return dataclasses.replace(stage, module=module, pieces=pieces)
 
 
 class _Projection:
@@ -73,11 +73,12 @@ class _Projection:
         if target in collectives.MOVES.values():
             move = (target.__name__, node.kwargs["axis"], node.kwargs["dim"])
             return self._call(rank_transfers.moved, node, (self._own(node.args[0]),), move=move)
+        if target is kept_as_shards:
+            parts, result = map(self._own, node.args)
+            return self._call(rank_transfers.kept_as_shards, node, (parts, result), moves=node.kwargs["moves"])
         if target is collectives.gradient:
             parts, result = map(self._own, node.args)
             return self._call(rank_transfers.gradient, node, (parts, result), moves=node.kwargs["moves"])
-        if target is kept_as_shards:  # a rank keeps what it gathered, and does not gather again
-            return self._own(node.args[1])
         if target is collectives.spread:
             return self._call(rank_transfers.spread, node, (self._own(node.args[0]),), layout=node.kwargs["layout"])
         if target is collectives.joined:

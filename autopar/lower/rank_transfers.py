@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autopar.lower import process_groups
+from autopar.lower import process_groups, regather
 from autopar.lower.collectives import Move, added_up, share
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
 from autopar.sharding.parallel_operators.group import Call, OperatorGroup
@@ -69,6 +69,25 @@ def joined(x: torch.Tensor, *, layout: Placements, gradient: Placements, **where
         found: torch.Tensor = _Joined.apply(layout, gradient, where, x)
         return found
     return _whole(x.detach(), layout, where)
+
+
+def kept_as_shards(part: torch.Tensor, result: torch.Tensor, *, moves: Sequence[Move], **where: Any) -> torch.Tensor:
+    """`result`, which `moves` made of `part`. Where a stage keeps shards (`regather`), autograd keeps `part` instead,
+    and the first reader's backward gathers again: in the same place on all ranks of the line."""
+    if regather.keeps_shards():
+        regather.keep([result], _RankShards(part, moves, where))
+    return result
+
+
+class _RankShards(regather.Shards):
+    """What a rank keeps of a tensor that was gathered over its lines."""
+
+    def __init__(self, part: torch.Tensor, moves: Sequence[Move], where: Any) -> None:
+        super().__init__([part], moves, where["mesh"])
+        self._where = where
+
+    def moved(self, parts: list[torch.Tensor], move: Move) -> list[torch.Tensor]:
+        return [moved(part, move=move, **self._where) for part in parts]
 
 
 def together(call: Call, *, name: str, strategy: Any, **where: Any) -> torch.Tensor:

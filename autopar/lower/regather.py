@@ -33,10 +33,20 @@ _running = threading.local()  # .known: the gathered tensors of the forward that
 
 def kept_as_shards(parts: Parts, result: Parts, *, moves: Sequence[Move], mesh: Sequence[int]) -> list[torch.Tensor]:
     """`result`, which `moves` made of `parts`. Inside `keeping_shards`, autograd keeps `parts` in its place."""
-    known: _Known | None = getattr(_running, "known", None)
-    if known is not None and torch.is_grad_enabled():
-        known.add(result, _Shards(parts, moves, mesh))
+    if keeps_shards():
+        keep(result, Shards(parts, moves, mesh))
     return list(result)
+
+
+def keeps_shards() -> bool:
+    """Whether this thread is inside `keeping_shards`, and records gradients."""
+    return getattr(_running, "known", None) is not None and torch.is_grad_enabled()
+
+
+def keep(result: Parts, shards: Shards) -> None:
+    """Where `keeps_shards`: autograd keeps `shards` in the place of `result`, which is made of them."""
+    known: _Known = _running.known
+    known.add(result, shards)
 
 
 def with_shards_kept(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +101,7 @@ class _Unchanged(NamedTuple):
 class _View(NamedTuple):
     """A gathered tensor of one device, or a view of it."""
 
-    shards: _Shards
+    shards: Shards
     device: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -99,7 +109,7 @@ class _View(NamedTuple):
     entries: tuple[torch.dtype, bool, bool]  # how a view reads the entries: as which, conjugated, negated
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, shards: _Shards, device: int) -> _View:
+    def of(cls, tensor: torch.Tensor, shards: Shards, device: int) -> _View:
         entries = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
         return cls(shards, device, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), entries)
 
@@ -107,7 +117,7 @@ class _View(NamedTuple):
         return self.shards.gathered(self.device).as_strided(self.size, self.stride, self.offset)
 
 
-class _Shards:
+class Shards:
     """What is kept of a tensor that was gathered for all devices of a mesh."""
 
     def __init__(self, parts: Parts, moves: Sequence[Move], mesh: Sequence[int]) -> None:
@@ -143,9 +153,14 @@ class _Shards:
         with ExitStack() as streams, torch.no_grad():
             for stream in self._streams:
                 streams.enter_context(torch.cuda.stream(stream))
-            for name, axis, dim in self._moves:
-                found = MOVES[name](found, axis=axis, dim=dim, mesh=self._mesh)
+            for move in self._moves:
+                found = self.moved(found, move)
         return found
+
+    def moved(self, parts: list[torch.Tensor], move: Move) -> list[torch.Tensor]:
+        """One step of gathering."""
+        name, axis, dim = move
+        return MOVES[name](parts, axis=axis, dim=dim, mesh=self._mesh)
 
 
 class _Known:
@@ -158,7 +173,7 @@ class _Known:
         self._gathered: dict[int, _View] = {}  # whole
         self._references: list[weakref.ref[Any]] = []
 
-    def add(self, result: Parts, shards: _Shards) -> None:
+    def add(self, result: Parts, shards: Shards) -> None:
         for device, tensor in enumerate(result):
             key = storage_key(tensor)
             if key not in self._gathered:  # devices of one line may share a tensor

@@ -24,6 +24,7 @@ from autopar.capture.program import Program
 from autopar.capture.torch_private import tree_leaves
 from autopar.lower.projection import project
 from autopar.lower.random_operators import seeded
+from autopar.lower.regather import with_shards_kept
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import StageProgram, lower, replica
 from autopar.sharding.stage_sharding import StageSharding
@@ -69,7 +70,7 @@ def on_ranks(
         module = replica(own, leaves, [CPU], CPU)
         mine = x.clone().requires_grad_() if x.is_floating_point() else x
         with nullcontext() if seed is None else seeded(seed):
-            outputs = module(mine)
+            outputs = with_shards_kept(module)(mine)
         sum_of_squares(outputs).backward()
         pieces = {piece.name: (piece, leaves[piece.attribute]) for piece in own.pieces}
         return [y.detach() for y in outputs], mine.grad, pieces

@@ -141,6 +141,25 @@ def refusals() -> dict[str, str]:
     return found
 
 
+class WritesParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.scale = nn.Parameter(torch.ones(12), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(1.01)
+        return self.b(torch.tanh(self.a(x)) * self.scale)
+
+
+def written_parameter() -> str:
+    """The message for a model whose forward writes a parameter."""
+    torch.manual_seed(0)
+    plan = Plan.from_split({"a": 0, "b": 1}, n_microbatches=1)
+    pm = autopar.parallelize(WritesParameter(), plan=plan)
+    return message_of(lambda: step(pm, torch.randn(8, 12)))
+
+
 def late_optimizer() -> str:
     """An optimizer that made a step before the parameters were placed."""
     model, pm, x = ready()

@@ -13,6 +13,7 @@ from rank_behaviour import (
     memory,
     refusals,
     seen_by_hooks,
+    written_parameter,
 )
 from rank_pool import RankFailure, RankPool
 
@@ -72,6 +73,11 @@ def test_a_loss_that_one_rank_alone_cannot_capture_is_refused_on_all(ranks: Rank
     assert re.match(
         "InputError: ranks differ in how the loss .* rank 0: 'mean'; rank 1: 'whole' .*cannot be captured", first
     ), first
+
+
+def test_a_forward_that_writes_a_parameter_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(written_parameter, 2):
+        assert re.match("ParameterWriteError: the forward writes the parameter 'scale'", message), message
 
 
 def test_a_failed_call_ends_both_ranks(ranks: RankPool) -> None:

@@ -7,7 +7,7 @@ parameters, and where plans move them to other devices, one copy on each device:
     weight 0                     weight 0 on cuda:0  <------ the same memory
     weight 1                     weight 1 on cuda:1          weight 1 on cuda:0
 
-A model that writes a parameter in its forward, or whose code is not captured as a whole, is copied with its parameters.
+A model whose code is not captured as a whole is copied with its parameters.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autopar.analysis.example import Example
-from autopar.analysis.operators import written_arguments
 from autopar.capture.module_hooks import without_hooks
-from cost_models.graphs import get_attribute
 
 
 class ParameterCopies:
@@ -51,30 +49,6 @@ class ParameterCopies:
 
 
 def keeps_parameters(example: Example) -> bool:
-    """Whether a call is known to leave the model's parameters as they are."""
-    program, storages = example.program, example.batching.storages
-    if program.uncaptured:
-        return False
-    module = program.graph_module
-    parameters = {
-        storage
-        for node in module.graph.find_nodes(op="get_attr")
-        if isinstance(get_attribute(module, str(node.target)), nn.Parameter)
-        for storage in storages.get(node.name, ())
-    }
-    written = (a for node in module.graph.nodes for a in written_arguments(node))
-    if any(parameters & storages.get(a.name, frozenset()) for a in written):
-        return False
-    nested = (child for child in module.modules() if isinstance(child, fx.GraphModule) and child is not module)
-    return not any(_comes_from_outside(a) for child in nested for n in child.graph.nodes for a in written_arguments(n))
-
-
-def _comes_from_outside(node: fx.Node) -> bool:
-    """Whether a value of a nested graph may lie in the memory of one that the graph was given."""
-    while node.op not in ("placeholder", "get_attr"):
-        schema = getattr(node.target, "_schema", None)
-        alias = schema is None or any(r.alias_info is not None for r in schema.returns)
-        if not alias or not node.all_input_nodes:
-            return False
-        node = node.all_input_nodes[0]
-    return True
+    """Whether a call is known to leave the model's parameters as they are: capture refuses graphs that write one.
+    Of uncaptured code, only what it does in the example is known."""
+    return not example.program.uncaptured

@@ -59,6 +59,7 @@ EVERY_TENTH_CASE = (
     "analysis/test_batch_proof.py",
     "analysis/test_batching.py",
     "analysis/test_loss.py",
+    "analysis/test_rules.py",
     "analysis/test_unruled.py",
     "benchmarks/test_published.py",
     "capture/test_module_hooks.py",
@@ -133,7 +134,9 @@ EVERY_TENTH_CASE = (
     "runtime/test_uncaptured_runs.py",
     "runtime/test_user_warnings.py",
     "runtime/test_watching.py",
+    "runtime/test_uncaptured_runs.py",
     "sharding/test_local_work.py",
+    "sharding/test_strategies.py",
 )
 
 

@@ -55,7 +55,7 @@ MOST = {"sdpa": 1.1, "eager": 1.25}
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("dropped", [0.0, 0.1])
+@pytest.mark.parametrize("dropped", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize(
     "attention", [pytest.param(name, marks=[pytest.mark.slow] * (name == "eager")) for name in MOST]
 )

@@ -13,9 +13,8 @@ UNDER = 0.97
 OVER = 1.01
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "cnn" else [pytest.mark.slow]) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_stage_states_the_peak_of_its_workers_under_autocast(name: str) -> None:
     torch.manual_seed(0)
     make, *cut = FAMILIES[name]

@@ -76,7 +76,7 @@ def shards(plan: Plan | None) -> list[int]:
 # -- a plan with meshes is chosen, run, saved and explained -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("widest", [2, 4])
+@pytest.mark.parametrize("widest", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_layer_that_no_device_holds_is_cut_over_a_mesh_and_trains_as_the_plain_model(widest: int) -> None:
     model, x = big_layer(), CALL["example_args"][0]
     whole = copy.deepcopy(model)

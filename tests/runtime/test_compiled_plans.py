@@ -39,6 +39,7 @@ def napping() -> Iterator[str]:
     torch._dynamo.backends.registry._BACKENDS.pop(NAPPING, None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costly")
 def test_predicted_seconds_are_those_of_compiled_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []

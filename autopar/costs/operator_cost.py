@@ -87,7 +87,7 @@ class OperatorCost:
     kept: bool = False  # of its layer, what this operator makes is kept where the others run again one by one
     results: Mapping[Hashable, float] = field(default_factory=dict)  # storage of what it returns -> bytes
     copies: int = 1  # devices of a mesh, in one node, that hold the same of its result
-    # Bytes of gathered tensors of which `saved` has the shards alone: gathered again, they are there for its backward.
+    # Bytes of gathered tensors whose shards alone are in `saved`: the backward gathers these tensors again.
     regathered_bytes: float = 0.0
     saved_within: Mapping[Hashable, float] | None = None  # `saved` where its layer runs again; None: the same
     gather: float = 0.0  # s for all micro-batches to gather the result from a part on each of them

@@ -99,7 +99,7 @@ def together(call: Call, *, name: str, strategy: Any, **where: Any) -> torch.Ten
 
 @dataclass(frozen=True)
 class RankGroup(OperatorGroup):
-    """The devices of a mesh, of which only this rank's tensors are in the lists that operators exchange."""
+    """The devices of a mesh. The lists that operators exchange hold only this rank's tensors."""
 
     place: tuple[int, ...]
     names: tuple[str, ...]  # of the process groups, one per axis

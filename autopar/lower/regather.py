@@ -1,4 +1,4 @@
-"""Gathered tensors of which a stage keeps the shards for the backward, and which it gathers there once more.
+"""Gathered tensors: a stage keeps their shards for the backward, and gathers them there once more.
 
     forward     x_0 .. x_n-1 -- all_gather -- kept_as_shards -- x -- queries, keys, values, whose weights' gradients
     backward                                   all_gather again, once for all of them        need x

@@ -118,7 +118,7 @@ class StageSharding:
     repeated: tuple[Repeated, ...] = ()  # the operators of `repeated_time`
     # Of activations that are all-gathered, a device keeps its shards for the backward, and gathers them once more there
     # (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, section 4.2.2). What is
-    # made by several steps, of which the last ones gather, is kept as it was before these.
+    # made by several steps is kept as it was before the last ones, which gather.
     regather: bool = False
 
     @classmethod

@@ -131,7 +131,7 @@ class GPTLayer(nn.Module):
 
 
 def has_fused_softmax(heads: int, samples: int, tokens: int) -> bool:
-    """Whether Megatron-LM has one kernel for scores of so many heads on a device (megatron/fused_kernels, and
+    """Whether Megatron-LM has one kernel for scores of `heads` heads on a device (megatron/fused_kernels, and
     FusedScaleMaskSoftmax.is_kernel_available in megatron/model/fused_softmax.py, 2021 to 2022)."""
     return heads * samples % 4 == 0 and tokens % 4 == 0 and 16 < tokens <= 2048
 

@@ -9,7 +9,7 @@ Rows of several nodes are measured iterations. Those of one node are not, down t
                                                  batches share                 without 2 (n - 1) / n from 1 GiB on
 
 So they are what the authors' simulator makes of traces of one layer on one A100, and an error against them is the
-distance between two predictions. Two more facts follow from the figures, none of which the table says:
+distance between two predictions. Two more facts follow from the figures; the table states neither:
 
 Nothing runs again. Hidden size 2048 with 8 samples on each of two replicas takes 0.46 s a micro-batch. Four passes, one
 of them again, would be 200 TFLOP/s with unfused attention, 290 for the products alone, more than any measured on an

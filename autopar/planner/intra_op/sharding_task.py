@@ -107,7 +107,7 @@ class GraphFacts:
         return tuple((node.all_input_nodes[place], self.with_rule(node).place(place)) for place in places)
 
     def viewed(self, node: fx.Node) -> fx.Node | None:
-        """The operand of which a node returns a view, or which it returns; None if there is none."""
+        """The operand that a node returns, or whose view it returns; None if there is none."""
         mine = self._storages.get(node.name, frozenset())
         return next((n for n in node.all_input_nodes if mine & self._storages.get(n.name, frozenset())), None)
 

@@ -26,7 +26,7 @@ import autopar
 from autopar import PipelinedModule, Plan
 from autopar.analysis.example import examine
 from autopar.costs.cost_graph import CostGraph
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.predict import predict

@@ -12,7 +12,8 @@ from typing import Any
 
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan.display import compared, shown
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 
 Fact = str | int | bool | None
 _ASSUMED = "priced for a step with"

@@ -11,7 +11,8 @@ from autopar.plan.placeholders import devices_in_order, devices_of_type, goes_ro
 from autopar.plan.validation import INTERLEAVED
 
 if TYPE_CHECKING:
-    from autopar.plan.plan import Plan, Stage
+    from autopar.plan.plan import Plan
+    from autopar.plan.stage import Stage
 
 
 def placed_on(plan: Plan, offered: Sequence[str], kinds: Sequence[str] | None) -> Plan:

@@ -24,78 +24,15 @@ from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
 from autopar.plan.placeholders import ordinal
 from autopar.plan.placement import placed_on
-from autopar.plan.recompute import RECOMPUTE, Recompute
+from autopar.plan.recompute import RECOMPUTE
+from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.plan.validation import INTERLEAVED, places, rounds, violations
-from autopar.sharding.stage_sharding import StageSharding
 
 if TYPE_CHECKING:
     from autopar.plan.diff import PlanDiff
 
 
 _UNKNOWN: Storages = {}
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage. Times and bytes are predictions for one micro-batch on one device; None in a plan made by hand."""
-
-    devices: tuple[str, ...]  # names; several are replicas (or meshes): micro-batch i runs on devices[i mod r]
-    operators: tuple[str, ...] = ()  # `module.path/operator#k`, in program order
-    forward_time: float | None = None  # s
-    backward_time: float | None = None  # s, without recomputation
-    weight_time: float | None = None  # s: the part of the backward time that computes gradients of parameters
-    parameter_bytes: int | None = None
-    activation_bytes: int | None = None  # kept for backward, per micro-batch in flight
-    peak_memory: int | None = None  # bytes on each device
-    sync_time: float | None = None  # s once a step: gradients of replicas, of the mesh and of tied parameters reduced
-    optimizer_time: float | None = None  # s once a step, on devices that are not at hand: the optimizer's step
-    hidden_time: float | None = None  # s of a micro-batch: collectives that computing hides
-    recompute: bool = False  # keeps only its inputs for the backward and runs its forward again before it ("stage")
-    selective: bool = False  # keeps all but what the cores of its attentions make, and runs these again
-    recompute_time: float | None = None  # s: what recomputation adds to the backward, unless it is of the whole stage
-    sharding: StageSharding | None = None  # its devices form meshes that share the operators
-    layerwise: bool = False  # keeps what flows between layers, and runs each again before its backward ("full")
-    keeps_products: bool = False  # of these layers it keeps every second product, and attention ("selective-op")
-
-    @property
-    def mode(self) -> Recompute:
-        """What it runs again for its backward."""
-        if self.recompute:
-            return Recompute.STAGE
-        if self.layerwise:
-            return Recompute.OPERATORS if self.keeps_products else Recompute.FULL
-        return Recompute.SELECTIVE if self.selective else Recompute.NONE
-
-    @property
-    def shards(self) -> int:
-        """Number of devices that work on one micro-batch together."""
-        return self.sharding.size if self.sharding is not None else 1
-
-    @property
-    def replicas(self) -> int:
-        """Number of micro-batches that it works on at once."""
-        return len(self.devices) // self.shards
-
-
-@dataclass(frozen=True)
-class StageTransfer:
-    """What one stage sends to another for every micro-batch."""
-
-    source: int
-    target: int
-    forward_bytes: int
-    backward_bytes: int
-    seconds: float  # both ways
-    backward_seconds: float | None = None  # of `seconds`; None: half of it
-    blocking: bool = False  # the sender computes nothing meanwhile
-
-
-@dataclass(frozen=True)
-class RunnerUp:
-    """A plan that was not chosen."""
-
-    description: str
-    step_time: float  # s, predicted
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.plan.plan import Plan, RunnerUp, Stage, StageTransfer
+from autopar.plan.plan import Plan
+from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 
 _NOTE = "predictions scaled by"
 

@@ -15,7 +15,8 @@ from autopar.costs.model_flops import least_seconds, model_flops
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
 from autopar.plan.display import shown
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from cost_models import Cluster
 from cost_models.memory.training_memory import usable_memory

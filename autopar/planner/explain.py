@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.plan.display import explained, shown
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.predicted_step import step_of_plan

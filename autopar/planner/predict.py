@@ -21,9 +21,10 @@ from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.python_overhead import NOT_MEASURED, one_worker_suffices
 from autopar.costs.sends import Sent, estimated_sends, pass_seconds
 from autopar.costs.shared_hardware import SHARED_GPU, hardware_of, shared_gpu_notes
-from autopar.plan.plan import Plan, Stage, StageTransfer
+from autopar.plan.plan import Plan
 from autopar.plan.recompute import Recompute
 from autopar.plan.scaling import notes_without_scale
+from autopar.plan.stage import Stage, StageTransfer
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.atom_times import AtomTimes, atom_times, seconds_once
 from autopar.planner.inter_op.atoms import Atoms, gather_all

@@ -16,7 +16,8 @@ from autopar.analysis.example import Example
 from autopar.capture.repeated_layers.fold import Folded
 from autopar.costs.cost_graph import CostGraph
 from autopar.errors import PlanError
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
 from autopar.planner.inter_op.meshes import Subject, as_measured, subject_of

@@ -16,7 +16,8 @@ from functools import partial
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.shared_hardware import one_worker_per_gpu, shared_gpu_notes
 from autopar.errors import InfeasibleError, InputError
-from autopar.plan.plan import Plan, RunnerUp
+from autopar.plan.plan import Plan
+from autopar.plan.stage import RunnerUp
 from autopar.planner.explain import explanation, why_no_more
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.fitting_candidates import find_fitting

@@ -10,8 +10,9 @@ from torch import fx
 from autopar.analysis.operators import compute_nodes
 from autopar.hints.module_paths import ancestors
 from autopar.plan.display import shown
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
 from autopar.plan.recompute import DESCRIBED
+from autopar.plan.stage import Stage
 from autopar.plan.validation import replicas
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.sharding import sharding_parts

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.analysis.rules import neural
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.report.layer_names import folded, operator_text
 from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements

@@ -12,7 +12,8 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Progress
 from autopar.costs.present_speed import PresentSpeed
 from autopar.errors import without_warnings
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.explainers import Explainer, explainer_of, with_explainer
 from autopar.planner.predict import predict_plan
 from autopar.planner.search_options import SearchOptions

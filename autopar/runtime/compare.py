@@ -8,7 +8,8 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.history import Record, remember
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.predict import predict_plan
 from autopar.planner.search_options import SearchOptions

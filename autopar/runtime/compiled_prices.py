@@ -24,7 +24,8 @@ from autopar.costs.cost_table import Progress
 from autopar.costs.measured import measurement_cache
 from autopar.errors import without_warnings
 from autopar.lower.stages import lower
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.predict import predict_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.runtime.bound_signature import RunSettings

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from autopar.analysis.example import LossFunction
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.runtime.executable import StageReplica
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.step_profile import StageStep, StepProfile

@@ -30,7 +30,8 @@ from autopar.costs.present_speed import PresentSpeed
 from autopar.costs.shared_hardware import one_worker_per_gpu
 from autopar.errors import InfeasibleError, InputError, PlanError, without_warnings
 from autopar.options import PlanOptions
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions

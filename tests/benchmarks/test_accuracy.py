@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopar import Comparison, Plan
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.runtime.comparison import Row
 from benchmarks.accuracy import AUTOMATIC, BOTH, CONSTRAINTS, PLAIN, SEARCHED, constraint_text, losses, report_of
 from benchmarks.accuracy import steps_of as steps_of_comparison

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
 from benchmarks import overhead, peer_models, peers, zoo

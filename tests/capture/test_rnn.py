@@ -19,7 +19,7 @@ from autopar.analysis.operators import compute_nodes, is_random, operator_keys, 
 from autopar.capture.program import Program, capture
 from autopar.capture.rnn import separate_layers
 from autopar.capture.torch_private import tree_leaves, tree_unflatten
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 
 aten = torch.ops.aten
 KINDS = {

@@ -27,7 +27,7 @@ from autopar import Accuracy, Plan
 from autopar.cli import app
 from autopar.costs.history import Record, costs_of, history_path, recall, remember
 from autopar.costs.prediction_error import Distribution
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.report.tables import WIDTH
 from cost_models import parse_devices
 

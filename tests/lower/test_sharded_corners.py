@@ -21,7 +21,7 @@ import autopar
 from autopar import PipelinedModule, Plan
 from autopar.analysis.operators import operator_keys
 from autopar.capture.program import capture
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 
 Meshes = tuple[tuple[int, ...] | None, ...]
 EVERY: list[Meshes] = [((2,),), ((2, 2),), ((2,), None), (None, (2,)), ((2,), (3,))]

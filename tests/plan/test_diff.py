@@ -17,7 +17,7 @@ import autopar
 from autopar import Plan
 from autopar.cli import app
 from autopar.plan.diff import MovedModule, Recomputed, Setting
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 
 KEYS = tuple(f"{path}/{name}#0" for path in ("a", "a.x", "a.y.u", "a.y.v", "b.x", "b.y", "") for name in ("mm", "add"))
 

@@ -19,7 +19,7 @@ from autopar import InputError, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys
 from autopar.capture.program import Program, capture
 from autopar.plan.fingerprint import fingerprint
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 
 
 def stage_numbers(plan: Plan, program: Program) -> dict[str, int]:

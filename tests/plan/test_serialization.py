@@ -23,7 +23,7 @@ import autopar
 from autopar import Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
 from autopar.capture.program import Program, capture
-from autopar.plan.plan import RunnerUp, Stage, StageTransfer
+from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.sharding.stage_sharding import Exchange, StageSharding
 
 Data = dict[str, Any]

@@ -20,7 +20,8 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.measured import measure_costs
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.options import PlanOptions
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.predict import predict_plan
 from autopar.planner.predicted_step import step_of_plan

@@ -15,7 +15,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
 from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.costs.python_overhead import ACTION_OVERHEAD, NOT_MEASURED, SPLIT_OVERHEAD, PythonOverhead
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.predict import predict
 from autopar.planner.predicted_step import step_of_plan

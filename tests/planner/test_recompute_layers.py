@@ -18,8 +18,8 @@ from autopar import Cluster, Plan, PlanError
 from autopar.analysis.blocks import Blocks
 from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
-from autopar.plan.plan import Stage
 from autopar.plan.recompute import RECOMPUTE, Recompute
+from autopar.plan.stage import Stage
 from autopar.planner.inter_op.atoms import gather
 from autopar.planner.inter_op.memory_formula import Activations, activation_bytes
 from autopar.planner.predicted_step import step_of_plan

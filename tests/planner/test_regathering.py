@@ -20,7 +20,7 @@ from torch.nn import functional
 import autopar
 from autopar import Cluster, Plan
 from autopar.capture.program import capture
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.planner.intra_op.frontier import with_regathered
 from autopar.planner.intra_op.regathering import regathered
 from autopar.sharding.redistribution import before_gathers

@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar import Layout, Plan, PlanError
 from autopar.capture import export
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.stage_sharding import StageSharding
 from cost_models.memory.byte_sizes import parse_bytes

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.errors import PlanError
-from autopar.plan.plan import Plan, RunnerUp, Stage, StageTransfer
+from autopar.plan.plan import Plan
+from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.report.plan import module_ranges, module_text, plan_text
 from autopar.report.tables import WIDTH, milliseconds, table
 

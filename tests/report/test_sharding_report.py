@@ -15,7 +15,7 @@ from printed_tables import table_in
 from sharded_plans import M, chosen, sharding_in
 
 from autopar import Plan
-from autopar.plan.plan import Stage, StageTransfer
+from autopar.plan.stage import Stage, StageTransfer
 from autopar.planner.arrangement import Conditions
 from autopar.planner.intra_op.solution import exchanges_within
 from autopar.planner.predict import predict

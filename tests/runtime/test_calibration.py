@@ -19,8 +19,8 @@ from autopar.analysis.example import capture_example
 from autopar.costs.measured import measure_costs
 from autopar.costs.present_speed import PresentSpeed, runs_whole_model
 from autopar.options import PlanOptions
-from autopar.plan.plan import RunnerUp, Stage, StageTransfer
 from autopar.plan.scaling import notes_without_scale, scaled
+from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search_options import search_options
 from autopar.runtime.bound_signature import RunSettings

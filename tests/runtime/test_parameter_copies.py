@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from autopar.analysis.example import Example, capture_example
 from autopar.options import PlanOptions
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.contestants import ComparedCall, Rounds, contestants, memory_in_turn, steps_in_turn
 from autopar.runtime.parameter_copies import ParameterCopies, keeps_parameters

@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 import autopar
 from autopar import PipelinedModule, Plan
 from autopar.costs.history import history_path, recall
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.report.tables import WIDTH
 from autopar.runtime import module as module_room
 from autopar.runtime import step_recorder

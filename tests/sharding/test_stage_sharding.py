@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import Plan, PlanError
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.stage_sharding import (
     Passage,

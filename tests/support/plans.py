@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from autopar import Plan
-from autopar.plan.plan import RunnerUp, Stage, StageTransfer
+from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 
 paths = st.from_regex(r"[a-z_][a-z0-9_]{0,6}(\.[a-z0-9_]{1,6}){0,3}", fullmatch=True)
 operators = st.builds(

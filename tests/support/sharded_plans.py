@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from autopar import Plan
 from autopar.analysis.operators import on_device, operator_keys
 from autopar.capture.program import capture
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.intra_op.explain import Solved, operator_explainer
 from autopar.planner.intra_op.sharding_task import ShardingTask

@@ -18,7 +18,7 @@ from autopar import PipelinedModule, Plan
 from autopar.analysis.operators import compute_nodes, operator_keys
 from autopar.analysis.rules.table import bind
 from autopar.capture.program import Program
-from autopar.plan.plan import Stage
+from autopar.plan.stage import Stage
 from autopar.sharding.layouts import PARTIAL, layouts
 from autopar.sharding.stage_sharding import StageSharding, Stored
 from autopar.sharding.strategies import Strategy, strategies

@@ -18,8 +18,9 @@ from autopar.errors import PlanError
 from autopar.hints.module_paths import few, nearest
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
 from autopar.plan.recompute import RECOMPUTE
+from autopar.plan.stage import Stage
 from autopar.planner.hand_plan.degrees import Degrees, degrees_of
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.mesh_strategies import by_degrees

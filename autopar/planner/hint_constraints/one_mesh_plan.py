@@ -13,7 +13,8 @@ from autopar.errors import PlanError
 from autopar.hints.module_hints import read_hints
 from autopar.hints.shard import hinted_modules
 from autopar.plan.fingerprint import fingerprint
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.hint_constraints.memory_lack import fitting
 from autopar.planner.hint_constraints.pinned_meshes_plan import plan_pinned

@@ -22,7 +22,8 @@ from autopar.errors import PlanError
 from autopar.hints.module_hints import read_hints
 from autopar.lower.stages import StageProgram, lower
 from autopar.plan.fingerprint import fingerprint
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 from autopar.planner.hint_constraints.memory_lack import fitting
 from autopar.planner.hint_constraints.shard_hints import ResolvedSharding, microbatch_on_meta, resolve_sharding
 from autopar.planner.hint_constraints.stage_hints import resolve as resolve_hints

@@ -20,7 +20,8 @@ import torch
 from autopar.errors import PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered, StageProgram
-from autopar.plan.plan import Plan, Stage
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
 
 _FEW = 0.05  # of a stage's parameters
 

@@ -25,7 +25,7 @@ from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.costs.cost_table import Calls
 from autopar.errors import first_line
-from autopar.lower.device_values import GROUP
+from autopar.lower.device_values import GROUP, KEPT
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.split_backward import input_part
 from autopar.lower.stages import Constant, Lowered, StageProgram, lower
@@ -272,4 +272,4 @@ def _described(module: fx.GraphModule) -> Iterable[Any]:
         elif node.op in ("placeholder", "output"):
             target = None
         args = map_aggregate((node.args, node.kwargs), lambda x: f"%{number[x]}" if isinstance(x, fx.Node) else x)
-        yield node.op, target, repr(args), node.meta.get(GROUP)
+        yield node.op, target, repr(args), node.meta.get(GROUP), node.meta.get(KEPT)

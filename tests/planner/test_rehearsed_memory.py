@@ -185,6 +185,18 @@ def test_a_stage_never_holds_more_than_it_states_however_long_messages_wait(
 
 
 @pytest.mark.slow
+def test_stages_that_keep_different_parts_of_their_layers_are_rehearsed_apart() -> None:
+    subject, (_, first, second) = family("encoder-decoder"), FAMILIES["encoder-decoder"]
+    stated = []
+    for mode in ("full", "selective-op"):
+        plan = Plan.from_split({first: 0, second: 1}, n_microbatches=4, recompute={0: mode, 1: mode})
+        found = peaks(subject, plan, optimizer="sgd", maker=MAKERS["sgd"])
+        assert all(map(within, found)), mode
+        stated.append(found[0].stated)
+    assert stated[0] < stated[1]
+
+
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_pipelines_of_small_models_hold_what_they_state(data: st.DataObject) -> None:

@@ -30,6 +30,8 @@ from cost_models.memory.recomputation import nodes_inside
 from cost_models.memory.step_memory import StepMemory, step_memory
 from cost_models.memory.training_memory import FULL, MIXED, training_memory
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 0.05
 MOMENT_TOLERANCE = 0.1  # oneDNN's copies of weights, and what Python's variables hold though nobody needs it
 MAKERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {

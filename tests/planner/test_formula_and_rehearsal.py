@@ -14,6 +14,8 @@ from autopar.analysis.own_loss import own_loss
 from benchmarks.plan_memory import Call, Subject, costs_of_bytes, stated
 from cost_models import Device, parse_devices
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 

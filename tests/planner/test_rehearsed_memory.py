@@ -27,6 +27,8 @@ from cost_models import Cluster
 from cost_models.memory.micro_batch_memory import micro_batch_memory
 from tests.support import models
 
+pytestmark = pytest.mark.slow
+
 UNDER = 0.99  # of what is measured, or of the least that is certain; the rest are losses and counters of steps
 MAKERS: dict[str, Maker] = {
     "adamw": torch.optim.AdamW,

@@ -15,6 +15,8 @@ import autopar
 from autopar import Plan
 from autopar.runtime import compiled_prices
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["costly"]  # a fixture
 
 NAP = 0.2  # s

@@ -11,18 +11,9 @@ import torch
 from torch import nn
 
 from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
-from autopar.arguments import (
-    Devices,
-    check_module,
-    devices_at_hand,
-    example_call,
-    need_example,
-    need_target,
-    refuse_estimated,
-)
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.history import recall
-from autopar.costs.measured import measure_costs, with_shards
+from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
@@ -31,16 +22,20 @@ from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
-from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_width, plan_as_sharded
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
-from autopar.planner.price_sharded import widest_mesh
-from autopar.planner.search_at_hand import check_max_shards, shards_at_hand
-from autopar.planner.search_options import search_options
 from autopar.report.progress import progress_bar
+from autopar.runtime.arguments import (
+    Devices,
+    check_module,
+    devices_at_hand,
+    example_call,
+    need_example,
+    need_target,
+    refuse_estimated,
+)
 from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.compare import run_comparison
+from autopar.runtime.compare import compare_at_hand
 from autopar.runtime.comparison import Comparison
-from autopar.runtime.contestants import ComparedCall
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning import plan_at_hand, priced_at_hand
 from autopar.runtime.ranks.module import RankedModule, check_options
@@ -325,32 +320,14 @@ def compare(
         with progress_bar() as progress:
             return compare_ahead(example, devices, plans, chosen, progress)
     refuse_estimated(options)
-    chosen = dataclasses.replace(chosen, optimizer="none")
     parsed = devices_at_hand(model, devices)
-    given: set[Any] = set()  # warnings: every plan runs on a copy of the model, which would warn again
     batch_dim, strict = chosen.batch_dim, chosen.strict
-    with each_warning_once(given):
+    # Every plan runs on a copy of the model, which would warn again.
+    with progress_bar() as progress, each_warning_once(set()):
         example = capture_example(
             model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
         )
-    example, search = search_options(example, chosen, len(parsed))
-    check_max_shards(chosen.max_shards, parsed)
-    if asks_for_sharding(example):
-        sharded = None
-        if None in plans.values():
-            sharded = checked_width(plan_as_sharded(example, parsed, search), chosen.max_shards)
-        plans = {name: sharded if plan is None else plan for name, plan in plans.items()}
-    # A plan made by hand may split the batch differently from the options: then every size is measured.
-    only = search.n_microbatches if all(plan is None for plan in plans.values()) else None
-    call = ComparedCall(example, RunSettings.of(chosen))
-    with progress_bar() as progress, each_warning_once(given):
-        costs = measure_costs(example, parsed, n_microbatches=only, cache=chosen.cache, progress=progress)
-        wanted = chosen.max_shards if None in plans.values() else None
-        at_hand = shards_at_hand(example, costs, search, wanted, cache=chosen.cache, progress=progress)
-        costs = with_shards(at_hand.costs, widest_mesh(plans.values()), cache=chosen.cache, progress=progress)
-        return run_comparison(
-            call, plans, costs, search, repeats, meshes=at_hand.meshes, record=chosen.cache, progress=progress
-        )
+        return compare_at_hand(example, parsed, plans, chosen, repeats, progress)
 
 
 @by_hand.register

@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeGuard
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.device_group import DeviceGroup
 from cost_models import Cluster, Link, Network
-from cost_models.clusters.sends import Message, send_seconds, shared_link
+from cost_models.clusters.sends import MeshSend, send_seconds, shared_link
 
 
 class Lane(NamedTuple):
@@ -167,7 +167,7 @@ def _together(
     longest = dict.fromkeys(receivers, 0.0)
     for pairs in rounds:
         at_once = [(stage, i, j) for stage, mine in pairs.items() for i, j in mine]
-        messages = [Message(sender[i].devices, receivers[s][j].devices, carried[s]) for s, i, j in at_once]
+        messages = [MeshSend(sender[i].devices, receivers[s][j].devices, carried[s]) for s, i, j in at_once]
         for (stage, _, _), seconds in zip(at_once, send_seconds(cluster, messages), strict=True):
             longest[stage] = max(longest[stage], seconds)
     return longest

@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from autopar.api import parallelize
-from autopar.arguments import Devices
 from autopar.errors import InputError
+from autopar.runtime.arguments import Devices
 from autopar.runtime.module import PipelinedModule
 from cost_models import Cluster, parse_devices
 

@@ -22,8 +22,8 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.planner.inter_op.ahead import SearchingAhead
 from autopar.planner.inter_op.at_hand import SearchingAtHand
 from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.inter_op.memory_formula import resident_bytes
-from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.rehearsed_memory import Peaks, rehearsed
 from autopar.planner.search_options import SearchOptions
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.plan.plan import Plan
+from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.inter_op.meshes import Meshes, Subject
-from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 

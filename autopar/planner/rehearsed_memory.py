@@ -37,7 +37,7 @@ from autopar.schedule.clock import Action, Phase
 from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.precedence import Precedence
 from autopar.schedule.table import Schedule, phased
-from autopar.schedule.transit import Sent, in_transit
+from autopar.schedule.transit import InTransit, in_transit
 from cost_models.hardware.devices import gpu_of
 from cost_models.memory.micro_batch_memory import MemoryChange, MicroBatchMemory, TensorSpec
 from cost_models.memory.optimizer_step import Implementation, optimizer_step_temporaries
@@ -283,7 +283,7 @@ class _Step:
         if self._shared or self._costs.cluster is not None:
             return [0] * len(actions), [0] * len(actions)
         sent = list(self._sent_by(slot))
-        inputs = [Sent(self._input_bytes(action), action) for action in actions if action.phase is Phase.FORWARD]
+        inputs = [InTransit(self._input_bytes(action), action) for action in actions if action.phase is Phase.FORWARD]
         return in_transit(actions, sent), in_transit(actions, [*sent, *inputs])
 
     def _input_bytes(self, forward: Action) -> int:
@@ -293,7 +293,7 @@ class _Step:
             nbytes += self._rehearsal.target_bytes
         return nbytes * self._sizes[forward.microbatch] // sum(self._sizes)
 
-    def _sent_by(self, slot: int) -> Iterator[Sent]:
+    def _sent_by(self, slot: int) -> Iterator[InTransit]:
         """What a slot sends to others, and takes over from them."""
         place = self._precedence.place
         gpus = [gpu_of(group.first) for rank in self._arrangement.ranks for group in rank]
@@ -309,15 +309,15 @@ class _Step:
                 continue  # passed on
             if message.sends:
                 keeps = source_back is not None and recompute[message.source] != Recompute.STAGE
-                yield Sent(
+                yield InTransit(
                     message.nbytes, forward, self._last(message.source, message.microbatch) if keeps else forward
                 )
                 if source_back is not None:
-                    yield Sent(message.gradient, source_back)
+                    yield InTransit(message.gradient, source_back)
             else:
-                yield Sent(message.nbytes, arrives)
+                yield InTransit(message.nbytes, arrives)
                 if target_back is not None:
-                    yield Sent(message.gradient, target_back, target_back)
+                    yield InTransit(message.gradient, target_back, target_back)
 
     def _last(self, stage: int, microbatch: int) -> Action:
         """The action that frees what the forward of a stage has kept."""

@@ -22,11 +22,11 @@ from autopar.planner.explain import explanation, why_no_more
 from autopar.planner.explainers import Explainer, with_explainer
 from autopar.planner.fitting_candidates import find_fitting
 from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.inter_op.memory_formula import ResidentBytes, resident_bytes, split_text
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration
 from autopar.planner.inter_op.optimality import proof
 from autopar.planner.inter_op.partition import explain_infeasible
-from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.intra_op.explain import InsideExplained, Solved, operator_explainer
 from autopar.planner.predict import as_plan
 from autopar.planner.search_options import SearchOptions

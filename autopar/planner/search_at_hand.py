@@ -12,8 +12,8 @@ from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.measured import with_shards
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
+from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.inter_op.meshes import Meshes, subject_of
-from autopar.planner.inter_op.search_space import MeshChoices
 from autopar.planner.search_options import SearchOptions
 from cost_models import Device
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.history import Record, remember
+from autopar.costs.measured import measure_costs, with_shards
+from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
-from autopar.planner.inter_op.search_space import MeshChoices
+from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, checked_width, plan_as_sharded
+from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.predict import predict_plan
-from autopar.planner.search_options import SearchOptions
+from autopar.planner.price_sharded import widest_mesh
+from autopar.planner.search_at_hand import check_max_shards, shards_at_hand
+from autopar.planner.search_options import SearchOptions, search_options
+from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.comparison import Comparison, Row
 from autopar.runtime.contestants import (
     ComparedCall,
@@ -26,7 +33,34 @@ from autopar.runtime.contestants import (
 from cost_models import Device
 
 
-def run_comparison(
+def compare_at_hand(
+    example: Example,
+    devices: tuple[Device, ...],
+    plans: Mapping[str, Plan | None],
+    options: PlanOptions,
+    repeats: int,
+    progress: Progress = SILENT,
+) -> Comparison:
+    """Predict and measure plans on devices at hand; arguments as in `autopar.compare`. No optimizer runs."""
+    example, search = search_options(example, replace(options, optimizer="none"), len(devices))
+    check_max_shards(options.max_shards, devices)
+    if asks_for_sharding(example):
+        sharded = None
+        if None in plans.values():
+            sharded = checked_width(plan_as_sharded(example, devices, search), options.max_shards)
+        plans = {name: sharded if plan is None else plan for name, plan in plans.items()}
+    # A plan made by hand may split the batch differently from the options: then every size is measured.
+    only = search.n_microbatches if all(plan is None for plan in plans.values()) else None
+    cache = options.cache
+    costs = measure_costs(example, devices, n_microbatches=only, cache=cache, progress=progress)
+    wanted = options.max_shards if None in plans.values() else None
+    at_hand = shards_at_hand(example, costs, search, wanted, cache=cache, progress=progress)
+    costs = with_shards(at_hand.costs, widest_mesh(plans.values()), cache=cache, progress=progress)
+    call = ComparedCall(example, RunSettings.of(options))
+    return _run_comparison(call, plans, costs, search, repeats, meshes=at_hand.meshes, record=cache, progress=progress)
+
+
+def _run_comparison(
     call: ComparedCall,
     plans: Mapping[str, Plan | None],
     costs: CostGraph,

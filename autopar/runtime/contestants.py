@@ -29,7 +29,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import Progress
 from autopar.errors import InputError, issue_again
 from autopar.plan.plan import Plan
-from autopar.planner.inter_op.search_space import MeshChoices
+from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.price_sharded import predict_any
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions

@@ -32,7 +32,7 @@ from autopar.errors import InfeasibleError, InputError, PlanError, without_warni
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
-from autopar.planner.inter_op.search_space import MeshChoices
+from autopar.planner.inter_op.config import MeshChoices
 from autopar.planner.search import find_plans, make_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.runtime.bound_signature import RunSettings

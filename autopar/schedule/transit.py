@@ -19,7 +19,7 @@ COPIES_UNDER_WAY = 4  # actions of a worker whose copies may be: a forward and a
 
 
 @dataclass(frozen=True)
-class Sent:
+class InTransit:
     """Bytes that a worker sends or takes over in an action."""
 
     nbytes: int
@@ -29,7 +29,7 @@ class Sent:
     counted: Action | None = None
 
 
-def in_transit(actions: Sequence[Action], sent: Iterable[Sent]) -> list[int]:
+def in_transit(actions: Sequence[Action], sent: Iterable[InTransit]) -> list[int]:
     """Bytes that a worker with these actions holds during each, besides those that are counted elsewhere.
 
     The weight part of a backward sends nothing, and frees nothing.

@@ -25,7 +25,7 @@ from cost_models.clusters.cluster import Cluster
 from cost_models.hardware.links import Link
 
 
-class Message(NamedTuple):
+class MeshSend(NamedTuple):
     """What one mesh sends to another."""
 
     source: Sequence[str]  # names of devices
@@ -33,7 +33,7 @@ class Message(NamedTuple):
     nbytes: float  # that each device of the target receives
 
 
-def send_seconds(cluster: Cluster, messages: Sequence[Message]) -> list[float]:
+def send_seconds(cluster: Cluster, messages: Sequence[MeshSend]) -> list[float]:
     """Seconds of each of the messages, which start at the same time; 0 for those without bytes and within a device.
 
     Each takes the latency of the slowest network that it crosses, and the seconds of its slowest lane.
@@ -49,12 +49,12 @@ def shared_link(cluster: Cluster, pairs: Sequence[tuple[Sequence[str], Sequence[
 
     Its bandwidth is that of the slowest, in bytes that a device of the target receives.
     """
-    links = _served_links(cluster, [Message(source, target, 1.0) for source, target in pairs])
+    links = _served_links(cluster, [MeshSend(source, target, 1.0) for source, target in pairs])
     known = [link for link in links if link is not None]
     return Link(max((x.latency for x in known), default=0.0), min((x.bandwidth for x in known), default=math.inf))
 
 
-def _served_links(cluster: Cluster, messages: Sequence[Message]) -> list[Link | None]:
+def _served_links(cluster: Cluster, messages: Sequence[MeshSend]) -> list[Link | None]:
     """Latency, and bytes over seconds, of each message; None where nothing moves."""
     lanes = _lanes(cluster, messages)
     found: list[Link | None] = [None] * len(messages)
@@ -85,7 +85,7 @@ class _Lanes(NamedTuple):
     arrives: np.ndarray  # [lanes] number of the port
 
 
-def _lanes(cluster: Cluster, messages: Sequence[Message]) -> _Lanes:
+def _lanes(cluster: Cluster, messages: Sequence[MeshSend]) -> _Lanes:
     by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, message in enumerate(messages):
         if message.nbytes > 0:
@@ -96,7 +96,7 @@ def _lanes(cluster: Cluster, messages: Sequence[Message]) -> _Lanes:
     return _Lanes(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _lanes_of_shape(cluster: Cluster, messages: Sequence[Message], numbers: Sequence[int]) -> _Lanes:
+def _lanes_of_shape(cluster: Cluster, messages: Sequence[MeshSend], numbers: Sequence[int]) -> _Lanes:
     """Of messages whose sources, and whose targets, have as many devices each."""
     first, width, place = messages[numbers[0]], len(cluster.node), cluster.place_of
     n = math.lcm(len(first.source), len(first.target))

@@ -9,9 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.analysis.batching import study
-from autopar.arguments import tensors_of_training
 from autopar.capture.program import capture
 from autopar.costs.measured import Measured
+from autopar.runtime.arguments import tensors_of_training
 from cost_models import DeviceError, available_memory, parse_devices
 from cost_models.hardware import devices
 from cost_models.memory.training_memory import FRAGMENTATION, WORKSPACE

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import Cluster, Network
-from cost_models.clusters.sends import Message, send_seconds, shared_link
+from cost_models.clusters.sends import MeshSend, send_seconds, shared_link
 from cost_models.hardware.device_specs import device_spec
 
 DEVICE = device_spec("T4")
@@ -29,7 +29,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return cluster_of(draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(networks), draw(networks))
 
 
-def by_clock(cluster: Cluster, messages: Sequence[Message]) -> list[float]:
+def by_clock(cluster: Cluster, messages: Sequence[MeshSend]) -> list[float]:
     """Oracle: every port serves its lanes alike, one little interval after the other, until they are through."""
     n = len(cluster.node)
     latest, latencies = [0.0] * len(messages), [0.0] * len(messages)
@@ -63,7 +63,7 @@ def by_clock(cluster: Cluster, messages: Sequence[Message]) -> list[float]:
 def test_sends_take_as_long_as_their_busiest_card(cluster: Cluster, data: st.DataObject) -> None:
     names = [device.name for device in cluster.devices]
     meshes = st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True)
-    message = st.builds(Message, meshes, meshes, st.integers(0, 9).map(float))
+    message = st.builds(MeshSend, meshes, meshes, st.integers(0, 9).map(float))
     messages = data.draw(st.lists(message, max_size=4))
     assert send_seconds(cluster, messages) == pytest.approx(by_clock(cluster, messages))
     alike = [message._replace(nbytes=3.0) for message in messages]
@@ -84,7 +84,7 @@ def test_more_cards_never_make_a_send_slower(per_node: int, n_messages: int, dat
     for cards in range(1, 2 * per_node):
         cluster = cluster_of(per_node, 2, inside, Network("across", 0.1, 1.0, shared=True, cards=cards))
         names = [device.name for device in cluster.devices]
-        messages = [Message(names[:v], names[per_node : per_node + w], nbytes) for v, w, nbytes in shapes]
+        messages = [MeshSend(names[:v], names[per_node : per_node + w], nbytes) for v, w, nbytes in shapes]
         after = send_seconds(cluster, messages)
         if per_node % cards == 0 or cards % per_node == 0:  # otherwise neighbours are paired anew
             assert all(b <= a * (1 + 1e-12) for a, b in zip(before, after, strict=True))
@@ -97,10 +97,12 @@ def test_a_mesh_on_one_card_sends_no_faster_than_one_device(n: int, cards: int, 
     cluster = cluster_of(8, 2, inside, Network("across", 1e-5, 1e6, shared=True, cards=cards))
     names = [device.name for device in cluster.devices]
     mesh = [name for name in names[:n] if cluster.inter_node.card(cluster.place_of[name], 8) == 0]
-    alone, together = (send_seconds(cluster, [Message(senders, names[8:9], nbytes)])[0] for senders in (mesh[:1], mesh))
+    alone, together = (
+        send_seconds(cluster, [MeshSend(senders, names[8:9], nbytes)])[0] for senders in (mesh[:1], mesh)
+    )
     assert together >= alone * (1 - 1e-12)
     # And a mesh of n devices to another one: each of the n lanes has its part of the cards.
-    (wide,) = send_seconds(cluster, [Message(names[:8], names[8:], nbytes)])
+    (wide,) = send_seconds(cluster, [MeshSend(names[:8], names[8:], nbytes)])
     share = max(sum(cluster.inter_node.card(device, 8) == card for device in range(8)) for card in range(cards))
     assert wide == pytest.approx(1e-5 + share * nbytes / 1e6)
 
@@ -108,12 +110,12 @@ def test_a_mesh_on_one_card_sends_no_faster_than_one_device(n: int, cards: int, 
 def test_replicas_that_send_at_once_share_the_card_of_their_node() -> None:
     cluster = Cluster.preset("8xV100", nodes=2, inter_node="Ethernet25")
     names = [device.name for device in cluster.devices]
-    (one,) = send_seconds(cluster, [Message(names[:1], names[8:9], 1e6)])
-    four = send_seconds(cluster, [Message([names[i]], [names[8 + i]], 1e6) for i in range(4)])
+    (one,) = send_seconds(cluster, [MeshSend(names[:1], names[8:9], 1e6)])
+    four = send_seconds(cluster, [MeshSend([names[i]], [names[8 + i]], 1e6) for i in range(4)])
     latency = cluster.inter_node.latency
     assert one == pytest.approx(cluster.link(names[0], names[8]).seconds(1e6))
     assert four == pytest.approx([latency + 4 * (one - latency)] * 4)
     own = Cluster.preset("8xA100-80", nodes=2)
     names = [device.name for device in own.devices]
-    eight = send_seconds(own, [Message([names[i]], [names[8 + i]], 1e6) for i in range(8)])
+    eight = send_seconds(own, [MeshSend([names[i]], [names[8 + i]], 1e6) for i in range(8)])
     assert eight == pytest.approx([own.link(names[0], names[8]).seconds(1e6)] * 8)

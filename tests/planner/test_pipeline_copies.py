@@ -16,8 +16,8 @@ from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.planner.inter_op import search_space
 from autopar.planner.inter_op.candidates import Searching
+from autopar.planner.inter_op.config import Config
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.search_space import Config
 from autopar.planner.search_options import SearchOptions
 
 pytestmark = pytest.mark.usefixtures("shared_exports")

@@ -19,8 +19,9 @@ from autopar.analysis.example import example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.planner.inter_op.ahead import SearchingAhead
 from autopar.planner.inter_op.candidates import Searching
+from autopar.planner.inter_op.config import Config, Used
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.search_space import Config, SearchSpace, Used
+from autopar.planner.inter_op.search_space import SearchSpace
 from autopar.planner.search_options import SearchOptions
 
 pytestmark = pytest.mark.usefixtures("shared_exports")

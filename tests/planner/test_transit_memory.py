@@ -20,7 +20,7 @@ from autopar.planner.predict import arranged, completed
 from autopar.planner.rehearsed_memory import _Step
 from autopar.runtime.transfers import Transfers
 from autopar.schedule.clock import Action, Phase
-from autopar.schedule.transit import COPIES_UNDER_WAY, Sent, in_transit
+from autopar.schedule.transit import COPIES_UNDER_WAY, InTransit, in_transit
 from benchmarks.plan_memory import costs_of_bytes
 from cost_models import Device, parse_devices
 
@@ -114,7 +114,7 @@ def test_the_planner_counts_what_the_runtime_holds(name: str, monkeypatch: pytes
     for slot, device in enumerate(group.first for rank in step._arrangement.ranks for group in rank):
         actions = step._schedule.actions[slot]
         sent = [replace(one, counted=None) for one in step._sent_by(slot)]
-        sent += [Sent(step._input_bytes(a), a) for a in actions if a.phase is Phase.FORWARD]
+        sent += [InTransit(step._input_bytes(a), a) for a in actions if a.phase is Phase.FORWARD]
         predicted = in_transit(actions, sent)
         begun = [nbytes for action, nbytes in zip(actions, predicted, strict=True) if action.phase is not Phase.WEIGHT]
         assert held[device][1:] == begun, device
@@ -123,9 +123,9 @@ def test_the_planner_counts_what_the_runtime_holds(name: str, monkeypatch: pytes
 
 def test_bytes_are_held_for_some_actions_and_counted_once() -> None:
     forwards = [Action(Phase.FORWARD, 0, i) for i in range(8)]
-    assert in_transit(forwards, [Sent(5, forwards[1])]) == [0, *[5] * COPIES_UNDER_WAY, 0, 0, 0]
-    assert in_transit(forwards, [Sent(5, forwards[1], forwards[3])]) == [0, 0, 0, 0, 5, 0, 0, 0]
-    assert in_transit(forwards, [Sent(5, forwards[1], forwards[6])]) == [0] * 8
-    assert in_transit(forwards, [Sent(5, forwards[6]), Sent(1, forwards[7])]) == [0] * 6 + [5, 6]
+    assert in_transit(forwards, [InTransit(5, forwards[1])]) == [0, *[5] * COPIES_UNDER_WAY, 0, 0, 0]
+    assert in_transit(forwards, [InTransit(5, forwards[1], forwards[3])]) == [0, 0, 0, 0, 5, 0, 0, 0]
+    assert in_transit(forwards, [InTransit(5, forwards[1], forwards[6])]) == [0] * 8
+    assert in_transit(forwards, [InTransit(5, forwards[6]), InTransit(1, forwards[7])]) == [0] * 6 + [5, 6]
     weights = [forwards[0], Action(Phase.WEIGHT, 0, 0), *forwards[1:5]]
-    assert in_transit(weights, [Sent(5, forwards[0])]) == [5, 5, 5, 5, 5, 0]
+    assert in_transit(weights, [InTransit(5, forwards[0])]) == [5, 5, 5, 5, 5, 0]

@@ -22,8 +22,9 @@ from dataclasses import replace
 from autopar.costs.cost_graph import CostGraph
 from autopar.planner.inter_op.bounds import work_bound
 from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.config import Config, MeshChoices
 from autopar.planner.inter_op.cut_selection import PartitionResult
-from autopar.planner.inter_op.search_space import MANY_DEVICES, Config, MeshChoices
+from autopar.planner.inter_op.search_space import MANY_DEVICES
 from autopar.planner.search_options import SearchOptions
 
 # The objective of a schedule is at least this share of the steps that it promises; where there is much to search, only

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.planner.inter_op.candidates import Candidate, Searching
+from autopar.planner.inter_op.config import Config, Used
 from autopar.planner.inter_op.cut_selection import PartitionResult
-from autopar.planner.inter_op.search_space import Config, Used
 
 _MOST_COUNTS = 8  # numbers of micro-batches with meshes: each takes a choice of strategies for every width and shape
 

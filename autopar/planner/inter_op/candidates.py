@@ -22,6 +22,7 @@ import numpy as np
 from autopar.costs.cost_graph import CostGraph
 from autopar.planner.arrangement import Arrangement
 from autopar.planner.inter_op.bounds import relaxed_bound
+from autopar.planner.inter_op.config import Config, MeshChoices
 from autopar.planner.inter_op.cut_selection import (
     PartitionResult,
     along_orders,
@@ -33,7 +34,7 @@ from autopar.planner.inter_op.cut_selection import (
 from autopar.planner.inter_op.device_assignment import assign_groups
 from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import Problem, Space
-from autopar.planner.inter_op.search_space import FEW_DEVICES, Config, MeshChoices, SearchSpace
+from autopar.planner.inter_op.search_space import FEW_DEVICES, SearchSpace
 from autopar.planner.inter_op.solution import Solution
 from autopar.planner.predict import predicted_step
 from autopar.planner.predicted_step import PredictedStep

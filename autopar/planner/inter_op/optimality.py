@@ -6,7 +6,7 @@ import math
 
 from autopar.planner.inter_op.ahead import SearchingAhead
 from autopar.planner.inter_op.candidates import Candidate, Searching
-from autopar.planner.inter_op.search_space import Config
+from autopar.planner.inter_op.config import Config
 
 
 def proof(searching: Searching, candidate: Candidate) -> tuple[float, str]:

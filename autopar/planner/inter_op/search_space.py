@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
-from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.device_group import DeviceGroup
 from autopar.costs.sends import Lanes, estimated_sends
 from autopar.plan.recompute import Recompute
@@ -24,11 +22,11 @@ from autopar.planner.inter_op.atom_times import (
     atom_times,
 )
 from autopar.planner.inter_op.atoms import make_atoms, with_configurations
+from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import cuts_worth_looking_at, most_cuts
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.device_pools import kind_of_pool, pools_of
 from autopar.planner.inter_op.memory_formula import resident_bytes
-from autopar.planner.inter_op.meshes import Meshes
 from autopar.planner.inter_op.optimizer_seconds import stepped
 from autopar.planner.inter_op.problem import Captured, DeviceKind, Launches, Overlapping, Problem, Space
 from autopar.planner.inter_op.search_budget import AHEAD, AHEAD_COARSE, COARSE, EXACT, EXACT_STATES
@@ -43,56 +41,6 @@ MANY_DEVICES = MANY_MESHES = 128
 _EVERY_COUNT = 32  # up to this many samples, every number of micro-batches is searched
 
 _LEAST_REBUILT = 0.02  # of all saved bytes, for stages that recompute attention alone
-
-Used = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Config:
-    """What one search fixes."""
-
-    schedule: str
-    n_microbatches: int
-    counts: Used  # most devices of each pool
-    chunks: int = 1
-    most_replicas: int | None = None  # of a stage; None: as many as the options allow
-    most_width: int | None = None  # devices of a mesh; None: as many as there are
-    least_width: int = 1  # devices of a mesh
-    copies: int = 1  # of the whole pipeline: each stage has this many replicas, or a multiple
-
-    def within(self, other: Config) -> bool:
-        """Whether every plan under this is one under `other`, with the same schedule and micro-batches."""
-        ours = (self.schedule, self.n_microbatches, self.chunks)
-        return (
-            ours == (other.schedule, other.n_microbatches, other.chunks)
-            and all(a <= b for a, b in zip(self.counts, other.counts, strict=True))
-            and (other.most_replicas is None or (self.most_replicas or math.inf) <= other.most_replicas)
-            and (other.most_width is None or (self.most_width or math.inf) <= other.most_width)
-            and self.least_width >= other.least_width
-            and self.copies % other.copies == 0
-        )
-
-
-@dataclass(frozen=True)
-class MeshChoices:
-    """Where a search takes stage configurations from, for each number of micro-batches when it gets there."""
-
-    meshes: Meshes
-    most_width: int | None = None  # devices of a mesh
-    progress: Progress = SILENT
-
-    @cached_property
-    def widths(self) -> list[int]:
-        return [width for width in self.meshes.widths() if width <= (self.most_width or math.inf)]
-
-    @property
-    def may_gain_time(self) -> bool:
-        """Whether shards of some mesh run at once: those of the same hardware together take as long as the whole."""
-        return any(self.meshes.turns(width) < width for width in self.widths)
-
-    def n_shapes(self, m: int) -> int:
-        """Of all widths."""
-        return sum(map(self.meshes.n_shapes, self.widths)) if self.meshes.divides(m) else 0
 
 
 class SearchSpace:

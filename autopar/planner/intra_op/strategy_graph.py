@@ -29,28 +29,24 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar.costs.gradient_reduction import BUCKET
 from autopar.planner.inter_op.memory_formula import resident_bytes
 from autopar.planner.intra_op.elimination.choices import Edge
+from autopar.planner.intra_op.redistribution_prices import RedistributionPrices
 from autopar.planner.intra_op.redistributions import (
     OUTPUT,
     ParameterTables,
     ProducedTensor,
     Reader,
     SharedStored,
-    TensorOrigin,
     TensorUse,
     finer,
     needed_once,
-    needed_redistributions,
 )
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.sharding.layouts import DUAL, REPLICATE, Placements, layouts, parts
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.redistribution import RedistributionTable
 from autopar.sharding.stage_sharding import Stored
-from autopar.sharding.strategy_costs import Ends, Place, StrategyCosts, StrategyCostTable, WholeSeconds
-from cost_models import Collective
+from autopar.sharding.strategy_costs import Place, StrategyCosts, StrategyCostTable, WholeSeconds
 from cost_models.graphs import get_attribute, storage_key, tensors_in
 from cost_models.hardware.device_specs import efficiency_of, rates_of
 from cost_models.kernels.operator_work import OperatorWork
@@ -103,18 +99,6 @@ class PricedUse(NamedTuple):
     once: np.ndarray | None  # [labels of out, labels of into] s once a step; the edge has a part of them
 
 
-class _UseKey(NamedTuple):
-    """All that the seconds of an edge depend on."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    origin: TensorOrigin
-    outs: tuple[Any, ...]
-    ins: tuple[Ends, ...]
-    gradient: bool
-    constant: bool
-
-
 class StrategyGraph:
     """The variables and edges of one task on one mesh."""
 
@@ -135,6 +119,7 @@ class StrategyGraph:
             turns=1 if task.shards is None else task.shards.turns(mesh.devices),
         )
         self._optimizer = _optimizer_of(task, device_kinds[mesh.devices[0]])
+        self._prices = RedistributionPrices(task, mesh)
         self.variables: list[OptionCosts] = []
         self.uses: list[PricedUse] = []
         self.options: dict[str, OperatorChoice] = {}  # by node
@@ -148,9 +133,6 @@ class StrategyGraph:
         self._stored_costs: dict[tuple[Any, ...], tuple[tuple[Stored, ...], OptionCosts, np.ndarray]] = {}
         self._operator_costs: dict[tuple[StrategyCosts, tuple[tuple[Place, int], ...]], OptionCosts] = {}
         self._copied: dict[tuple[OptionCosts, int], OptionCosts] = {}
-        self._tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
-        self._once_tables: dict[tuple[tuple[int, ...], int, bool], RedistributionTable] = {}
-        self._use_seconds: dict[tuple[_UseKey, int], tuple[np.ndarray, np.ndarray | None]] = {}
         self._build()
 
     def _measured(self) -> dict[str, WholeSeconds]:
@@ -226,7 +208,9 @@ class StrategyGraph:
         variable = self._add_variable(costs, copies)
         produced = ProducedTensor(variable, labels, options, "parameter" if trained else "input", name)
         self._produced[node] = [produced]
-        self.stored[name] = StoredChoice(variable, options, self._parameter_tables_of(value), copies, [], stepping)
+        self.stored[name] = StoredChoice(
+            variable, options, self._prices.parameter_tables_of(value), copies, [], stepping
+        )
         by_storage[storage] = produced
 
     @cached_property
@@ -251,7 +235,7 @@ class StrategyGraph:
         if shared:
             options = [SharedStored(*pair, gradient=gradient) for pair in pairs for gradient in _gradients(pair[0])]
         held = [self._held(value, trained, one) if op == "get_attr" else 0.0 for one in options]
-        tables = self._parameter_tables_of(value)
+        tables = self._prices.parameter_tables_of(value)
         once = np.array(
             [sum(tables.once_of(n).between(n.before, n.after) for n in needed_once(one)) for one in options],
             dtype=float,
@@ -379,8 +363,8 @@ class StrategyGraph:
             reader.name,
             produced.layouts,
             reader.layouts,
-            self._table_of(value),
-            self._parameter_tables_of(value) if produced.origin == "parameter" else None,
+            self._prices.table_of(value),
+            self._prices.parameter_tables_of(value) if produced.origin == "parameter" else None,
             produced.origin,
             value.is_floating_point() and (reader.name if frozen else tensor.name) in self.facts.trained,
             reader.times,
@@ -391,67 +375,10 @@ class StrategyGraph:
         )
         if produced.origin == "parameter":
             self.stored[produced.name].readers.append((item, reader.name))
-        seconds, once = self._seconds_of(use, value, reader.times)
+        seconds, once = self._prices.seconds_of(use, value, reader.times)
         edge = Edge(produced.variable, reader.variable, produced.labels, reader.labels, seconds)
         self.uses.append(PricedUse(edge, use, once))
         return use
-
-    def _table_of(self, value: torch.Tensor, itemsize: int | None = None) -> RedistributionTable:
-        key = (tuple(value.shape), itemsize or value.element_size(), value.is_floating_point())
-        if key not in self._tables:
-            shape, itemsize, floating = key
-            self._tables[key] = RedistributionTable(shape, itemsize, self.mesh.shape, self._price, partial=floating)
-        return self._tables[key]
-
-    def _parameter_tables_of(self, value: torch.Tensor) -> ParameterTables:
-        once, gradient = self._once_table_of(value, value.element_size()), self.task.gradient_itemsize(value)
-        return ParameterTables(once, self._once_table_of(value, gradient), self._table_of(value, gradient))
-
-    def _once_table_of(self, value: torch.Tensor, itemsize: int) -> RedistributionTable:
-        """Of what happens once a step, to all parameters together."""
-        key = (tuple(value.shape), itemsize, value.is_floating_point())
-        if key not in self._once_tables:
-            shape, itemsize, floating = key
-            self._once_tables[key] = RedistributionTable(
-                shape, itemsize, self.mesh.shape, self._price_in_bucket, partial=floating
-            )
-        return self._once_tables[key]
-
-    def _price(self, collective: Collective, nbytes: float, axis: int) -> float:
-        return self.mesh.seconds(collective, nbytes, axis, self.task.cluster)
-
-    def _price_in_bucket(self, collective: Collective, nbytes: float, axis: int) -> float:
-        """Its part of the seconds of a bucket, in which it travels with other parameters."""
-        bucket = max(nbytes, BUCKET)
-        return nbytes / bucket * self._price(collective, bucket, axis)
-
-    def _seconds_of(self, use: TensorUse, value: torch.Tensor, times: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """[layouts made, layouts read] seconds of a micro-batch, and once a step, `times` over."""
-        key = _UseKey(tuple(value.shape), value.dtype, use.origin, use.outs, use.ins, use.gradient, use.constant)
-        if (key, 1) not in self._use_seconds:
-            self._use_seconds[key, 1] = self._cost(use)
-        if (key, times) not in self._use_seconds:
-            seconds, once = self._use_seconds[key, 1]
-            self._use_seconds[key, times] = seconds * times, None if once is None else once * times
-        return self._use_seconds[key, times]
-
-    def _cost(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray | None]:
-        """[layouts made, layouts read] seconds of a micro-batch with its part of those once a step, and once a step."""
-        number, seconds = use.table.number, use.table.seconds
-        if use.origin == "activation":
-            made, layout = (np.array([number[pair[0]] for pair in ends]) for ends in (use.outs, use.ins))
-            forward: np.ndarray = seconds[made[:, None], layout]
-            if not use.gradient:  # integers, for example
-                return forward, None
-            wanted, gradient = (np.array([number[pair[1]] for pair in ends]) for ends in (use.outs, use.ins))
-            return forward + seconds[gradient, wanted[:, None]], None
-        each, once = np.zeros((2, len(use.outs), len(use.ins)))
-        for i, out in enumerate(use.outs):
-            for j, into in enumerate(use.ins):
-                for needed in needed_redistributions(use, out, into, self.task.training):
-                    sums = once if needed.once else each
-                    sums[i, j] += use.table_of(needed).between(needed.before, needed.after)
-        return each + once / self.task.n_microbatches, once if use.origin == "parameter" else None
 
 
 def _optimizer_of(task: ShardingTask, kind: str) -> tuple[Implementation, float] | None:

@@ -24,7 +24,7 @@ from autopar.runtime.ranks.look_ahead import look_ahead
 from autopar.runtime.ranks.messages import Message, messages
 from autopar.runtime.ranks.parameters import RankParameters, local_of
 from autopar.runtime.ranks.shapes import StageShapes
-from autopar.runtime.ranks.wire import Lanes
+from autopar.runtime.ranks.wire import Routes
 from autopar.runtime.ranks.world import World
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device
@@ -40,7 +40,7 @@ class RemoteWorker:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ExecutionMessages:
     """The messages of one execution."""
 
     messages: tuple[Message, ...]
@@ -70,18 +70,18 @@ class RankExecutable(Executable):
         self.world, self.grids = world, tuple(stages)
         self._placed, self._whole = parameters, whole
         self._anchor = nn.Parameter(torch.zeros(()))  # for autograd: a rank may have no parameter at all
-        self._traffic: dict[TableKey, Traffic] = {}
+        self._messages: dict[TableKey, ExecutionMessages] = {}
         super().__init__(program, lowered, placements, schedule, lookup, chunks=chunks, watch_nan=watch_nan)
         self.slot = next((i for i, w in enumerate(self.workers) if not isinstance(w, RemoteWorker)), -1)
         slots: dict[int, tuple[int, ...]] = {}
         for row, grid in zip(self._replicas, self.grids, strict=True):
             slots |= {one.slot: group for one, group in zip(row, grid.ranks, strict=True)}
-        self.lanes = Lanes(tuple(slots[slot] for slot in range(len(self.workers))))
+        self.routes = Routes(tuple(slots[slot] for slot in range(len(self.workers))))
         self.shapes = StageShapes(lowered, self._whole_tensor, program.device)
 
     def owner(self, microbatch: int) -> int:
         """The rank whose outputs and loss of a micro-batch count."""
-        return self.lanes.ranks[self.replica(self.n_stages - 1, microbatch).slot][0]
+        return self.routes.ranks[self.replica(self.n_stages - 1, microbatch).slot][0]
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
@@ -95,14 +95,14 @@ class RankExecutable(Executable):
         )
         return Work(((self.workers[self.slot], actions),), by_one=True)
 
-    def traffic(self, n_microbatches: int, training: bool, only_backward: bool) -> Traffic:
+    def execution_messages(self, n_microbatches: int, training: bool, only_backward: bool) -> ExecutionMessages:
         """The messages of an execution, the same on all ranks."""
         key = (n_microbatches, training, only_backward)
-        if key not in self._traffic:
+        if key not in self._messages:
             sources = [stage.sources for stage in self.lowered.stages]
             found = messages(self._tables_of(*key), lambda s, i: self.replica(s, i).slot, self.consumers, sources)
-            self._traffic[key] = Traffic(found, look_ahead(found))
-        return self._traffic[key]
+            self._messages[key] = ExecutionMessages(found, look_ahead(found))
+        return self._messages[key]
 
     def _tables_of(self, n_microbatches: int, training: bool, only_backward: bool) -> list[list[Action]]:
         tables = self.table(n_microbatches, training).actions

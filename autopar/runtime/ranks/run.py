@@ -49,10 +49,17 @@ class RankRun(Run):
         one = self.executable
         if one.slot < 0:
             return Mailbox(0)
-        traffic = one.traffic(self.call.n_microbatches, training, only_backward)
-        link, rank = one.world.link(), one.world.rank
+        wanted = one.execution_messages(self.call.n_microbatches, training, only_backward)
+        channel, rank = one.world.channel(), one.world.rank
         self._wire = Wire(
-            rank, one.slot, one.lanes, traffic.messages, link, self._specs, self._trained, look_ahead=traffic.look_ahead
+            rank,
+            one.slot,
+            one.routes,
+            wanted.messages,
+            channel,
+            self._specs,
+            self._trained,
+            look_ahead=wanted.look_ahead,
         )
         return self._wire
 

@@ -12,7 +12,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.lower.stages import Lowered, StageProgram, replica
-from autopar.runtime.ranks.wire import Spec, TensorSpec
+from autopar.runtime.ranks.wire import SentTensor, Spec
 
 _META = torch.device("meta")
 _MOST_KEPT = 64
@@ -54,7 +54,7 @@ class StageShapes:
 
 
 def _spec(value: Any) -> Spec:
-    return TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+    return SentTensor(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _without_values(stage: StageProgram, tensor: Callable[[str], torch.Tensor], captured: torch.device) -> Any:

@@ -24,24 +24,24 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.runtime.mailbox import Aborted, Address, Mailbox
-from autopar.runtime.ranks.links import Link, Pending
+from autopar.runtime.ranks.channels import Channel, Pending
 from autopar.runtime.ranks.messages import Message
 from autopar.schedule.clock import Phase
 
 
-class TensorSpec(NamedTuple):
+class SentTensor(NamedTuple):
     """A tensor that a message carries."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-Spec = TensorSpec | type  # or a Python number
+Spec = SentTensor | type  # or a Python number
 Specs = Callable[[Address], Mapping[int, Spec]]  # what a forward message carries, by position in the stage's outputs
 
 
 @dataclass(frozen=True)
-class Lanes:
+class Routes:
     """Which ranks of a slot send to which ranks of another: all have the whole value, and every receiver one sender."""
 
     ranks: tuple[tuple[int, ...], ...]  # of every slot, in the order of its mesh
@@ -70,9 +70,9 @@ class Wire(Mailbox):
         self,
         rank: int,
         slot: int,
-        lanes: Lanes,
+        routes: Routes,
         messages: Sequence[Message],
-        link: Link,
+        channel: Channel,
         specs: Specs,
         trained: dict[tuple[int, int, int], tuple[int, ...]],
         *,
@@ -82,7 +82,7 @@ class Wire(Mailbox):
         by (stage, later stage, micro-batch) the values sent forward that require a gradient; grows. It outlives an
         execution: a backward may be one of its own."""
         super().__init__(0)
-        self._rank, self._slot, self._lanes, self._link = rank, slot, lanes, link
+        self._rank, self._slot, self._routes, self._channel = rank, slot, routes, channel
         self._specs, self._trained, self._look_ahead = specs, trained, look_ahead
         self._by_address = {message.address: message for message in messages}
         self._width = 1 + max(
@@ -92,7 +92,7 @@ class Wire(Mailbox):
         self._incoming: defaultdict[int, deque[Message]] = defaultdict(deque)  # by rank, not posted yet
         for message in messages:
             if message.target == slot:
-                self._incoming[lanes.sender(message, rank)].append(message)
+                self._incoming[routes.sender(message, rank)].append(message)
         self._posted: dict[Address, _Posted] = {}
         self._ahead: defaultdict[int, int] = defaultdict(int)  # by rank, posted and not read yet
         self._sends: defaultdict[int, deque[tuple[int, torch.Tensor, Pending]]] = defaultdict(deque)  # by rank
@@ -107,9 +107,9 @@ class Wire(Mailbox):
         known = self._by_address[address]
         header, tensors = self._packed(address, message)
         self._post_ahead()  # what comes back for this one has a known shape from here on
-        for target in self._lanes.receivers(known, self._rank):
+        for target in self._routes.receivers(known, self._rank):
             for part, tensor in enumerate([header, *tensors]):
-                pending = self._link.send(tensor, target, self._tag(known, part))
+                pending = self._channel.send(tensor, target, self._tag(known, part))
                 self._sends[target].append((known.read_by, tensor, pending))
 
     def receive(self, slot: int, address: Address) -> Any:
@@ -119,7 +119,7 @@ class Wire(Mailbox):
         message = self._by_address.get(address)
         if message is None:
             return self._local.pop(address)
-        source = self._lanes.sender(message, self._rank)
+        source = self._routes.sender(message, self._rank)
         while address not in self._posted:
             self._post_next(source)
         posted = self._posted.pop(address)
@@ -157,17 +157,17 @@ class Wire(Mailbox):
         header = torch.empty(len(self._specs(_as_forward(message.address))), dtype=torch.int64)
         tensors = {position: torch.empty(spec.shape, dtype=spec.dtype) for position, spec in specs.items()}
         pending = [
-            self._link.receive(tensor, source, self._tag(message, part))
+            self._channel.receive(tensor, source, self._tag(message, part))
             for part, tensor in enumerate([header, *tensors.values()])
         ]
         self._posted[message.address] = _Posted(header, tensors, pending)
         self._ahead[source] += 1
 
-    def _tensors(self, address: Address) -> dict[int, TensorSpec]:
+    def _tensors(self, address: Address) -> dict[int, SentTensor]:
         """The tensors of a message: all values forward; backward the gradients of those that require one."""
         specs = self._specs(_as_forward(address)).items()
         trained = self._trained[_forward(address)] if address.direction is Phase.BACKWARD else None
-        return {p: s for p, s in specs if isinstance(s, TensorSpec) and (trained is None or p in trained)}
+        return {p: s for p, s in specs if isinstance(s, SentTensor) and (trained is None or p in trained)}
 
     def _unpacked(self, address: Address, posted: _Posted) -> dict[int, Any]:
         specs = self._specs(_as_forward(address))
@@ -177,7 +177,7 @@ class Wire(Mailbox):
         self._trained[_forward(address)] = tuple(p for p in posted.tensors if flags[p])
         found: dict[int, Any] = {}
         for position, spec in specs.items():
-            if isinstance(spec, TensorSpec):
+            if isinstance(spec, SentTensor):
                 found[position] = posted.tensors[position].requires_grad_(bool(flags[position]))
             else:
                 found[position] = _number(flags[position], spec)
@@ -200,7 +200,7 @@ class Wire(Mailbox):
             self._fitting(values.get(position), spec, address) for position, spec in tensors(address).items()
         ]
 
-    def _fitting(self, value: torch.Tensor | None, spec: TensorSpec, address: Address) -> torch.Tensor:
+    def _fitting(self, value: torch.Tensor | None, spec: SentTensor, address: Address) -> torch.Tensor:
         """A value as it travels. Raises AutoparError for another shape than derived, which its receiver expects."""
         if value is None:
             return torch.zeros(spec.shape, dtype=spec.dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import InputError
-from autopar.runtime.ranks.links import Link, TaggedLink
+from autopar.runtime.ranks.channels import Channel, TaggedChannel
 from cost_models.hardware.devices import Device, parse_devices
 
 _worlds: dict[Any, World] = {}  # by torch's default process group
@@ -34,8 +34,8 @@ class World:
                 self._groups[ranks] = dist.new_group(list(ranks), backend="gloo")
         return {ranks: self._groups[ranks] for ranks in set(wanted) if len(ranks) > 1 and self.rank in ranks}
 
-    def link(self) -> Link:
-        return TaggedLink(self.wire)
+    def channel(self) -> Channel:
+        return TaggedChannel(self.wire)
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""

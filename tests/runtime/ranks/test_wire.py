@@ -13,11 +13,11 @@ from autopar import AutoparError
 from autopar.runtime.mailbox import Aborted, Address
 from autopar.runtime.ranks.look_ahead import LEAST, look_ahead
 from autopar.runtime.ranks.messages import messages
-from autopar.runtime.ranks.wire import Lanes, TensorSpec, Wire
+from autopar.runtime.ranks.wire import Routes, SentTensor, Wire
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
 
-SHAPE = TensorSpec((4,), torch.float32)
+SHAPE = SentTensor((4,), torch.float32)
 
 
 def content(address: Address, position: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Pipeline:
         n = self.table.n_stages
         self.consumers = [[c for c in (s + 1, s + 2) if c < n] for s in range(n)]
         self.sources = [[p for p in (s - 2, s - 1) if p >= 0] for s in range(n)]
-        self.lanes = Lanes(tuple(tuple(range(k * shards, (k + 1) * shards)) for k in range(self.table.n_slots)))
+        self.routes = Routes(tuple(tuple(range(k * shards, (k + 1) * shards)) for k in range(self.table.n_slots)))
         self.n_ranks = self.table.n_slots * shards
         self.messages = messages(self.table.actions, self.table.slot_of, self.consumers, self.sources)
         self.ahead = look_ahead(self.messages)
@@ -47,9 +47,9 @@ class Pipeline:
 
         def work(rank: int) -> None:
             try:
-                slot = next(k for k, ranks in enumerate(self.lanes.ranks) if rank in ranks)
+                slot = next(k for k, ranks in enumerate(self.routes.ranks) if rank in ranks)
                 wire = Wire(
-                    rank, slot, self.lanes, self.messages, queues.of(rank), self.specs, {}, look_ahead=self.ahead
+                    rank, slot, self.routes, self.messages, queues.of(rank), self.specs, {}, look_ahead=self.ahead
                 )
                 for action in self.table.actions[slot]:
                     self.act(wire, action)
@@ -133,7 +133,7 @@ def test_every_rank_of_a_mesh_gets_every_message(shards: int) -> None:
 def two_ranks(queues: PairQueues) -> tuple[Wire, Wire]:
     pipeline = Pipeline("1f1b", 1, (1, 1), 1)
     return tuple(  # type: ignore[return-value]
-        Wire(r, r, pipeline.lanes, pipeline.messages, queues.of(r), pipeline.specs, {}, look_ahead=2) for r in (0, 1)
+        Wire(r, r, pipeline.routes, pipeline.messages, queues.of(r), pipeline.specs, {}, look_ahead=2) for r in (0, 1)
     )
 
 
@@ -162,6 +162,6 @@ def test_a_lost_connection_names_the_rank_and_the_message() -> None:
             raise RuntimeError("Connection closed by peer")
 
     pipeline = Pipeline("1f1b", 1, (1, 1), 1)
-    wire = Wire(1, 1, pipeline.lanes, pipeline.messages, Broken(), pipeline.specs, {}, look_ahead=2)
+    wire = Wire(1, 1, pipeline.routes, pipeline.messages, Broken(), pipeline.specs, {}, look_ahead=2)
     with pytest.raises(AutoparError, match="rank 0 ended or failed while rank 1 waited for the outputs of stage 0"):
         wire.receive(1, Address(Phase.FORWARD, 0, 1, 0))

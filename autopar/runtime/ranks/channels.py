@@ -20,7 +20,7 @@ class Pending(Protocol):
     def wait(self) -> Any: ...
 
 
-class Link(Protocol):
+class Channel(Protocol):
     """Posts sends and receives. The caller keeps tensors until it has waited for them; sends do not block it."""
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending: ...
@@ -28,7 +28,7 @@ class Link(Protocol):
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending: ...
 
 
-class TaggedLink:
+class TaggedChannel:
     """Over a process group whose messages have tags (gloo)."""
 
     def __init__(self, group: Any) -> None:
@@ -41,7 +41,7 @@ class TaggedLink:
         return _posted(dist.irecv(tensor, source, group=self._group, tag=tag))
 
 
-class PairLink:
+class PairChannel:
     """Over a group of two for every ordered pair of ranks (NCCL). Tags are not used: the order of posting decides."""
 
     def __init__(self, rank: int, groups: Mapping[tuple[int, int], Any]) -> None:

@@ -9,10 +9,11 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_table import CostTable, HostTimes
 from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atoms import Atoms
 from cost_models.collectives.overlap import CONTENTION, left_over, overlapped_pass
-from cost_models.kernels.launches import Seconds, overlapped_seconds
+from cost_models.kernels.launches import Seconds, overlapped_seconds, waits
 
 
 class PassSeconds(NamedTuple, Generic[Seconds]):
@@ -224,6 +225,8 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
         overlapped = OverlappedAtoms(networks, sums(*own.hidden), gradients, parameters, own.bucket)
     start = 0.0 if host is None else host.start
     forward, backward, loss = table.at(rows)
+    if host is not None and not costs.overlap.launches:
+        forward, backward = _serial(costs, table, host, forward, backward)
     network = nothing if table.overlapped is None else table.overlapped.network[0]
     launched = nothing if host is None else host.forward
     once_more = [forward, launched, network]
@@ -247,6 +250,20 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     factor = ratio.at(rows)
     compiled = PassSeconds(factor * kernels.forward, factor * kernels.backward, 0 * kernels.weight)
     return times._replace(kernels=compiled, captured=kernels, left_alone=ratio.left_alone)
+
+
+def _serial(
+    costs: CostGraph, table: CostTable, host: HostTimes, forward: np.ndarray, backward: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """[nodes] s of both passes where the host launches nothing ahead of a layer: with what the device waits for it."""
+    there, back = (0 * forward, 0 * backward) if table.collectives is None else table.collectives
+    layers = [costs.operators[name].block for name in table.nodes]
+    changes = np.array([a != b for a, b in zip(layers, layers[1:], strict=False)], dtype=bool)
+    ahead, behind = np.concatenate([[True], changes]), np.concatenate([[True], changes[::-1]])
+    return (
+        forward + waits(forward - there, host.forward, ahead),
+        backward + waits((backward - back)[::-1], host.backward[::-1], behind)[::-1],
+    )
 
 
 def _summed(times: PassSeconds[np.ndarray], inside: Sequence[int]) -> PassSeconds[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
@@ -226,7 +227,7 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     start = 0.0 if host is None else host.start
     forward, backward, loss = table.at(rows)
     if host is not None and not costs.overlap.launches:
-        forward, backward = _serial(costs, table, host, forward, backward)
+        forward, backward = _serial(costs, atoms, table, host, forward, backward)
     network = nothing if table.overlapped is None else table.overlapped.network[0]
     launched = nothing if host is None else host.forward
     once_more = [forward, launched, network]
@@ -253,16 +254,18 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
 
 
 def _serial(
-    costs: CostGraph, table: CostTable, host: HostTimes, forward: np.ndarray, backward: np.ndarray
+    costs: CostGraph, atoms: Atoms, table: CostTable, host: HostTimes, forward: np.ndarray, backward: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """[nodes] s of both passes where the host launches nothing ahead of a layer: with what the device waits for it."""
+    run = {name for names in atoms.nodes for name in names}  # others do not run in every pass
+    inside = np.array([name in run for name in table.nodes], dtype=bool)
     there, back = (0 * forward, 0 * backward) if table.collectives is None else table.collectives
     layers = [costs.operators[name].block for name in table.nodes]
-    changes = np.array([a != b for a, b in zip(layers, layers[1:], strict=False)], dtype=bool)
+    changes = np.array([a != b for a, b in itertools.pairwise(layers)], dtype=bool)
     ahead, behind = np.concatenate([[True], changes]), np.concatenate([[True], changes[::-1]])
     return (
-        forward + waits(forward - there, host.forward, ahead),
-        backward + waits((backward - back)[::-1], host.backward[::-1], behind)[::-1],
+        forward + waits(inside * (forward - there), inside * host.forward, ahead),
+        backward + waits((inside * (backward - back))[::-1], (inside * host.backward)[::-1], behind)[::-1],
     )
 
 

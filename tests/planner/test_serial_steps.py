@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
+import numpy as np
 import pytest
 import torch
 from test_hand_plans import Language
@@ -71,20 +73,23 @@ def test_a_serial_step_is_never_faster(degrees: dict[str, int]) -> None:
 @pytest.mark.slow
 def test_collectives_are_added_to_launches_that_would_hide_them() -> None:
     """Layers this small are launches alone, behind which the collectives of a usual stream vanish."""
-    small = {"tensor": 2, "micro_batch": 1}
-    plan = Plan.by_hand(
-        Language(4), Cluster.preset("2xV100"), example_args=(torch.zeros(16, 64, dtype=torch.long),), **small
-    )
-    collectives = sum(
-        exchange.seconds
-        for stage in plan.stages
-        if stage.sharding is not None
-        for exchange in stage.sharding.exchanges
-        if not exchange.once
-    )
-    assert collectives > 0
-    launched_apart = step("none", **small) - 16 * collectives
-    assert step("serial", **small) > launched_apart
+    usual = Cluster.preset("2xV100")
+    slow = replace(usual, intra_node=replace(usual.intra_node, latency=10 * usual.intra_node.latency))
+
+    def priced(cluster: Cluster, overlap: str) -> tuple[float, float]:
+        """(Seconds of a step, of a micro-batch's collectives.)"""
+        tokens = torch.zeros(16, 64, dtype=torch.long)
+        plan = Plan.by_hand(Language(4), cluster, example_args=(tokens,), tensor=2, micro_batch=1, overlap=overlap)
+        assert plan.predicted_step_time is not None
+        shardings = [stage.sharding for stage in plan.stages if stage.sharding is not None]
+        collectives = [one.seconds for sharding in shardings for one in sharding.exchanges if not one.once]
+        return plan.predicted_step_time, sum(collectives)
+
+    longer = {name: np.subtract(priced(slow, name), priced(usual, name)) for name in ("serial", "none")}
+    step_longer, each = longer["serial"]
+    assert each > 0
+    assert step_longer >= 16 * each * 0.999  # and what happens once a step
+    assert longer["none"][0] < step_longer / 2
 
 
 @pytest.mark.slow

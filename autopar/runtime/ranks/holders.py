@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from autopar.errors import PlanError
-from autopar.lower.sharded import Piece
-from autopar.lower.stages import Lowered
+from autopar.lower.sharded import Piece, has_sparse_gradient
+from autopar.lower.stages import Lowered, StageProgram
 from autopar.plan.plan import Plan
 from autopar.runtime.ranks.state_parts import Finer, axis_orders, finer_states
 from autopar.sharding.layouts import Placements, slices
@@ -200,6 +200,10 @@ def check_supported(
     problems = []
     for number, (stage, one, grid) in enumerate(zip(plan.stages, lowered.stages, stages, strict=True)):
         problems += [f"stage {number} {text}" for text in finer_states(stage, one, grid.order, tensors)[1]]
+        if plan.training and (name := _sparse(one, tensors)):
+            problems.append(
+                f"stage {number} trains '{name}' with sparse gradients, which DTensors do not have (sparse=False does)"
+            )
         if one.uncaptured:
             problems.append(f"stage {number} runs code that is not captured")
         cut = [p.name for p in one.pieces if p.name in one.written_buffers and math.prod(_lengths(p, tensors)) > 1]
@@ -212,6 +216,17 @@ def check_supported(
         problems.append(f"{shared} is in several groups of devices")
     if problems:
         raise PlanError("one process a device does not run this plan: " + "; ".join(problems) + "; or give devices=")
+
+
+def _sparse(stage: StageProgram, tensors: Mapping[str, torch.Tensor]) -> str:
+    """An embedding's weight that is trained with sparse gradients; "" if there is none."""
+    names = {piece.attribute: piece.name for piece in stage.pieces}
+    for node in filter(has_sparse_gradient, stage.module.graph.nodes):
+        read = {names.get(str(n.target), "") for n in node.all_input_nodes if n.op == "get_attr"}
+        found = [name for name in read if name in tensors and tensors[name].requires_grad]
+        if found:
+            return found[0]
+    return ""
 
 
 def _lengths(piece: Piece, tensors: Mapping[str, torch.Tensor]) -> list[int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -34,6 +35,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.ranks.buckets import Bucket, buckets_of
 from autopar.runtime.ranks.gathered import GatheredValues
 from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
+from autopar.runtime.ranks.optimizers import check_works
 from autopar.runtime.ranks.world import World
 from autopar.sharding.layouts import placements
 
@@ -199,7 +201,7 @@ class RankParameters:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer that has parameters from before the placing this rank's instead.
 
-        Raises InputError if it has made steps with them.
+        Raises InputError if it has made steps with them, and for optimizers that cannot step this rank's.
         """
         for group in optimizer.param_groups:
             old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
@@ -210,7 +212,14 @@ class RankParameters:
                     "the optimizer has states of parameters that have since been placed on ranks; make it anew from "
                     "pm.parameters() after the first call, or give parallelize example_args= and make it then"
                 )
-            group["params"] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
+            # In place: LBFGS keeps the list.
+            group["params"][:] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
+        check_works(optimizer, self._names, len(self._meshes))
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """By id of this rank's parameters."""
+        return {id(p): name for name, p in self._model.named_parameters()}
 
 
 def local_of(parameter: Any) -> torch.Tensor:

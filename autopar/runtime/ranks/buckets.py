@@ -73,8 +73,10 @@ def buckets_of(
         parts = tuple(by_rank[r].own for r in mine.row)
         shape = torch.Size(stop - start for start, stop in mine.part)
         entry = Entry(id(parameter), mine, shape, parts)
-        kind = (-min(mine.stages), sorted(mine.stages), mine.row, mine.together, mine.scattered, str(parameter.dtype))
-        found[tuple(map(_hashable, kind))].append(entry)
+        # Of all ranks, so that they sort alike: ranks with other rows and columns share groups of this one's.
+        ranks = tuple(sorted({(h.row, h.together) for h in by_rank.values()}))
+        stages = tuple(sorted(mine.stages))
+        found[-stages[0], stages, mine.scattered, str(parameter.dtype), ranks].append(entry)
 
     def group(ranks: tuple[int, ...]) -> Group | None:
         return Group(groups[ranks].group_name, len(ranks)) if len(ranks) > 1 else None
@@ -88,10 +90,6 @@ def buckets_of(
                 Bucket(tuple(entries), dtype, group(one.row), group(one.together), one.stages, one.scattered)
             )
     return tuple(buckets)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _filled(entries: Sequence[Entry], new: Mapping[int, torch.Tensor | None]) -> Iterator[list[Entry]]:

@@ -57,8 +57,7 @@ class GatheredValues:
 
     def _has_changed(self, bucket: Bucket, stored: Callable[[int], torch.Tensor]) -> bool:
         return any(
-            not torch.equal(entry.holding.taken(self._values[entry.key]), stored(entry.key))
-            for entry in bucket.entries
+            not torch.equal(entry.holding.taken(self._values[entry.key]), stored(entry.key)) for entry in bucket.entries
         )
 
     def _write(self, bucket: Bucket, pending: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ Gradients are then scattered over rows and added up over columns, and values are
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,12 +145,15 @@ def _holdings_of(
     for rank, (stage, piece, part) in by_rank.items():
         cut = finer[stage].get(id(tensor))
         own[rank] = (part, (rank,)) if cut is None else _own(rank, stages[stage], piece, tensor, cut)
+    reading, storing = defaultdict[Part, list[int]](list), defaultdict[Part, list[int]](list)
+    for rank in sorted(by_rank):
+        reading[by_rank[rank][2]].append(rank)
+        storing[own[rank][0]].append(rank)
     found = {}
     for rank, (stage, piece, part) in by_rank.items():
         mine, row = own[rank]
-        together = tuple(sorted(r for r in by_rank if own[r][0] == mine))
-        reached = sorted(r for other in together for r in own[other][1])
-        if reached != sorted(r for r, (_, _, theirs) in by_rank.items() if theirs == part):
+        together = tuple(storing[mine])
+        if sorted(r for other in together for r in own[other][1]) != reading[part]:
             a, b = sorted({by_rank[r][0] for r in by_rank})[:2]
             raise PlanError(
                 f"stages {a} and {b} share '{piece.name}' and cut its optimizer's state differently, which one process "
@@ -161,9 +165,7 @@ def _holdings_of(
     return found
 
 
-def _own(
-    rank: int, grid: StageGrid, piece: Piece, tensor: torch.Tensor, cut: Finer
-) -> tuple[Part, tuple[int, ...]]:
+def _own(rank: int, grid: StageGrid, piece: Piece, tensor: torch.Tensor, cut: Finer) -> tuple[Part, tuple[int, ...]]:
     """What a rank stores of a tensor with a state that is cut finer, and the ranks with the other parts."""
     entries = slices(grid.ordered(cut.state), tensor.shape, grid.ordered(piece.mesh), grid.ordered(piece.place))
     group = np.array(next(group for group in grid.ranks if rank in group)).reshape(grid.mesh)

@@ -34,7 +34,7 @@ def is_inside(inner: Region, outer: Region) -> bool:
 def fitting(
     layout: Placements, state: Placements, order: Sequence[int], shape: Sequence[int], mesh: Sequence[int]
 ) -> bool:
-    """Whether every device reads what the layout says if its axes cut in this order, and its state is a part of that."""
+    """Whether every device reads what the layout says where axes cut in this order, and its state is a part of that."""
     natural = range(len(mesh))
     for place in itertools.product(*map(range, mesh)):
         read = region(layout, natural, shape, mesh, place)

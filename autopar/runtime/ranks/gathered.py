@@ -5,7 +5,8 @@
                                                                         -> all_gather over the row into the same memory
 ```
 A rank compares what it stores with what it gathered. That finds all changes, whatever made them: optimizers (fused ones
-do not count versions), a checkpoint, a user's `p.copy_()`. The ranks of a row then agree: if one has a change, all gather.
+do not count versions), a checkpoint, a user's `p.copy_()`. The ranks of a row then agree: if one has a
+change, all gather.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class GatheredValues:
         return self._values.get(key)
 
     def refresh(self, stored: Callable[[int], torch.Tensor]) -> None:
-        """Gather what has changed on some rank. Collective. `stored`: this rank's part, from the id of its parameter."""
+        """Gather what has changed on some rank. Collective. `stored`: from a parameter's id, this rank's part."""
         for row, buckets in self._by_row.items():
             changed = torch.tensor([float(self._has_changed(bucket, stored)) for bucket in buckets])
             changed = process_groups.all_reduce(changed, "max", row.name)

@@ -1,4 +1,4 @@
-"""Optimizer states that plans cut over ranks (ZeRO 1, 2 and 3): what ranks store, what they compute, what they refuse."""
+"""Optimizer states that plans cut over ranks (ZeRO 1, 2, 3): what ranks store, compute and refuse."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_other_ranks_store_is_freed(ranks: RankPool) -> None:
 
 @pytest.mark.slow
 def test_scattered_gradients_are_not_kept_whole_between_micro_batches(ranks: RankPool) -> None:
-    """Two micro-batches each. Without scattering, a rank has the sum until the last backward; then all is on the way."""
+    """Two micro-batches each. Without scattering, a rank has their sum until the last backward."""
     assert ranks.run(gradients_between, 2, 1) == [[1.0, 0.0] * 2] * 2
     assert ranks.run(gradients_between, 2, 2) == [[0.0, 0.0] * 2] * 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,6 +28,7 @@ from autopar.costs.shard_costs import measure_shards
 from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
 from autopar.errors import InfeasibleError
+from autopar.lower.size_values import values_of_sizes
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import on_meta
@@ -104,7 +105,8 @@ class Measured:
         found = measuring.run(jobs, progress)
         self._spread = max(times.spread for _, times in found)
         self._too_large = measuring.too_large
-        return tables_of(found)
+        once = {node.name for node in values_of_sizes(program.graph_module)}
+        return tables_of([(device, _without(times, once)) for device, times in found])
 
     def notes(self) -> tuple[str, ...]:
         """What was not measured; and how uncertain measurements are without the system's count of waiting."""
@@ -343,6 +345,12 @@ class _Measuring:
 
     def _autocast_of(self, device: Device) -> Autocast:
         return self._autocasts[device.torch_device.type]
+
+
+def _without(times: GraphTimes, names: Set[str]) -> GraphTimes:
+    """The times of a pass that finds the values `names`: stages keep what follows from sizes (size_values.py)."""
+    forward = {name: 0.0 if name in names else seconds for name, seconds in times.forward.items()}
+    return replace(times, forward=forward)
 
 
 def _disturbed(times: GraphTimes, same: Sequence[GraphTimes]) -> bool:

@@ -84,14 +84,17 @@ def model_state(model: nn.Module) -> tuple[Any, ...]:
         module = stack.pop()
         if module in seen:
             continue
-        seen[module] = module.training
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameters += (id(parameter), parameter.dtype)
-        if has_hooks(module) and module is not model:
+        table = module.__dict__
+        seen[module] = table["training"]
+        if own := table["_parameters"]:
+            for parameter in own.values():
+                if parameter is not None:
+                    parameters += (id(parameter), parameter.dtype)
+        hooks = table["_forward_hooks"], table["_forward_pre_hooks"], table["_backward_hooks"]
+        if (any(hooks) or table["_backward_pre_hooks"]) and module is not model and has_hooks(module):
             hooked.append(id(module))
-        if module._modules:
-            stack += [child for child in module._modules.values() if child is not None]
+        if children := table["_modules"]:
+            stack += [child for child in children.values() if child is not None]
     return (
         tuple(seen),  # one may have been replaced; held, so that no new module gets the id of an old one
         tuple(seen.values()),

@@ -84,16 +84,14 @@ def model_state(model: nn.Module) -> tuple[Any, ...]:
         module = stack.pop()
         if module in seen:
             continue
-        table = module.__dict__
-        seen[module] = table["training"]
-        if own := table["_parameters"]:
+        seen[module] = module.training
+        if own := module._parameters:
             for parameter in own.values():
                 if parameter is not None:
                     parameters += (id(parameter), parameter.dtype)
-        hooks = table["_forward_hooks"], table["_forward_pre_hooks"], table["_backward_hooks"]
-        if (any(hooks) or table["_backward_pre_hooks"]) and module is not model and has_hooks(module):
+        if has_hooks(module) and module is not model:
             hooked.append(id(module))
-        if children := table["_modules"]:
+        if children := module._modules:
             stack += [child for child in children.values() if child is not None]
     return (
         tuple(seen),  # one may have been replaced; held, so that no new module gets the id of an old one

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import permutations
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -87,6 +87,29 @@ class Measured:
         self._autocasts = autocasts(d.torch_device.type for d in self.devices)
         self._spread = 0.0  # the largest of all measurements
         self._too_large: list[tuple[str, int]] = []  # kind of device, samples
+
+    @classmethod
+    def of(
+        cls,
+        example: Example,
+        devices: Sequence[Device],
+        *,
+        n_microbatches: int | None = None,
+        cache: MeasurementCache | None = None,
+    ) -> Self:
+        """The costs of an example call."""
+        return cls(
+            example.program,
+            example.batching,
+            example.leaves,
+            devices,
+            training=example.training,
+            loss_fn=example.stage_loss,
+            target=example.target,
+            target_dims=example.target_dims,
+            n_microbatches=n_microbatches,
+            cache=cache,
+        )
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         program, batching = self._program, self._batching
@@ -386,18 +409,7 @@ def measure_costs(
     # Copies that are made in inference mode could not be written outside of it, where operators are timed.
     outside = torch.inference_mode(False)
     with measurement_cache(cache) as store, untouched(example.model), torch.device("cpu"), outside:
-        source = Measured(
-            example.program,
-            example.batching,
-            example.leaves,
-            devices,
-            training=example.training,
-            loss_fn=example.stage_loss,
-            target=example.target,
-            target_dims=example.target_dims,
-            n_microbatches=n_microbatches,
-            cache=store,
-        )
+        source = Measured.of(example, devices, n_microbatches=n_microbatches, cache=store)
         costs = cost_graph.build(
             example.program, example.batching, source, training=example.training, progress=progress
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -55,7 +55,7 @@ def with_states(plan: Plan, model: nn.Module, seed: int) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def _with_states(stage: Stage, tensors: dict[str, torch.Tensor], chance: random.Random) -> Stage:
+def _with_states(stage: Stage, tensors: Mapping[str, torch.Tensor], chance: random.Random) -> Stage:
     sharding = stage.sharding
     assert sharding is not None
     mesh, natural = sharding.mesh, tuple(range(len(sharding.mesh)))

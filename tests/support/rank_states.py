@@ -27,7 +27,7 @@ def odd() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 7), nn.LayerNorm(7))
 
 
-def ready(zero: int, build: Callable[[], nn.Module] = odd, **degrees: int) -> tuple[nn.Module, Any, torch.Tensor]:
+def ready(zero: int, build: Callable[[], nn.Module] = odd, **degrees: Any) -> tuple[nn.Module, Any, torch.Tensor]:
     """A model as it was, its ranks, placed, and a batch."""
     torch.manual_seed(0)
     model, x = build().double(), torch.randn(8, 12, dtype=torch.float64)
@@ -60,12 +60,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def stepped_by(optimizer: str, zero: int, steps: int, **degrees: int) -> dict[str, Any]:
+def stepped_by(optimizer: str, zero: int, steps: int, **degrees: Any) -> dict[str, Any]:
     """Twenty steps or so beside one process, gradients of two calls added up in each; or the message of the error."""
     original, pm, x = ready(zero, **degrees)
     ours, theirs = OPTIMIZERS[optimizer](pm.parameters()), OPTIMIZERS[optimizer](original.parameters())
 
-    def closure(model: nn.Module, one: torch.optim.Optimizer) -> torch.Tensor:
+    def closure(model: nn.Module, one: torch.optim.Optimizer) -> Any:
         one.zero_grad()
         for part in (x, 2 * x):
             loss = square(model, part)
@@ -168,8 +168,14 @@ def seen_changes() -> dict[str, float | int]:
     wanted.data[12:].add_(1.0)
     compare("on one rank, through .data")
     with pytest.MonkeyPatch.context() as patch:
-        gathers, before = [], GatheredValues._write
-        patch.setattr(GatheredValues, "_write", lambda *args: gathers.append(args) or before(*args))
+        gathers: list[Any] = []
+        before = GatheredValues._write
+
+        def write(self: GatheredValues, *args: Any) -> None:
+            gathers.append(args)
+            before(self, *args)
+
+        patch.setattr(GatheredValues, "_write", write)
         compare("again")
         found["gathers"] = len(gathers)
     return found
@@ -199,7 +205,7 @@ def tied_values(zero: int) -> list[torch.Tensor]:
         optimizer.zero_grad()
         pm.train_step(x, target=x, loss_fn=lambda loss, _: loss)
         optimizer.step()
-    named = dict(pm.named_parameters(remove_duplicate=False))
+    named: dict[str, Any] = dict(pm.named_parameters(remove_duplicate=False))
     return [p.full_tensor().detach() for name, p in named.items() if name in ("embed.weight", "head.weight")]
 
 
@@ -255,4 +261,5 @@ def on_two_meshes(optimizer: str) -> str:
     _, pm, x = ready(0, data=1, pipeline=2)
     one = OPTIMIZERS[optimizer](pm.parameters())
     square(pm, x).backward()
-    return message_of(lambda: one.step(lambda: square(pm, x)))
+    closure: Callable[[], Any] = lambda: square(pm, x)  # noqa: E731
+    return message_of(lambda: one.step(closure))

@@ -66,7 +66,7 @@ def buckets_of(
     this rank stores and reads are in no bucket.
     """
     found: defaultdict[tuple[Any, ...], list[Entry]] = defaultdict(list)
-    for key, by_rank in reversed(holdings.items()):
+    for key, by_rank in reversed(list(holdings.items())):
         mine, parameter = by_rank.get(rank), new.get(key)
         if mine is None or not isinstance(parameter, nn.Parameter) or len(mine.row) * len(mine.together) == 1:
             continue

@@ -100,11 +100,10 @@ def _described(
 def _check_model(team: Participants, folder: Path, model: nn.Module, metadata: Metadata, training: Training) -> None:
     mine = contents.shapes_of(contents.model_tensors(model)), contents.tied_names(model)
     own: contents.Shapes = {}
-    ties = []
+    ties, saved = [], contents.saved_shapes(metadata)
     for shapes, names in team.gathered(mine):
-        own |= shapes
+        own |= {name: one for name, one in shapes.items() if name not in own or saved.get(name) != one}
         ties.append(names)
-    saved = contents.saved_shapes(metadata)
     contents.check_same_model(folder, saved, own, training.tied, contents.joined_ties(ties))
 
 
@@ -133,6 +132,11 @@ def _load_optimizer(
     small = training.optimizer
     assert small is not None
 
+    def options() -> None:
+        if isinstance(model, RankedModule):
+            model.follow(optimizer)
+        optimizer_states.restore_options(model, optimizer, small)
+
     def states() -> None:
         """With the options that the groups have by then."""
         if isinstance(model, RankedModule):
@@ -144,7 +148,7 @@ def _load_optimizer(
     def load_states() -> None:
         team.done(f"the optimizer's states in {folder} cannot be loaded", states)
 
-    team.done(f"{folder} cannot be loaded", lambda: optimizer_states.restore_options(model, optimizer, small))
+    team.done(f"{folder} cannot be loaded", options)
     if isinstance(model, RankedModule) and not model.placed:
         model.when_placed(load_states)
     else:

@@ -160,17 +160,17 @@ def restore(
     names = names_of(model, optimizer)
     large: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        name, _, state = key.removeprefix(STATE).rpartition(".")
-        large.setdefault(name, {})[state] = tensor
+        name, _, kind = key.removeprefix(STATE).rpartition(".")
+        large.setdefault(name, {})[kind] = tensor
     groups, states, number = [], {}, 0
     for group in optimizer.param_groups:
         own = [names[id(p)] for p in group["params"]]
         numbers = list(range(number, number + len(own)))
         number += len(own)
         groups.append({**group, "params": numbers})
-        for key, name in zip(numbers, own, strict=True):
+        for place, name in zip(numbers, own, strict=True):
             if state := {**large.get(name, {}), **small.values.get(name, {})}:
-                states[key] = state
+                states[place] = state
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 

@@ -76,7 +76,10 @@ def load(
     failed = f"{folder} cannot be loaded"
     metadata, training = team.done(failed, lambda: _described(folder, extra, optimizer))
     _check_model(team, folder, model, metadata, training)
-    team.done(failed, lambda: _load_model(folder, model))
+    if isinstance(model, RankedModule) and model.lacks_values:
+        model.when_placed(lambda: team.done(failed, lambda: _load_model(folder, model)))
+    else:
+        team.done(failed, lambda: _load_model(folder, model))
     if optimizer is not None:
         _load_optimizer(team, folder, model, optimizer, metadata, training)
     values = team.done(failed, lambda: _load_rest(team, folder, training, extra or {}, random_state))

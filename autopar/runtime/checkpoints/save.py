@@ -155,6 +155,12 @@ def _collected(
     _check_same_call(team, saving)
     entries: dict[str, Any] = {}
 
+    if isinstance(model, RankedModule) and model.lacks_values:
+        raise InputError(
+            "the model was built without values, which it gets at its first call; call it before saving, or give "
+            "parallelize example_args="
+        )
+
     def collect() -> tuple[bytes, optimizer_states.SmallStates | None, list[list[str]]]:
         entries.update(contents.model_tensors(model))
         small = None

@@ -28,10 +28,14 @@ def tensors_without_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def make_hollow(tensor: torch.Tensor) -> None:
-    """Move a tensor from the meta device to the CPU, without values. It stays the same object, for optimizers."""
+    """Move a tensor from the meta device to the CPU, without values. It stays the same object, for optimizers.
+
+    Buffers get memory: a capture may write them, which a hollow one does not allow.
+    """
     new = hollow(tensor.shape, tensor.dtype)
+    trains = isinstance(tensor, nn.Parameter)
     torch.utils.swap_tensors(
-        tensor, nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        tensor, nn.Parameter(new, tensor.requires_grad) if trains else new.clone(memory_format=torch.contiguous_format)
     )
 
 

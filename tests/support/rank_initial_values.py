@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ def first_losses(job: Job, where: str, weights: Path | None, named: bool = False
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-LAYERS, WIDTH = 16, 2896  # 16 x 32 MiB
+LAYERS, WIDTH = 12, 4096  # 12 x 64 MiB, more than the 32 MiB up to which the C library keeps freed blocks
 WHOLE = LAYERS * WIDTH * WIDTH * 4  # bytes
 
 
@@ -69,6 +71,8 @@ def under_a_limit(where: str, weights: Path | None) -> dict[str, Any]:
     autopar.parallelize(nn.Linear(2, 2), plan=plan)(
         torch.ones(2, 2)
     )  # what torch and autopar need for themselves is there from now on
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     used = _status("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (used + int(0.8 * WHOLE), resource.RLIM_INFINITY))
     try:

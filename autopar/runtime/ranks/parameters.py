@@ -33,7 +33,7 @@ from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
-from autopar.runtime.initial_values.missing_values import hollow, is_hollow
+from autopar.runtime.initial_values.missing_values import follow, hollow, is_hollow
 from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
 from autopar.runtime.ranks.world import World
 from autopar.sharding.layouts import placements
@@ -228,6 +228,7 @@ class RankParameters:
 
         Raises InputError if it has made steps with them.
         """
+        follow(optimizer)
         for group in optimizer.param_groups:
             old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
             if not old:

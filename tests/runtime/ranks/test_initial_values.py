@@ -96,8 +96,22 @@ def test_one_process_takes_the_same_sources(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     autopar.save(tmp_path / "saved", model, step=0)
     export(tmp_path / "saved", tmp_path / "model.safetensors")
+    x = torch.randn(4, 4)
+    wanted = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), x)
     for weights in ("saved", "model.safetensors"):
         with torch.device("meta"):
             empty = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        pm = autopar.parallelize(empty, ["cpu"], weights=tmp_path / weights)
-        assert all(torch.equal(value, model.state_dict()[name]) for name, value in pm.state_dict().items())
+        autopar.plan(empty, autopar.Cluster.preset("2xH100"), example_args=(x,), cache=False)
+        before = torch.optim.SGD(empty.parameters(), lr=0.1)  # of parameters that cannot learn
+        pm = autopar.parallelize(empty, ["cpu"], weights=tmp_path / weights, cache=False, tune=0)
+        found = trained(pm, before, x)
+        assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state after two steps."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}

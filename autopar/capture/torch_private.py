@@ -321,3 +321,8 @@ def register_output_type(error: BaseException, model: nn.Module) -> bool:
             if cls in _pytree.SUPPORTED_NODES:
                 return True
     return False
+
+
+def default_store() -> Any:
+    """The store through which the ranks of the default process group found each other (torch has no public query)."""
+    return torch.distributed.distributed_c10d._get_default_store()

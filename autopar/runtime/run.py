@@ -39,13 +39,14 @@ import torch
 from autopar.capture import torch_private
 from autopar.runtime.call import CallTensors, PipelineCall
 from autopar.runtime.executable import Executable
-from autopar.runtime.execution import Execution
+from autopar.runtime.execution import Act, Execution
 from autopar.runtime.loss_splits import check_trains
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.passes import Passes
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.runtime.transfers import Transfers
+from autopar.schedule.clock import Phase
 
 
 class Run:
@@ -118,7 +119,8 @@ class Run:
         mailbox = self._mailbox(training, only_backward) if recorder is None else recorder.mailbox(n_slots)
         loss = self.call.loss if recorder is None or self.call.loss is None else recorder.timed_loss(self.call.loss)
         transfers = Transfers(self.call.state.streams)
-        acts = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph).acts()
+        passes = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph)
+        acts = self._watched(passes.acts())
         if recorder is not None:
             acts = recorder.timed_acts(acts)
         execution = Execution(acts, mailbox, self.call.state, self._device_context)
@@ -137,6 +139,10 @@ class Run:
         if executable.compiled:
             executable.compile_seconds += torch_private.compile_seconds() - compiling
         executable.compare_with_overhead(sum(execution.cpu_seconds), n_microbatches, not only_backward, training)
+
+    def _watched(self, acts: dict[Phase, Act]) -> dict[Phase, Act]:
+        """What the workers do for each phase."""
+        return acts
 
     def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
         """For the messages of one execution."""

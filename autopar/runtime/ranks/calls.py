@@ -30,16 +30,22 @@ class RankCalls(CallRunner):
         self._agreement = CallAgreement(world)
 
     def prepare(self, call: CallArguments) -> BoundCall:
-        self._check(call)
-        return super().prepare(call)
+        with self._world.watcher.call("prepare"):
+            self._check(call)
+            with self._world.watcher.raised_calls.together():
+                return super().prepare(call)
 
     def forward(self, call: CallArguments) -> Any:
-        self._check(call)
-        return super().forward(call)
+        with self._world.watcher.call("forward"):
+            self._check(call)
+            with self._world.watcher.raised_calls.together():
+                return super().forward(call)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        self._check(call)
-        return super().train_step(call)
+        with self._world.watcher.call("train_step"):
+            self._check(call)
+            with self._world.watcher.raised_calls.together():
+                return super().train_step(call)
 
     def unpipelined(self, what: str, why: str) -> AbstractContextManager[object]:
         raise InputError(
@@ -57,7 +63,10 @@ class RankCalls(CallRunner):
                 "use one process (devices=)"
             )
         kind = (call.loss is not None, torch.is_grad_enabled(), self._model.training, call.return_outputs)
+        raised = self._world.watcher.raised_calls
+        raised.wait_for_others()
         self._agreement.check(kind, (call.args, call.kwargs), call.target)
+        raised.begin()
 
     def _run(self, bound: BoundCall, step: CallArguments | None = None) -> Run:
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in bound.leaves):

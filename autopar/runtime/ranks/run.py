@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.executable import StageReplica
+from autopar.runtime.execution import Act
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.outputs import OutputCollector
 from autopar.runtime.ranks.executable import RankExecutable
@@ -21,6 +23,7 @@ from autopar.runtime.ranks.wire import Spec, Wire
 from autopar.runtime.ranks.world import World
 from autopar.runtime.run import Run
 from autopar.runtime.transfers import as_leaf
+from autopar.schedule.clock import Phase
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -44,6 +47,18 @@ class RankRun(Run):
     def _has_activations(self) -> bool:
         """The same on all ranks, also where this one has no stage or no micro-batch."""
         return self._may_go_back
+
+    def _watched(self, acts: dict[Phase, Act]) -> dict[Phase, Act]:
+        doing = self.executable.world.watcher.doing
+
+        def watched(phase: Phase, act: Act) -> Act:
+            def one(replica: StageReplica, microbatch: int) -> None:
+                doing(phase, replica.stage.index, microbatch)
+                act(replica, microbatch)
+
+            return one
+
+        return {phase: watched(phase, act) for phase, act in acts.items()}
 
     def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
         one = self.executable
@@ -70,6 +85,19 @@ class RankRun(Run):
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
         self._placed.failed = True  # unless it gets to the end
+        watcher = self.executable.world.watcher
+        with watcher.call("backward" if only_backward else "train_step" if training else "forward"):
+            try:
+                self._execute_and_share(training=training, only_backward=only_backward, keep_graph=keep_graph)
+            except BaseException as error:
+                raised = watcher.lost(error)
+                if raised is error:
+                    raise
+                raise raised from error.__cause__ or error
+        self._may_go_back = keep_graph or not training
+        self._placed.failed = False
+
+    def _execute_and_share(self, *, training: bool, only_backward: bool, keep_graph: bool) -> None:
         super()._execute(training=training, only_backward=only_backward, keep_graph=keep_graph)
         if self._wire is not None:
             self._wire.finish()
@@ -80,8 +108,6 @@ class RankRun(Run):
             if self.call.return_outputs:
                 assert isinstance(self.tensors.outputs, SharedOutputs)
                 self.tensors.outputs.share(self.executable)
-        self._may_go_back = keep_graph or not training
-        self._placed.failed = False
 
     def _share_losses(self) -> None:
         """Every micro-batch's loss from the rank that computed it, as 64-bit numbers, which hold any loss exactly."""

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import InputError
+from autopar.runtime.ranks.attempts import start_group
 from autopar.runtime.ranks.channels import Channel, TaggedChannel
+from autopar.runtime.ranks.watcher import Watcher, watch
 from cost_models.hardware.devices import Device, parse_devices
 
 _worlds: dict[Any, World] = {}  # by torch's default process group
@@ -25,6 +27,7 @@ class World:
     size: int
     control: Any  # process group of all ranks: plans, checks, losses, outputs
     wire: Any  # of all ranks: messages between stages
+    watcher: Watcher
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def groups(self, wanted: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
@@ -104,15 +107,16 @@ def joined() -> World | None:
                 "torchrun --nproc-per-node N, or unset WORLD_SIZE to run in one process"
             )
         _refuse_gpus()
-        dist.init_process_group("gloo")
+        start_group()
     if dist.get_world_size() < 2:
         return None
     _refuse_gpus()
     default = dist.group.WORLD
     if default not in _worlds:
         _worlds.clear()  # of process groups that have ended
+        rank, size = dist.get_rank(), dist.get_world_size()
         control, wire = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-        _worlds[default] = World(dist.get_rank(), dist.get_world_size(), control, wire)
+        _worlds[default] = World(rank, size, control, wire, watch(rank, size))
     return _worlds[default]
 
 

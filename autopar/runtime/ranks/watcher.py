@@ -263,6 +263,7 @@ class Watcher:
         if self._stopped.is_set() or os.getpid() != self._process:
             return
         self._stopped.set()
+        self._keep_store()
         with contextlib.suppress(RuntimeError):
             if not self._store_lost:
                 self._store.set(f"beat/{self.rank}", _ENDED)
@@ -347,10 +348,16 @@ class Watcher:
 
     def _end(self, text: str, code: int = 1) -> None:
         _say(text)
+        self._keep_store()
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # its lock may be held by a thread that waits
         flush.start()
         flush.join(1.0)
         os._exit(code)
+
+    def _keep_store(self) -> None:
+        """Until all ranks have seen the failure, if the store ends with this process."""
+        if self._failure is not None and self._store_rank == self.rank:
+            time.sleep(2 * _BEAT)
 
     # -- Ctrl-C ---------------------------------------------------------------------------------------------------
 

@@ -81,9 +81,11 @@ def test_a_forward_that_writes_a_parameter_is_refused(ranks: RankPool) -> None:
 
 
 def test_a_failed_call_ends_both_ranks(ranks: RankPool) -> None:
-    """The rank whose hook raises names its error, and refuses further calls. The other one loses its connection."""
+    """The rank whose hook raises names its error, and refuses further calls. The other one says where and why."""
     with pytest.raises(RankFailure) as failure:
         ranks.run(fails_on_the_last_rank, 2)
     assert re.search(
-        r"AutoparError: rank 1 ended or failed while rank 0 waited for the gradients of stage 1", str(failure.value)
+        r"AutoparError: rank 1 failed in the forward of stage 1, micro-batch 0 \(call 2, train_step\): ValueError: the "
+        r"user's own mistake; rank 0 needed it in the backward of stage 0|rank 0:\nits process ended",
+        str(failure.value),
     )

@@ -41,7 +41,8 @@ CASES = [
 def test_all_ranks_end_and_name_the_failure(
     ranks: RankPool, tmp_path: Path, what: str, where: str, n: int, rank: int, schedule: str
 ) -> None:
-    found = ranks.outcomes(train, n, what, where, rank, 3, schedule, tmp_path, within=WITHIN)
+    within = 20.0 if what == "stop" else WITHIN
+    found = ranks.outcomes(train, n, what, where, rank, 3, schedule, tmp_path, within=within)
     texts = said(tmp_path, n)
     for other in range(n):
         if other == rank and what == "stop":
@@ -71,5 +72,5 @@ def test_an_error_that_all_ranks_catch_ends_nothing(ranks: RankPool) -> None:
 
 
 def test_an_error_that_one_rank_catches_ends_the_job(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.outcomes(caught_on_one_rank, 2, tmp_path, within=WITHIN)
+    found = ranks.outcomes(caught_on_one_rank, 2, tmp_path, within=20.0)
     assert "the last call raised an error on 1 of 2 ranks, this one among them" in found[1]

@@ -15,7 +15,6 @@ An optimizer that was made before the parameters were placed has the old ones. I
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
+from autopar.runtime.initial_values.missing_values import hollow, is_hollow
 from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
 from autopar.runtime.ranks.world import World
 from autopar.sharding.layouts import placements
@@ -129,7 +129,8 @@ class RankParameters:
         mesh = self._meshes[grid]
         layout = placements(piece.layout) if grid.mesh else (Replicate(),)
         layout = (Replicate(),) * (mesh.ndim - len(layout)) + tuple(layout)
-        local = tensor.detach() if piece.whole else piece.taken(tensor).clone()
+        shared = piece.whole and not is_hollow(tensor)
+        local = tensor.detach() if shared else piece.taken(tensor).clone(memory_format=torch.contiguous_format)
         whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
         new = nn.Parameter(whole, tensor.requires_grad)
         self.parameters[id(new)] = new
@@ -139,7 +140,7 @@ class RankParameters:
         """Give the memory of parameters back that this rank keeps elsewhere, or not at all."""
         for key, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter) and key in self._holdings:
-                tensor.data = _hollow(tensor)
+                tensor.data = hollow(tensor.shape, tensor.dtype)
         hollow_stages(lowered)
 
     def _show(self, of: Callable[[_Entry], torch.Tensor | None]) -> None:
@@ -260,13 +261,7 @@ def hollow_stages(lowered: Lowered) -> None:
     for stage in lowered.stages:
         for parameter in stage.module.parameters():
             if parameter.untyped_storage().nbytes() > parameter.element_size():
-                parameter.data = _hollow(parameter)
-
-
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape whose entries are one number in memory: what reads it computes NaN."""
-    fill = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+                parameter.data = hollow(parameter.shape, parameter.dtype)
 
 
 def _follow(parameters: RankParameters) -> None:

@@ -93,6 +93,13 @@ def watch(rank: int, size: int) -> Watcher:
     return _watcher
 
 
+@contextlib.contextmanager
+def watched(what: str) -> Iterator[None]:
+    """As a decorator: a function that needs other ranks, if there are any, counts as a call."""
+    with contextlib.nullcontext() if _watcher is None else _watcher.call(what):
+        yield
+
+
 def _watch_uncaught_errors() -> None:
     """An error that ends the script ends all ranks: they would wait for this one."""
     before = sys.excepthook

@@ -1,8 +1,9 @@
 """An optimizer's states under the names of its parameters, and back.
 
 Tensors with dimensions, and those of a parameter without any, are entries of the checkpoint of their own, as DTensors
-where the parameter is one: `optimizer.state.layers.0.weight.exp_avg` (the names of torch's `get_optimizer_state_dict(
-flatten_optimizer_state_dict=True)`). Everything else (step counts, None, the options of parameter groups) is small and travels as one value.
+where the parameter is one: `optimizer.state.layers.0.weight.exp_avg` (the names of torch's
+`get_optimizer_state_dict(flatten_optimizer_state_dict=True)`). Everything else (step counts, None, the options of
+parameter groups) is small and travels as one value.
 
 A parameter without states stays without: torch's own functions would give it some, by a step with zero gradients.
 """

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 WITHIN = 60.0  # s, on a busy machine; gloo's own timeout in these tests is twice as long
 CAUSES = {
     "kill": "its process ended: killed, or crashed",
-    "stop": "no sign of life for 3 s: it is stopped, or its machine cannot be reached",
+    "stop": "no sign of life for 8 s: it is stopped, or its machine cannot be reached",
     "interrupt": "KeyboardInterrupt",
     "error": "ValueError: a mistake in the model",
     "memory": "MemoryError: no memory left",
@@ -41,7 +41,7 @@ CASES = [
 def test_all_ranks_end_and_name_the_failure(
     ranks: RankPool, tmp_path: Path, what: str, where: str, n: int, rank: int, schedule: str
 ) -> None:
-    within = 20.0 if what == "stop" else WITHIN
+    within = 35.0 if what == "stop" else WITHIN
     found = ranks.outcomes(train, n, what, where, rank, 3, schedule, tmp_path, within=within)
     texts = said(tmp_path, n)
     for other in range(n):
@@ -72,5 +72,5 @@ def test_an_error_that_all_ranks_catch_ends_nothing(ranks: RankPool) -> None:
 
 
 def test_an_error_that_one_rank_catches_ends_the_job(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.outcomes(caught_on_one_rank, 2, tmp_path, within=20.0)
+    found = ranks.outcomes(caught_on_one_rank, 2, tmp_path, within=30.0)
     assert "the last call raised an error on 1 of 2 ranks, this one among them" in found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 SUPPORT = Path(__file__).parents[2] / "support"
 SCRIPT = SUPPORT / "restarted_training.py"
-PATIENCE = 400.0  # s, on a busy machine
+PATIENCE = 1200.0  # s, on a busy machine
 
 
 def started(
@@ -41,8 +42,17 @@ def ended(process: subprocess.Popen[bytes], log: Path) -> None:
     try:
         assert process.wait(PATIENCE) == 0, log.read_text(errors="replace")[-6000:]
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """torchrun and its ranks, which are in sessions of their own."""
+    if process.poll() is None:
+        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+        for pid in (process.pid, *map(int, found.stdout.split())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def losses(folder: Path) -> list[tuple[int, int, int, float]]:
@@ -52,7 +62,7 @@ def losses(folder: Path) -> list[tuple[int, int, int, float]]:
     return [(int(a), int(n), int(step), float.fromhex(loss)) for a, n, step, loss in rows]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 def test_losses_after_ten_kills_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     """At random points: forwards, backwards, between steps, while saving."""
     steps = "26"
@@ -67,7 +77,7 @@ def test_losses_after_ten_kills_are_those_of_an_undisturbed_run(tmp_path: Path) 
     assert [(step, loss) for _, _, step, loss in found if loss != wanted[step]] == []
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 def test_a_job_that_loses_a_machine_plans_again_for_the_others(tmp_path: Path) -> None:
     """Two torchruns, of two ranks and of one. The second one is killed with its rank."""
     endpoint = f"127.0.0.1:{20000 + os.getpid() % 20000}"
@@ -81,16 +91,11 @@ def test_a_job_that_loses_a_machine_plans_again_for_the_others(tmp_path: Path) -
             assert time.monotonic() < end, [log.read_text(errors="replace")[-3000:] for log in logs]
             assert first.poll() is None, logs[0].read_text(errors="replace")[-6000:]
             time.sleep(0.2)
-        for child in subprocess.run(
-            ["pgrep", "-P", str(second.pid)], capture_output=True, text=True, check=True
-        ).stdout.split():
-            os.kill(int(child), signal.SIGKILL)
-        os.killpg(second.pid, signal.SIGKILL)
+        kill(second)
         ended(first, logs[0])
     finally:
-        for process in (first, second):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        kill(first)
+        kill(second)
     found = losses(tmp_path)
     assert {n for _, n, _, _ in found} >= {2, 3}
     assert {step for _, _, step, _ in found} == set(range(16))

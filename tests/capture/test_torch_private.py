@@ -404,3 +404,13 @@ def test_hooks_of_gradients_are_seen_until_they_are_removed() -> None:
     assert torch_private.has_gradient_hooks(weight)
     many.remove()
     assert not torch_private.has_gradient_hooks(weight)
+
+
+def test_default_store_is_the_one_of_the_process_group() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch_private.default_store().clone().set("a", "1")
+        assert torch_private.default_store().get("a") == b"1"
+    finally:
+        torch.distributed.destroy_process_group()

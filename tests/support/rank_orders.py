@@ -17,7 +17,7 @@ from autopar import AutoparError, Plan
 from autopar.runtime.ranks.channels import PairChannel
 from autopar.runtime.ranks.world import World
 
-WIDTH = 8
+WIDTH = 32
 
 
 @dataclass(frozen=True)

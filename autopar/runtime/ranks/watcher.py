@@ -132,7 +132,6 @@ class Watcher:
         self._heard: dict[int, tuple[str, float]] = {}  # by rank: its last beat, seconds of ours since it came
         self._store_lost = False
         self._store_rank = store_rank
-        self._signals: socket.socket | None = None
         self._threads = [
             threading.Thread(target=work, name=work.__name__, daemon=True) for work in (self._talk, self._judge)
         ]
@@ -261,7 +260,7 @@ class Watcher:
 
     def start(self) -> None:
         self._beat()
-        self._listen_to_signals()
+        _listen_to_signals()
         for thread in self._threads:
             thread.start()
 
@@ -274,9 +273,6 @@ class Watcher:
         with contextlib.suppress(RuntimeError):
             if not self._store_lost:
                 self._store.set(f"beat/{self.rank}", _ENDED)
-        if self._signals is not None and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-            self._signals = None
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(2 * _BEAT)
@@ -368,25 +364,30 @@ class Watcher:
 
     # -- Ctrl-C ---------------------------------------------------------------------------------------------------
 
-    def _listen_to_signals(self) -> None:
-        """Get a byte for every signal: Python raises KeyboardInterrupt in the main thread, once that is out of gloo."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        ours, python = socket.socketpair()
-        ours.setblocking(False)
-        python.setblocking(False)
-        before = signal.set_wakeup_fd(python.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # another library has it
-            signal.set_wakeup_fd(before)
-            return
-        self._signals, self._python_end = ours, python
-
     def _was_interrupted(self) -> bool:
-        if self._signals is None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if _signals is None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return False
-        with contextlib.suppress(BlockingIOError, OSError):
-            return signal.SIGINT in self._signals.recv(4096)
+        with contextlib.suppress(BlockingIOError):
+            return signal.SIGINT in _signals[0].recv(4096)
         return False
+
+
+_signals: tuple[socket.socket, socket.socket] | None = None  # ours, Python's; open as long as the process lives
+
+
+def _listen_to_signals() -> None:
+    """Get a byte for every signal: Python raises KeyboardInterrupt in the main thread, once that is out of gloo."""
+    global _signals
+    if _signals is not None or threading.current_thread() is not threading.main_thread():
+        return
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(False)
+    before = signal.set_wakeup_fd(pair[1].fileno(), warn_on_full_buffer=False)
+    if before == -1:
+        _signals = pair
+    else:  # another library has it
+        signal.set_wakeup_fd(before)
 
 
 class _Clock:

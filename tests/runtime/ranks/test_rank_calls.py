@@ -6,6 +6,7 @@ import re
 
 import pytest
 from rank_behaviour import (
+    anew_in_one_process,
     evaluation,
     fails_on_the_last_rank,
     late_optimizer,
@@ -89,3 +90,7 @@ def test_a_failed_call_ends_both_ranks(ranks: RankPool) -> None:
         r"user's own mistake; rank 0 needed it in the backward of stage 0|rank 0:\nits process ended",
         str(failure.value),
     )
+
+
+def test_process_groups_that_start_again_in_a_process_are_watched(ranks: RankPool) -> None:
+    assert ranks.run(anew_in_one_process, 2) == [True, True]

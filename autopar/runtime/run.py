@@ -30,7 +30,7 @@ order of the schedule:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,8 +38,8 @@ import torch
 
 from autopar.capture import torch_private
 from autopar.runtime.call import CallTensors, PipelineCall
-from autopar.runtime.executable import Executable
-from autopar.runtime.execution import Act, Execution
+from autopar.runtime.executable import Executable, StageReplica, Work
+from autopar.runtime.execution import Execution
 from autopar.runtime.loss_splits import check_trains
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.memory_watch import DeviceContext
@@ -47,6 +47,8 @@ from autopar.runtime.passes import Passes
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.runtime.transfers import Transfers
 from autopar.schedule.clock import Phase
+
+Acts = dict[Phase, Callable[[StageReplica, int], None]]
 
 
 class Run:
@@ -119,10 +121,10 @@ class Run:
         mailbox = self._mailbox(training, only_backward) if recorder is None else recorder.mailbox(n_slots)
         loss = self.call.loss if recorder is None or self.call.loss is None else recorder.timed_loss(self.call.loss)
         transfers = Transfers(self.call.state.streams)
-        passes = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph)
-        acts = self._watched(passes.acts())
+        acts = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph).acts()
         if recorder is not None:
             acts = recorder.timed_acts(acts)
+        acts = self._followed(acts, work)
         execution = Execution(acts, mailbox, self.call.state, self._device_context)
         executable.start_execution(training)
         compiling = torch_private.compile_seconds() if executable.compiled else 0.0
@@ -140,8 +142,8 @@ class Run:
             executable.compile_seconds += torch_private.compile_seconds() - compiling
         executable.compare_with_overhead(sum(execution.cpu_seconds), n_microbatches, not only_backward, training)
 
-    def _watched(self, acts: dict[Phase, Act]) -> dict[Phase, Act]:
-        """What the workers do for each phase."""
+    def _followed(self, acts: Acts, work: Work) -> Acts:
+        """What else happens after an action, in its worker."""
         return acts
 
     def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:

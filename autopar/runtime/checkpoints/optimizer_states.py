@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError, InputError
+from autopar.runtime.initial_values.missing_values import follow
 
 STATE = "optimizer.state."
 
@@ -67,6 +68,7 @@ def _names(ranks: Sequence[SmallStates], i: int) -> Iterator[str]:
 
 def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """The first name of each of the optimizer's parameters, by id. Raises InputError for one of another model."""
+    follow(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for place, p in enumerate(group["params"]):

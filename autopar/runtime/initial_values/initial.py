@@ -53,7 +53,7 @@ class InitialValues:
         own: dict[str, torch.Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in self.origins:
-                if not isinstance(tensor, DTensor) and is_hollow(tensor):  # a buffer, or no stage reads it
+                if not isinstance(tensor, DTensor) and is_hollow(tensor):  # no stage reads it
                     give_memory(tensor)
                 own[name] = tensor
         for source in dict.fromkeys(origin.source for origin in self.origins.values()):
@@ -82,11 +82,10 @@ def initial_values(
     if ranked and everywhere[0] and not has_plan:
         raise InputError(
             f"'{next(iter(everywhere[0]))}' has no values on rank 0, so nothing can be measured there: give plan= "
-            "(from autopar.plan(model, Cluster...) or Plan.by_hand), or build the model with values on rank 0"
+            "(Plan.from_split, Plan.load, or from autopar.plan for a cluster), or build the model with values on rank 0"
         )
     chosen = _origins(team, model, shapes, everywhere[0], weights, init_fn)
-    for tensor in lacking.values():
-        make_hollow(tensor)
+    make_hollow(model, lacking.values())
     return InitialValues(team, chosen)
 
 

@@ -6,12 +6,17 @@ A hollow tensor has its shape, dtype and device, and one number in memory. Captu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
+
+_REPLACEMENT = "_autopar_replacement"  # attribute of a parameter on the meta device: what took its place
 
 
 def tensors_without_values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -27,12 +32,42 @@ def tensors_without_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def make_hollow(tensor: torch.Tensor) -> None:
-    """Move a tensor from the meta device to the CPU, without values. It stays the same object, for optimizers."""
+def make_hollow(model: nn.Module, lacking: Iterable[torch.Tensor]) -> None:
+    """Put tensors on the CPU, without values, in the place of the model's tensors on the meta device.
+
+    An optimizer that was made from those gets the new parameters when it first meets this model (`follow`), at the
+    latest at its first step. Buffers get memory: a capture may write them, which a hollow one does not allow.
+    """
+    new = {id(tensor): _hollow_like(tensor) for tensor in lacking}
+    if not new:
+        return
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None and id(tensor) in new:
+                    setattr(module, name, new[id(tensor)])  # recurrent layers keep lists of their weights up to date
+                    setattr(tensor, _REPLACEMENT, new[id(tensor)])
+    _follow_at_steps()
+
+
+def _hollow_like(tensor: torch.Tensor) -> torch.Tensor:
     new = hollow(tensor.shape, tensor.dtype)
-    torch.utils.swap_tensors(
-        tensor, nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, tensor.requires_grad)
+    return new.clone(memory_format=torch.contiguous_format)
+
+
+def follow(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that was made from parameters on the meta device those that took their place."""
+    for group in optimizer.param_groups:
+        if any(hasattr(p, _REPLACEMENT) for p in group["params"]):
+            group["params"][:] = [getattr(p, _REPLACEMENT, p) for p in group["params"]]
+
+
+@cache
+def _follow_at_steps() -> None:
+    """Once a process. A parameter on the meta device never has a gradient, so its optimizer would do nothing."""
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: follow(optimizer))
 
 
 def hollow(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

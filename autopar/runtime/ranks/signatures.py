@@ -91,7 +91,7 @@ class RankSignatures(Signatures):
             check_follows_hints(plan, signature, self._model, len(self._devices), stage_of)
         lowered = lowered_by(plan, signature, stage_of, self.settings)
         whole, stages = named_tensors(self._model), grids(plan, self._rank_of)
-        check_supported(plan, lowered, whole)
+        check_supported(plan, lowered, stages, whole)
         if self.parameters.placed:
             hollow_stages(lowered)
         else:

@@ -1,0 +1,47 @@
+"""Optimizers over the parameters of a rank: torch's own, whose states DTensors cut as the parameters.
+
+Optimizers that work on every entry by itself (AdamW, SGD, ...), or through operators that DTensors compute over all
+ranks (norms and products of matrices: Muon, LAMB), give what one process gives. Those below do not, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar.errors import InputError
+
+# torch's steps of these write into tensors whose placement the operator would have to change.
+_WHOLE_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
+
+
+def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_groups: int) -> None:
+    """Raise InputError for an optimizer that cannot step this rank's parameters.
+
+    `names`: by id of the parameter. `n_groups`: of ranks, that hold different stages.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    kind = type(optimizer).__name__
+    if parameters and isinstance(optimizer, torch.optim.LBFGS) and n_groups > 1:
+        raise InputError(
+            "torch.optim.LBFGS measures one step along all parameters, and these ranks hold different stages: use "
+            "another optimizer, or a plan of one stage (Plan.by_hand(data=...))"
+        )
+    if isinstance(optimizer, _WHOLE_ONLY):
+        cut = next((p for p in parameters if _is_cut(p)), None)
+        if cut is not None:
+            raise InputError(
+                f"torch.optim.{kind} cannot step parts of a parameter, and this rank stores '{names[id(cut)]}' as "
+                f"{tuple(cut.placements)} on a mesh of shape {tuple(cut.device_mesh.shape)}: use AdamW or SGD, "
+                "or a plan that leaves parameters and states whole (Plan.by_hand with zero=0 and tensor=1, or "
+                "max_shards=1)"
+            )
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    sizes = parameter.device_mesh.shape
+    return any(isinstance(one, Shard) and n > 1 for one, n in zip(parameter.placements, sizes, strict=True))

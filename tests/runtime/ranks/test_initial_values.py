@@ -23,6 +23,7 @@ JOBS = [
     (Job("tied", "chain"), 2),
     (Job("gpt2", "hand tensor=2 pipeline=2 micro_batch=2"), 4),
     (Job("gpt2", "replicas 2"), 2),
+    (Job("gpt2", "hand data=2 zero=1"), 2),
     (Job("resnet", "chain"), 3),
 ]
 

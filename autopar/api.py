@@ -213,7 +213,8 @@ def plan(
             "parameters": gathering parameters, behind the computing before their reader; those that the optimizer's
             step wrote behind the first forward. "sends": between stages; otherwise the sender waits. Collectives of
             activations never overlap. Kernels slow down meanwhile (`cost_models.collectives.overlap`). Strategies are
-            chosen as if no collective overlapped. Default: "sends", as autopar's own runtime does.
+            chosen as if no collective overlapped. "serial": one layer or collective after another, and no launch ahead
+            of its layer, as simulators add up traces of layers. Default: "sends", as autopar's own runtime does.
 
     The predicted step of such a plan ends with the step of `optimizer`; that of devices at hand does not, because
     `train_step` leaves the optimizer to the caller.

@@ -24,7 +24,8 @@ from autopar.costs.call_signature import graph_signature, loss_signature
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
 from autopar.costs.measured_tables import tables_of
-from autopar.costs.shard_costs import measure_shards
+from autopar.costs.rank_costs import RankMeasurements, measured_links, rank_costs
+from autopar.costs.shard_costs import measure_shards, measure_shards_of_ranks
 from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
 from autopar.errors import InfeasibleError
@@ -34,7 +35,8 @@ from cost_models.graphs import on_meta
 from cost_models.hardware.devices import operator_threads, usable_cores
 from cost_models.measuring.autocast import Autocast, autocasts
 from cost_models.measuring.core_waiting import waiting_is_known
-from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
+from cost_models.measuring.operator_times import Companions, GraphTimes, measure, measure_accumulate
+from cost_models.measuring.process_links import ProcessLinks
 from cost_models.measuring.repeats import until_two_agree
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 from cost_models.memory.training_memory import usable_memory
@@ -58,7 +60,8 @@ class Measured:
 
     They are those under the caller's torch.autocast: of the thread that makes this object.
 
-    `leaves`: the flat inputs of an example call. `n_microbatches`: measure this division of the batch only.
+    `leaves`: the flat inputs of an example call. `n_microbatches`: measure this division of the batch only. `ranks`:
+    the processes of the devices, where each has its own; they measure together.
     """
 
     cluster = None
@@ -77,34 +80,51 @@ class Measured:
         target_dims: tuple[int | None, ...] = (),
         n_microbatches: int | None = None,
         cache: MeasurementCache | None = None,
+        ranks: RankMeasurements | None = None,
     ) -> None:
         self.devices = tuple(replace(d, memory=usable_memory(d.memory, d.torch_device.type)) for d in devices)
         self.cores = usable_cores() if all(d.shares_process_memory for d in self.devices) else None
+        if ranks is not None:
+            self.cores = ranks.cores
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(program, leaves, loss_fn, target, target_dims)
         self._n_microbatches, self._cache = n_microbatches, cache
         self._autocasts = autocasts(d.torch_device.type for d in self.devices)
         self._spread = 0.0  # the largest of all measurements
         self._too_large: list[tuple[str, int]] = []  # kind of device, samples
+        self._ranks = ranks
+        self.process_links: ProcessLinks | None = None  # of ranks, once they are measured
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         program, batching = self._program, self._batching
         jobs = []
         for kind in dict.fromkeys(d.kind for d in self.devices):
             mine = [d for d in self.devices if d.kind == kind]
-            jobs += [(mine[0], workers, n) for workers, n in _sizes(mine, program, batching, self._n_microbatches)]
-        measuring = _Measuring(
-            program,
-            with_dtypes(batching, self._under_autocast),
-            self._calls,
-            self._training,
-            self._cache,
-            self._autocasts,
-        )
+            if self._ranks is not None:
+                mine = [self.devices[rank] for rank in _on_one_machine(self._ranks, self.devices, kind)]
+            cores = self.cores or usable_cores()
+            sizes = _sizes(mine, program, batching, self._n_microbatches, cores)
+            jobs += [(mine[0], workers, n) for workers, n in sizes]
+        measuring = self.measuring()
         found = measuring.run(jobs, progress)
         self._spread = max(times.spread for _, times in found)
         self._too_large = measuring.too_large
         return tables_of(found)
+
+    def measuring(self) -> Measuring:
+        """What times the operators."""
+        return Measuring(
+            self._program,
+            with_dtypes(self._batching, self._under_autocast),
+            self._calls,
+            self._training,
+            self._cache,
+            self._autocasts,
+            None if self._ranks is None else partial(self._on_ranks, self._ranks),
+        )
+
+    def _on_ranks(self, ranks: RankMeasurements, device: Device, workers: int, rows: int) -> GraphTimes:
+        return ranks.passes(_on_one_machine(ranks, self.devices, device.kind)[:workers], workers, rows)
 
     def notes(self) -> tuple[str, ...]:
         """What was not measured; and how uncertain measurements are without the system's count of waiting."""
@@ -149,6 +169,10 @@ class Measured:
         return values_under(self._autocasts, self._program.graph_module, self._few_rows()[1])
 
     def links(self) -> dict[tuple[str, str], Link]:
+        if self._ranks is not None:
+            self.process_links = measured_links(self._ranks, self.devices, self._cache)
+            names = [device.name for device in self.devices]
+            return {(names[a], names[b]): link for (a, b), link in self.process_links.links.items()}
         key = signature_key("links", [(d.name, d.kind, d.threads) for d in self.devices])
         known = (
             self._cache.get(key, partial(_links_from_json, devices=self.devices)) if self._cache is not None else None
@@ -191,20 +215,26 @@ def _links_from_json(value: Any, devices: Sequence[Device]) -> dict[tuple[str, s
     return links
 
 
+def _on_one_machine(ranks: RankMeasurements, devices: Sequence[Device], kind: str) -> list[int]:
+    """The ranks of a kind of devices on the first machine that has some."""
+    mine = [rank for rank, device in enumerate(devices) if device.kind == kind]
+    return [rank for rank in mine if ranks.machines[rank] == ranks.machines[mine[0]]]
+
+
 def _sizes(
-    devices: Sequence[Device], program: Program, batching: Batching, n_microbatches: int | None
+    devices: Sequence[Device], program: Program, batching: Batching, n_microbatches: int | None, cores: int
 ) -> list[tuple[int, int]]:
     """Pairs (busy workers, samples) to measure on devices of one kind.
 
     The whole batch runs on one worker, micro-batches run with all workers busy; of CPU workers that share cores, as
-    many as have a core of their own (`CostGraph.crowding` prices the others). `n_microbatches`: measure this division
-    of the batch only.
+    many as have some of the `cores` of their own (`CostGraph.crowding` prices the others). `n_microbatches`: measure
+    this division of the batch only.
     """
     batch = max(program.batch_size, 1)
     whole = [(1, batch)]
     if not batching.splittable or batch == 1:
         return whole
-    on_cores = max(1, usable_cores() // devices[0].threads)
+    on_cores = max(1, cores // devices[0].threads)
     together = min(len(devices), on_cores) if devices[0].shares_process_memory else 1
     if n_microbatches is not None:
         parts = [largest_size(batch, n_microbatches)]
@@ -219,8 +249,9 @@ def _sizes(
 _Job = tuple[Device, int, int]  # device, busy workers, samples
 
 
-class _Measuring:
-    """Times of a program's operators, under `autocasts` by device type."""
+class Measuring:
+    """Times of a program's operators, under `autocasts` by device type. `elsewhere(device, workers, samples)`: makes
+    passes in the processes of the devices; None: in threads of this one."""
 
     def __init__(
         self,
@@ -230,7 +261,9 @@ class _Measuring:
         training: bool,
         cache: MeasurementCache | None,
         autocasts: Mapping[str, Autocast],
+        elsewhere: Callable[[Device, int, int], GraphTimes] | None = None,
     ) -> None:
+        self._elsewhere = elsewhere
         self._calls, self._training, self._cache, self._autocasts = calls, training, cache, autocasts
         self._reduced, self._captured = _reduced(program, batching), program.device
         self._signature = [graph_signature(program), training, loss_signature(calls.loss_fn, calls.target)]
@@ -242,7 +275,10 @@ class _Measuring:
         Sizes that the memory of a GPU does not hold are left out. Raises InfeasibleError where it holds none.
         """
         keys = [
-            signature_key("times", self._signature, d.kind, d.threads, workers, rows, self._autocast_of(d).signature)
+            signature_key(
+                "times" if workers == 1 or self._elsewhere is None else "times of processes",
+                *(self._signature, d.kind, d.threads, workers, rows, self._autocast_of(d).signature),
+            )
             for d, workers, rows in jobs
         ]
         known = self._known(keys, jobs)
@@ -314,6 +350,10 @@ class _Measuring:
         return {key: times for key, times in known.items() if (times.workers, times.rows) == wanted[key]}
 
     def _measure(self, device: Device, workers: int, rows: int) -> GraphTimes:
+        return (self._elsewhere or self.passes)(device, workers, rows)
+
+    def passes(self, device: Device, workers: int, rows: int, companions: Companions | None = None) -> GraphTimes:
+        """Times of this process, while `workers` threads of it, or its companions, make the same passes."""
         log.info("profiling %s: %d samples, %d busy", device.kind, rows, workers)
         reduced = self._reduced
 
@@ -334,6 +374,7 @@ class _Measuring:
             training=self._training,
             n_outputs=reduced.n_outputs,
             autocast=self._autocast_of(device),
+            companions=companions,
         )
         forward, backward = (
             {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
@@ -370,39 +411,83 @@ def measure_costs(
     n_microbatches: int | None = None,
     cache: bool = True,
     progress: Progress = SILENT,
+    ranks: RankMeasurements | None = None,
 ) -> CostGraph:
     """The measured cost graph of a call; times in the cache are not measured again. The model is unchanged.
 
-    `n_microbatches`: measure this division of the batch only.
+    `n_microbatches`: measure this division of the batch only. `ranks`: the processes of the devices, if each has one.
     """
-    # Copies that are made in inference mode could not be written outside of it, where operators are timed.
-    outside = torch.inference_mode(False)
-    with measurement_cache(cache) as store, untouched(example.model), torch.device("cpu"), outside:
-        source = Measured(
-            example.program,
-            example.batching,
-            example.leaves,
-            devices,
-            training=example.training,
-            loss_fn=example.stage_loss,
-            target=example.target,
-            target_dims=example.target_dims,
-            n_microbatches=n_microbatches,
-            cache=store,
-        )
+    with measurement_cache(cache) as store, _apart(example):
+        source = _source(example, devices, n_microbatches, store, ranks)
         costs = cost_graph.build(
             example.program, example.batching, source, training=example.training, progress=progress
         )
+        if ranks is not None and source.process_links is not None:
+            progress("collectives between ranks", 1.0)
+            of_ranks = rank_costs(ranks, source.devices, source.process_links, store)
+            costs = replace(costs, ranks=of_ranks, notes=(*costs.notes, *of_ranks.notes))
         types = {device.kind: device.torch_device.type for device in devices}
         return replace(costs, rehearsal=StepRehearsal.of(example, types, autocasts(types.values())))
 
 
-def with_shards(costs: CostGraph, widest: int, *, cache: bool = True, progress: Progress = SILENT) -> CostGraph:
-    """`costs` of devices at hand, with what meshes of up to `widest` of them cost: measured unless the cache knows."""
+@contextmanager
+def passes_of(
+    example: Example, devices: Sequence[Device]
+) -> Iterator[Callable[[Device, int, int, Companions | None], GraphTimes]]:
+    """`Measuring.passes` of a call, for a process that takes part in what another one measures."""
+    with _apart(example):
+        yield _source(example, devices, None, None, None).measuring().passes
+
+
+@contextmanager
+def _apart(example: Example) -> Iterator[None]:
+    """Inside, passes leave the model as it is."""
+    # Copies that are made in inference mode could not be written outside of it, where operators are timed.
+    with untouched(example.model), torch.device("cpu"), torch.inference_mode(False):
+        yield
+
+
+def _source(
+    example: Example,
+    devices: Sequence[Device],
+    n_microbatches: int | None,
+    cache: MeasurementCache | None,
+    ranks: RankMeasurements | None,
+) -> Measured:
+    return Measured(
+        example.program,
+        example.batching,
+        example.leaves,
+        devices,
+        training=example.training,
+        loss_fn=example.stage_loss,
+        target=example.target,
+        target_dims=example.target_dims,
+        n_microbatches=n_microbatches,
+        cache=cache,
+        ranks=ranks,
+    )
+
+
+def with_shards(
+    costs: CostGraph,
+    widest: int,
+    *,
+    cache: bool = True,
+    progress: Progress = SILENT,
+    ranks: RankMeasurements | None = None,
+) -> CostGraph:
+    """`costs` of devices at hand, with what meshes of up to `widest` of them cost: measured unless the cache knows.
+    `ranks`: the processes of the devices, if each has one."""
     if widest < 2 or (costs.shards is not None and costs.shards.widest >= widest):
         return costs
+    if costs.ranks is not None and costs.ranks.notes:
+        return costs  # the notes say why no mesh is priced
     progress(f"collectives of up to {widest} devices", 0.0)
     with measurement_cache(cache) as store:
+        if ranks is not None:
+            links = measured_links(ranks, costs.devices, store)
+            return replace(costs, shards=measure_shards_of_ranks(ranks, costs.devices, links, widest, store))
         return replace(costs, shards=measure_shards(costs.devices, costs.links, widest, store))
 
 

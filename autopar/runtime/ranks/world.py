@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import InputError
+from autopar.runtime.ranks import places
 from autopar.runtime.ranks.channels import Channel, TaggedChannel
+from autopar.runtime.ranks.places import Place
 from cost_models.hardware.devices import Device, parse_devices
 
 _worlds: dict[Any, World] = {}  # by torch's default process group
@@ -25,6 +27,7 @@ class World:
     size: int
     control: Any  # process group of all ranks: plans, checks, losses, outputs
     wire: Any  # of all ranks: messages between stages
+    places: tuple[Place, ...] = ()  # by rank, once `devices` has gathered them
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def groups(self, wanted: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
@@ -81,10 +84,15 @@ class World:
                 tensor.copy_(whole)
 
     def devices(self, resident: Any) -> tuple[Device, ...]:
-        """One CPU worker a rank; the ranks of a machine share its cores and memory. `resident`: see parse_devices."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        local = parse_devices(["cpu"] * here, resident)[0]
-        return tuple(replace(local, name=f"cpu:{rank}") for rank in range(self.size))
+        """One CPU worker a rank; the ranks of a machine share its cores and memory. Collective. `resident`: see
+        parse_devices."""
+        own = parse_devices(["cpu"], resident)[0]
+        everyone = self.gathered((places.here(), own.memory))
+        self.places = tuple(place for place, _ in everyone)
+        return tuple(
+            replace(parse_devices(["cpu"])[0], name=f"cpu:{rank}", kind=kind, memory=memory, threads=threads)
+            for rank, (kind, memory, threads) in enumerate(places.shares(everyone))
+        )
 
 
 def joined() -> World | None:

@@ -24,6 +24,7 @@ from benchmarks import (
     inference,
     memory,
     models,
+    network,
     overhead,
     partition_instances,
     peers,
@@ -94,6 +95,10 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
     "gpu": (
         "ResNet-50, GPT-2 medium, a Llama of 1.1 billion parameters and T5 on GPUs: every promise, met or missed",
         lambda quick, _: gpu.run_gpu(quick),
+    ),
+    "network": (
+        "two hosts as network namespaces, one rank each: plans made for two bandwidths, measured at both",
+        lambda quick, _: network.run_network(quick),
     ),
     "published": (
         "published training runs (--tables DIR): plans by hand, predicted and measured steps and memory",

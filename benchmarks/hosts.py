@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 
 
 def _run(*command: str) -> None:

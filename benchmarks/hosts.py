@@ -140,5 +140,5 @@ def hosts(n: int, megabits: float) -> Iterator[Hosts]:
 
 
 def losses(texts: Sequence[str]) -> list[list[float]]:
-    """The numbers after `loss` in each text."""
-    return [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in texts]
+    """The numbers of six digits after `loss` in each text."""
+    return [[float(loss) for loss in re.findall(r"loss (-?\d+\.\d{6})", text)] for text in texts]

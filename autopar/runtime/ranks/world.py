@@ -14,6 +14,7 @@ from autopar.errors import InputError
 from autopar.runtime.ranks import places
 from autopar.runtime.ranks.channels import Channel, TaggedChannel
 from autopar.runtime.ranks.places import Place
+from autopar.runtime.ranks.slurm import rank_variables
 from cost_models.hardware.devices import Device, parse_devices
 
 _worlds: dict[Any, World] = {}  # by torch's default process group
@@ -96,20 +97,22 @@ class World:
 
 
 def joined() -> World | None:
-    """The world of this process, whose process group starts here unless it has; None in a process by itself.
+    """The world of this process, whose process group starts here unless it has; None in a process by itself. Tasks of
+    srun get torchrun's variables.
 
     Raises InputError where ranks cannot run a plan.
     """
     if not dist.is_available():
         return None
     if not dist.is_initialized():
+        os.environ.update(rank_variables(os.environ))
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             return None
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise InputError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the script with "
-                "torchrun --nproc-per-node N, or unset WORLD_SIZE to run in one process"
+                "torchrun --nproc-per-node N or with srun, or unset WORLD_SIZE to run in one process"
             )
         _refuse_gpus()
         dist.init_process_group("gloo")

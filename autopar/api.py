@@ -17,7 +17,7 @@ from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.costs.rank_costs import RankMeasurements
-from autopar.errors import InputError, each_warning_once
+from autopar.errors import InputError, PlanError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
@@ -383,6 +383,16 @@ def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy
     return Accuracy.of(recall(), since=since, kind=kind)
 
 
+def _on_devices(plan: Plan, devices: tuple[Device, ...], world: World | None) -> Plan:
+    """`plan` on these devices. Raises PlanError."""
+    try:
+        return plan.on([d.name for d in devices], [d.kind for d in devices])
+    except PlanError as error:
+        if world is None:
+            raise
+        raise PlanError(f"{error}. There is one rank for each device, {world.size} of them; rank i is cpu:i") from error
+
+
 def _deciding(devices: tuple[Device, ...], options: PlanOptions) -> DecideTogether:
     """Makes a plan; with measurements of ranks, for one process a device."""
 
@@ -416,7 +426,7 @@ def _pipelined(
         plan = plan.with_decision(
             "the plan's n_microbatches or schedule was replaced", n_microbatches=n_microbatches, schedule=schedule
         )
-        plan = plan.on([d.name for d in devices], [d.kind for d in devices])
+        plan = _on_devices(plan, devices, world)
         plan.check_model(model)
 
     decide, settings = _deciding(devices, options), RunSettings.of(options)

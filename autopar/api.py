@@ -363,7 +363,7 @@ def _by_hand(
         if isinstance(devices, Cluster) and not devices.at_hand:
             example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
             return plan_by_hand(example, devices, options, degrees, progress)
-        parsed = devices_at_hand(model, devices)
+        parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
         example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
         if all(device.torch_device.type == "cpu" for device in parsed):
             return plan_by_hand_for_workers(example, parsed, options, degrees, progress)

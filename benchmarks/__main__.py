@@ -19,6 +19,7 @@ from autopar import AutoparWarning, DeviceError, keep_freed_memory
 from benchmarks import (
     accuracy,
     automatic,
+    distributed,
     estimates,
     gpu,
     inference,
@@ -95,6 +96,10 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
     "gpu": (
         "ResNet-50, GPT-2 medium, a Llama of 1.1 billion parameters and T5 on GPUs: every promise, met or missed",
         lambda quick, _: gpu.run_gpu(quick),
+    ),
+    "distributed": (
+        "BERT and GPT-2 on two processes: autopar, its threads, pipelining, DDP, FSDP2 and tensor parallelism by hand",
+        lambda quick, _: distributed.run_distributed(quick),
     ),
     "network": (
         "two hosts as network namespaces, one rank each: plans made for two bandwidths, measured at both",

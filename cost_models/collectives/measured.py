@@ -20,6 +20,10 @@ from cost_models.hardware.devices import synchronize
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 """Bytes of the tensors that collectives are measured with."""
 
+# Their names from torch 2.13 on, and before.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 ROUNDS, FEW_ROUNDS = 7, 2
 WARM_UP_ROUNDS = 2  # the first calls open connections
 
@@ -123,8 +127,8 @@ def _call(
 
     calls: dict[Collective, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_gather": lambda: _ALL_GATHER(whole, part, group=group),
+        "reduce_scatter": lambda: _REDUCE_SCATTER(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, first, group=group),
         "send_recv": send_recv,

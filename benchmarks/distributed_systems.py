@@ -3,10 +3,10 @@
 Every system has its own copy of the model, with the same weights, in each process. A process serves requests (see
 `peer_systems.Ranks`), so that all systems take turns.
 
-    autopar, PLAN            rank 0 | rank 1 by a plan                    the whole batch on both
-    pipelining, SCHEDULE     torch.distributed.pipelining, cut by time    the batch on the first, targets on the last stage
-    DDP, FSDP2               DistributedDataParallel, fully_shard         half the batch each
-    tensor parallel          parallelize_module, columns and rows         the whole batch on both
+    autopar, PLAN            rank 0 | rank 1 by a plan                    both have the whole batch
+    pipelining, SCHEDULE     torch.distributed.pipelining, cut by time    the first stage has it, the last one targets
+    DDP, FSDP2               DistributedDataParallel, fully_shard         each has half the batch
+    tensor parallel          parallelize_module, columns and rows         both have the whole batch
 """
 
 from __future__ import annotations

@@ -321,3 +321,8 @@ def register_output_type(error: BaseException, model: nn.Module) -> bool:
             if cls in _pytree.SUPPORTED_NODES:
                 return True
     return False
+
+
+def inside_ddp() -> bool:
+    """Whether DistributedDataParallel runs a forward in this process (it tells no module that it wraps it)."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None

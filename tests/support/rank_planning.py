@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar import Cluster, Plan, PlanError
+from autopar import Cluster, InputError, Plan, PlanError
 from autopar.runtime.ranks.world import joined
 from cost_models.measuring.process_links import measure_process_links, probe_process_links
 
@@ -67,5 +67,17 @@ def too_large_a_plan() -> str:
             mlp(), plan=Plan.from_split(split, devices=[[f"cpu:{i}"] for i in range(n)], n_microbatches=4)
         )
     except PlanError as error:
+        return str(error)
+    return ""
+
+
+def wrapped_in_ddp() -> str:
+    """The error of a call through DistributedDataParallel."""
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(8, 12)
+    pm = autopar.parallelize(model, n_microbatches=2)
+    try:
+        nn.parallel.DistributedDataParallel(pm)(x)
+    except InputError as error:
         return str(error)
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from rank_planning import followed, links, plans, too_large_a_plan
+from rank_planning import followed, links, plans, too_large_a_plan, wrapped_in_ddp
 from rank_pool import RankPool
 
 
@@ -39,3 +39,10 @@ def test_a_plan_for_more_devices_than_ranks_is_refused(ranks: RankPool) -> None:
     for message in ranks.run(too_large_a_plan, 2):
         assert "the plan uses 3 devices, but 2 are given" in message
         assert "one rank for each device, 2 of them" in message
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel_around_ranks_is_refused(ranks: RankPool) -> None:
+    """As Accelerate and transformers' Trainer wrap it under torchrun."""
+    for message in ranks.run(wrapped_in_ddp, 2):
+        assert message.startswith("the pipelined module is wrapped in DistributedDataParallel")

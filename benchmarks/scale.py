@@ -1,4 +1,4 @@
-"""Training of GPT-3, Llama 3 405B and a DeepSeek-V3-like mixture of experts on 64 to 16,384 H100: planned and simulated.
+"""Training of GPT-3, Llama 3 405B and a mixture of experts on 64 to 16,384 H100: planned and simulated.
 
 The batch of a step stays the same, so that more devices have less to do each. Every case is planned in a process of its
 own and written at once to `scale.jsonl`; a run that is interrupted goes on with the cases that are not there.
@@ -157,12 +157,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")
-    panels = (
-        ("step", "step, s"),
-        ("utilisation", "model FLOPs utilisation"),
-        ("device_hours", "H100-hours / 10^12 tokens"),
-    )
-    for axes, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    panels = {
+        "step": "step, s",
+        "utilisation": "model FLOPs utilisation",
+        "device_hours": "H100-hours for 10^12 tokens",
+    }
+    for axes, (key, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for name, how in dict.fromkeys((row["model"], row["plan"]) for row in rows):
             mine = [r for r in rows if (r["model"], r["plan"]) == (name, how) and r.get("fits")]
             style = "o-" if how == SEARCHED else "x--"

@@ -18,7 +18,7 @@ from benchmarks.published_runs.models import FusedSwiGLU, GPTSizes, LlamaSizes
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """A mixture of experts with low-rank attention, after DeepSeek-AI: DeepSeek-V3 Technical Report, 2024, section 4.2."""
+    """A mixture of experts with low-rank attention (DeepSeek-AI: DeepSeek-V3 Technical Report, 2024, section 4.2)."""
 
     layers: int
     dense: int  # of the layers: the first ones, without experts

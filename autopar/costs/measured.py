@@ -5,54 +5,41 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import permutations
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
-from autopar.analysis.operators import on_device, requires_grad_nodes, written_arguments
+from autopar.analysis.operators import on_device
 from autopar.capture.program import Program
-from autopar.capture.repeated_layers.measure_once import ReducedGraph, reduce_graph
 from autopar.costs import cost_graph
-from autopar.costs.call_signature import graph_signature, loss_signature
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
 from autopar.costs.measured_tables import tables_of
+from autopar.costs.operator_passes import Measuring
 from autopar.costs.rank_costs import RankMeasurements, measured_links, rank_costs
 from autopar.costs.shard_costs import measure_shards, measure_shards_of_ranks
 from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
-from autopar.errors import InfeasibleError
+from autopar.lower.size_values import values_of_sizes
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import on_meta
 from cost_models.hardware.devices import operator_threads, usable_cores
-from cost_models.measuring.autocast import Autocast, autocasts
+from cost_models.measuring.autocast import autocasts
 from cost_models.measuring.core_waiting import waiting_is_known
-from cost_models.measuring.operator_times import Companions, GraphTimes, measure, measure_accumulate
+from cost_models.measuring.operator_times import Companions, GraphTimes, measure_accumulate
 from cost_models.measuring.process_links import ProcessLinks
-from cost_models.measuring.repeats import until_two_agree
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 from cost_models.memory.training_memory import usable_memory
 
 log = logging.getLogger(__name__)
-
-# Equal operators that are timed; the rest get their mean. More of them average out noise and cost more time.
-_SAME_MEASURED = 3
-
-# Passes that take less than this many seconds are over before a disturbance is: they are measured at two different
-# times, and again until two measurements agree, up to this many.
-_SHORT = 0.05
-_MEASUREMENTS = 4
-
-# A micro-batch that takes this much more time a sample than its neighbours in size is measured once more.
-_SUSPICIOUS = 1.25
 
 
 class Measured:
@@ -95,6 +82,31 @@ class Measured:
         self._ranks = ranks
         self.process_links: ProcessLinks | None = None  # of ranks, once they are measured
 
+    @classmethod
+    def of(
+        cls,
+        example: Example,
+        devices: Sequence[Device],
+        *,
+        n_microbatches: int | None = None,
+        cache: MeasurementCache | None = None,
+        ranks: RankMeasurements | None = None,
+    ) -> Self:
+        """The costs of an example call."""
+        return cls(
+            example.program,
+            example.batching,
+            example.leaves,
+            devices,
+            training=example.training,
+            loss_fn=example.stage_loss,
+            target=example.target,
+            target_dims=example.target_dims,
+            n_microbatches=n_microbatches,
+            cache=cache,
+            ranks=ranks,
+        )
+
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         program, batching = self._program, self._batching
         jobs = []
@@ -102,14 +114,14 @@ class Measured:
             mine = [d for d in self.devices if d.kind == kind]
             if self._ranks is not None:
                 mine = [self.devices[rank] for rank in _on_one_machine(self._ranks, self.devices, kind)]
-            cores = self.cores or usable_cores()
-            sizes = _sizes(mine, program, batching, self._n_microbatches, cores)
+            sizes = _sizes(mine, program, batching, self._n_microbatches, self.cores)
             jobs += [(mine[0], workers, n) for workers, n in sizes]
         measuring = self.measuring()
         found = measuring.run(jobs, progress)
         self._spread = max(times.spread for _, times in found)
         self._too_large = measuring.too_large
-        return tables_of(found)
+        once = {node.name for node in values_of_sizes(program.graph_module)}
+        return tables_of([(device, _without(times, once)) for device, times in found])
 
     def measuring(self) -> Measuring:
         """What times the operators."""
@@ -222,7 +234,11 @@ def _on_one_machine(ranks: RankMeasurements, devices: Sequence[Device], kind: st
 
 
 def _sizes(
-    devices: Sequence[Device], program: Program, batching: Batching, n_microbatches: int | None, cores: int
+    devices: Sequence[Device],
+    program: Program,
+    batching: Batching,
+    n_microbatches: int | None,
+    cores: int | None = None,
 ) -> list[tuple[int, int]]:
     """Pairs (busy workers, samples) to measure on devices of one kind.
 
@@ -234,7 +250,7 @@ def _sizes(
     whole = [(1, batch)]
     if not batching.splittable or batch == 1:
         return whole
-    on_cores = max(1, cores // devices[0].threads)
+    on_cores = max(1, (cores or usable_cores()) // devices[0].threads)
     together = min(len(devices), on_cores) if devices[0].shares_process_memory else 1
     if n_microbatches is not None:
         parts = [largest_size(batch, n_microbatches)]
@@ -246,162 +262,10 @@ def _sizes(
     )  # each once: one micro-batch is whole
 
 
-_Job = tuple[Device, int, int]  # device, busy workers, samples
-
-
-class Measuring:
-    """Times of a program's operators, under `autocasts` by device type. `elsewhere(device, workers, samples)`: makes
-    passes in the processes of the devices; None: in threads of this one."""
-
-    def __init__(
-        self,
-        program: Program,
-        batching: Batching,
-        calls: Calls,
-        training: bool,
-        cache: MeasurementCache | None,
-        autocasts: Mapping[str, Autocast],
-        elsewhere: Callable[[Device, int, int], GraphTimes] | None = None,
-    ) -> None:
-        self._elsewhere = elsewhere
-        self._calls, self._training, self._cache, self._autocasts = calls, training, cache, autocasts
-        self._reduced, self._captured = _reduced(program, batching), program.device
-        self._signature = [graph_signature(program), training, loss_signature(calls.loss_fn, calls.target)]
-        self.too_large: list[tuple[str, int]] = []  # kind of device, samples that its memory does not hold
-
-    def run(self, jobs: Sequence[_Job], progress: Progress) -> list[tuple[Device, GraphTimes]]:
-        """Times for every (device, busy workers, samples), from the cache or measured and then cached.
-
-        Sizes that the memory of a GPU does not hold are left out. Raises InfeasibleError where it holds none.
-        """
-        keys = [
-            signature_key(
-                "times" if workers == 1 or self._elsewhere is None else "times of processes",
-                *(self._signature, d.kind, d.threads, workers, rows, self._autocast_of(d).signature),
-            )
-            for d, workers, rows in jobs
-        ]
-        known = self._known(keys, jobs)
-        measured: dict[str, tuple[_Job, GraphTimes]] = {}
-        for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
-            device, workers, rows = job
-            progress(f"profiling {device.kind}: {rows} samples, {workers} busy", index / len(jobs))
-            times = known[key] if key in known else self._measured_if_it_fits(device, workers, rows)
-            if times is not None:
-                measured[key] = job, times
-        self._check_every_kind(jobs, [job for job, _ in measured.values()])
-        keys, jobs, found = list(measured), [job for job, _ in measured.values()], [t for _, t in measured.values()]
-        for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
-            if key not in known and found[index].total < _SHORT:
-                progress(f"profiling {job[0].kind}: {job[2]} samples again", 1.0)
-                found[index] = self._agreed(found[index], job)
-        for index, (key, (device, _, rows)) in enumerate(zip(keys, jobs, strict=True)):
-            times = found[index]
-            same = [t for t, (d, w, _) in zip(found, jobs, strict=True) if d is device and w == times.workers]
-            if key not in known and _disturbed(times, same):
-                progress(f"profiling {device.kind}: {rows} samples again", 1.0)
-                found[index] = min(times, self._measure(device, times.workers, rows), key=lambda t: t.total)
-        if self._cache is not None:
-            self._cache.put_many({k: t.to_json() for k, t in zip(keys, found, strict=True) if k not in known})
-        return [(device, times) for (device, _, _), times in zip(jobs, found, strict=True)]
-
-    def _measured_if_it_fits(self, device: Device, workers: int, rows: int) -> GraphTimes | None:
-        try:
-            return self._measure(device, workers, rows)
-        except torch.OutOfMemoryError as error:
-            log.info("%d samples do not fit the memory of %s: %s", rows, device.kind, error)
-            self.too_large.append((device.kind, rows))
-        # Here the error is gone, and with it the tensors of the pass: the next size finds their memory.
-        if device.torch_device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
-    def _check_every_kind(self, wanted: Sequence[_Job], measured: Sequence[_Job]) -> None:
-        kinds = {device.kind for device, _, _ in measured}
-        for kind, _ in self.too_large:
-            if kind not in kinds:
-                least = min(rows for device, _, rows in wanted if device.kind == kind)
-                raise InfeasibleError(
-                    f"the memory of {kind} does not hold a pass of {least} samples, so nothing can be measured there; "
-                    "free some of it, or plan ahead with a Cluster.preset(...) and pass that plan"
-                )
-
-    def _agreed(self, first: GraphTimes, job: _Job) -> GraphTimes:
-        """Times that a second measurement confirms; without such, the lowest."""
-        device, workers, rows = job
-        again = partial(self._measure, device, workers, rows)
-        times, agreed = until_two_agree(first, again, lambda t: t.total, _MEASUREMENTS)
-        if not agreed:
-            log.info(
-                "%d measurements of %d samples on %s disagree; keeping the lowest, %.3g ms",
-                _MEASUREMENTS,
-                rows,
-                device.kind,
-                times.total * 1e3,
-            )
-        return times
-
-    def _known(self, keys: Sequence[str], jobs: Sequence[_Job]) -> dict[str, GraphTimes]:
-        """The cached times of those of `keys` that have some, for the numbers of workers and samples of their jobs."""
-        if self._cache is None:
-            return {}
-        known = self._cache.get_many(keys, partial(GraphTimes.from_json, nodes=self._reduced.like.keys()))
-        wanted = {key: (workers, rows) for key, (_, workers, rows) in zip(keys, jobs, strict=True)}
-        return {key: times for key, times in known.items() if (times.workers, times.rows) == wanted[key]}
-
-    def _measure(self, device: Device, workers: int, rows: int) -> GraphTimes:
-        return (self._elsewhere or self.passes)(device, workers, rows)
-
-    def passes(self, device: Device, workers: int, rows: int, companions: Companions | None = None) -> GraphTimes:
-        """Times of this process, while `workers` threads of it, or its companions, make the same passes."""
-        log.info("profiling %s: %d samples, %d busy", device.kind, rows, workers)
-        reduced = self._reduced
-
-        def inputs(rows: int) -> list[Any]:
-            made = [
-                shape.make(rows, device.torch_device).requires_grad_(gradient and self._training)
-                for shape, gradient in reduced.stand_ins
-            ]
-            return [*self._calls.inputs(rows), *made]
-
-        times = measure(
-            on_device(reduced.module, self._captured, device.torch_device),
-            inputs,
-            self._calls.loss,
-            rows,
-            device,
-            workers=workers,
-            training=self._training,
-            n_outputs=reduced.n_outputs,
-            autocast=self._autocast_of(device),
-            companions=companions,
-        )
-        forward, backward = (
-            {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
-            for seconds in (times.forward, times.backward)
-        )
-        return replace(times, forward=forward, backward=backward)
-
-    def _autocast_of(self, device: Device) -> Autocast:
-        return self._autocasts[device.torch_device.type]
-
-
-def _disturbed(times: GraphTimes, same: Sequence[GraphTimes]) -> bool:
-    """Whether `times` are much longer per sample than at the next smaller and larger size, as on a busy machine."""
-    ordered = sorted(same, key=lambda t: t.rows)
-    place = ordered.index(times)
-    beside = [t.total / t.rows for t in ordered[max(0, place - 1) : place + 2] if t is not times]
-    return bool(beside) and times.total / times.rows > _SUSPICIOUS * min(beside)
-
-
-def _reduced(program: Program, batching: Batching) -> ReducedGraph:
-    """The graph to time: every operator that repeats at most `_SAME_MEASURED` times."""
-    writes = {a for node in program.graph.nodes for a in written_arguments(node)}
-    aliases = {s for node in writes for s in batching.storages.get(node.name, ())}
-    touched = {n.name for n in program.graph.nodes if batching.storages.get(n.name, frozenset()) & aliases}
-    keep = touched | {n.name for n in program.graph.nodes if written_arguments(n)}
-    gradients = {n.name for n in requires_grad_nodes(program.graph_module)}
-    return reduce_graph(program.graph_module, batching.shapes, keep, gradients, _SAME_MEASURED)
+def _without(times: GraphTimes, names: Set[str]) -> GraphTimes:
+    """The times of a pass that finds the values `names`: stages keep what follows from sizes (size_values.py)."""
+    forward = {name: 0.0 if name in names else seconds for name, seconds in times.forward.items()}
+    return replace(times, forward=forward)
 
 
 def measure_costs(
@@ -418,7 +282,7 @@ def measure_costs(
     `n_microbatches`: measure this division of the batch only. `ranks`: the processes of the devices, if each has one.
     """
     with measurement_cache(cache) as store, _apart(example):
-        source = _source(example, devices, n_microbatches, store, ranks)
+        source = Measured.of(example, devices, n_microbatches=n_microbatches, cache=store, ranks=ranks)
         costs = cost_graph.build(
             example.program, example.batching, source, training=example.training, progress=progress
         )
@@ -436,7 +300,7 @@ def passes_of(
 ) -> Iterator[Callable[[Device, int, int, Companions | None], GraphTimes]]:
     """`Measuring.passes` of a call, for a process that takes part in what another one measures."""
     with _apart(example):
-        yield _source(example, devices, None, None, None).measuring().passes
+        yield Measured.of(example, devices).measuring().passes
 
 
 @contextmanager
@@ -445,28 +309,6 @@ def _apart(example: Example) -> Iterator[None]:
     # Copies that are made in inference mode could not be written outside of it, where operators are timed.
     with untouched(example.model), torch.device("cpu"), torch.inference_mode(False):
         yield
-
-
-def _source(
-    example: Example,
-    devices: Sequence[Device],
-    n_microbatches: int | None,
-    cache: MeasurementCache | None,
-    ranks: RankMeasurements | None,
-) -> Measured:
-    return Measured(
-        example.program,
-        example.batching,
-        example.leaves,
-        devices,
-        training=example.training,
-        loss_fn=example.stage_loss,
-        target=example.target,
-        target_dims=example.target_dims,
-        n_microbatches=n_microbatches,
-        cache=cache,
-        ranks=ranks,
-    )
 
 
 def with_shards(

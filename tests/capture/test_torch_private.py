@@ -411,3 +411,16 @@ def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert seen == [False, True, False]
+
+
+def test_hooks_of_gradients_are_seen_until_they_are_removed() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        assert not torch_private.has_gradient_hooks(weight)
+        handle = register(lambda _: None)
+        assert torch_private.has_gradient_hooks(weight)
+        handle.remove()
+    many = torch.autograd.graph.register_multi_grad_hook([weight], lambda _: None)
+    assert torch_private.has_gradient_hooks(weight)
+    many.remove()
+    assert not torch_private.has_gradient_hooks(weight)

@@ -36,6 +36,7 @@ def run_scale(quick: bool, folder: Path) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / ("scale-quick.jsonl" if quick else "scale.jsonl")
     rows = {(row["model"], row["devices"], row["plan"]): row for row in _read(kept)}
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))  # without a line that was cut off
     for case in _cases(quick):
         if case in rows:
             continue

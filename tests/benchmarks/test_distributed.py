@@ -66,7 +66,8 @@ def test_an_interrupted_run_goes_on_with_the_cases_that_are_missing(
     kept.write_text(kept.read_text() + '{"model": "cut o')
     report = scale.run_scale(True, tmp_path)
     assert planned == [scale._cases(True)[0], *scale._cases(True)[1:2], *scale._cases(True)[1:]]
-    assert len(report.data["cases"]) == len(scale._cases(True))
+    assert len(report.data["cases"]) == len(scale._cases(True)) == len(kept.read_text().splitlines())
+    assert all(json.loads(line) for line in kept.read_text().splitlines())
 
 
 @pytest.mark.slow

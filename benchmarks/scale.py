@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar import AutoparError, Plan
+from autopar import AutoparError, ClusterComparison, Plan
 from benchmarks.output import Report, Table
 from benchmarks.scale_models import MODELS, QUICK, Training
 
@@ -105,6 +105,7 @@ def planned(training: Training, devices: int, how: str) -> dict[str, Any]:
     if how == BY_HAND:
         plan = Plan.by_hand(model, cluster, example_args=inputs, optimizer="adamw", **training.by_hand, **_HOW)
     compared = autopar.compare(model, cluster, {how: plan}, example_args=inputs, **_HOW)
+    assert isinstance(compared, ClusterComparison), "the cluster is not at hand"
     row = compared[how]
     tokens = training.batch * training.sizes.seq
     return {

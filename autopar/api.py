@@ -16,7 +16,8 @@ from autopar.costs.history import recall
 from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
-from autopar.errors import InputError, each_warning_once
+from autopar.costs.rank_costs import RankMeasurements
+from autopar.errors import InputError, PlanError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
@@ -41,6 +42,7 @@ from autopar.runtime.initial_values.sources import InitFunction
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning import plan_at_hand, priced_at_hand
 from autopar.runtime.ranks.module import RankedModule, check_options
+from autopar.runtime.ranks.planning import DecideTogether, plan_together
 from autopar.runtime.ranks.world import World, joined
 from cost_models import Cluster, Device
 
@@ -239,13 +241,22 @@ def plan(
                 return priced_ahead(plan, example, devices, chosen, progress)
             return plan_ahead(example, devices, chosen, progress)
     refuse_estimated(options)
-    parsed = devices_at_hand(model, devices, options.get("optimizer"))
-    if plan is not None:
+    world = joined() if devices is None else None
+    parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
+    if plan is not None or world is not None:
+        chosen = chosen if world is None else check_options(chosen)
         example = capture_example(
-            model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim
+            model,
+            parsed,
+            args,
+            kwargs,
+            loss_fn=loss_fn,
+            target=target,
+            batch_dim=chosen.batch_dim,
+            strict=chosen.strict,
         )
-        with progress_bar() as progress:
-            return priced_at_hand(plan, example, parsed, chosen, progress)
+        decide = _pricing(plan, parsed, chosen) if plan is not None else _deciding(parsed, chosen)
+        return decide(example) if world is None else plan_together(world, parsed, example, decide)
     module = _pipelined(model, parsed, chosen)
     try:
         return module.prepare(args, kwargs, loss_fn=loss_fn, target=target)
@@ -370,7 +381,7 @@ def _by_hand(
         if isinstance(devices, Cluster) and not devices.at_hand:
             example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
             return plan_by_hand(example, devices, options, degrees, progress)
-        parsed = devices_at_hand(model, devices)
+        parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
         example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
         if all(device.torch_device.type == "cpu" for device in parsed):
             return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
@@ -390,6 +401,36 @@ def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy
     return Accuracy.of(recall(), since=since, kind=kind)
 
 
+def _on_devices(plan: Plan, devices: tuple[Device, ...], world: World | None) -> Plan:
+    """`plan` on these devices. Raises PlanError."""
+    try:
+        return plan.on([d.name for d in devices], [d.kind for d in devices])
+    except PlanError as error:
+        if world is None:
+            raise
+        raise PlanError(f"{error}. There is one rank for each device, {world.size} of them; rank i is cpu:i") from error
+
+
+def _deciding(devices: tuple[Device, ...], options: PlanOptions) -> DecideTogether:
+    """Makes a plan; with measurements of ranks, for one process a device."""
+
+    def decide(example: Example, ranks: RankMeasurements | None = None) -> Plan:
+        with progress_bar() as progress:
+            return plan_at_hand(example, devices, options, progress, ranks)
+
+    return decide
+
+
+def _pricing(plan: Plan, devices: tuple[Device, ...], options: PlanOptions) -> DecideTogether:
+    """Predicts what the user's plan takes."""
+
+    def price(example: Example, ranks: RankMeasurements | None = None) -> Plan:
+        with progress_bar() as progress:
+            return priced_at_hand(plan, example, devices, options, progress, ranks)
+
+    return price
+
+
 def _pipelined(
     model: nn.Module,
     devices: tuple[Device, ...],
@@ -403,14 +444,10 @@ def _pipelined(
         plan = plan.with_decision(
             "the plan's n_microbatches or schedule was replaced", n_microbatches=n_microbatches, schedule=schedule
         )
-        plan = plan.on([d.name for d in devices], [d.kind for d in devices])
+        plan = _on_devices(plan, devices, world)
         plan.check_model(model)
 
-    def decide(example: Example) -> Plan:
-        with progress_bar() as progress:
-            return plan_at_hand(example, devices, options, progress)
-
-    settings = RunSettings.of(options)
+    decide, settings = _deciding(devices, options), RunSettings.of(options)
     if world is not None:
         return RankedModule(world, model, devices, decide, plan=plan, settings=settings)
     return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)

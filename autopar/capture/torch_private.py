@@ -331,3 +331,8 @@ def register_output_type(error: BaseException, model: nn.Module) -> bool:
 def default_store() -> Any:
     """The store through which the ranks of the default process group found each other (torch has no public query)."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def inside_ddp() -> bool:
+    """Whether DistributedDataParallel runs a forward in this process (it tells no module that it wraps it)."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import sys
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -391,6 +392,25 @@ def test_fakes_on_one_device_are_made_of_tensors_that_stay_on_another() -> None:
     assert [x.shape for x in fakes] == [meta.shape, cpu.shape, scalar.shape]
     assert meta.is_meta
     assert FakeTensorMode().from_tensor(meta).device.type == "meta"
+
+
+def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_private.inside_ddp())
+            return super().forward(x)
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = Looks(2, 2)
+        model(torch.ones(1, 2))
+        nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen == [False, True, False]
 
 
 def test_hooks_of_gradients_are_seen_until_they_are_removed() -> None:

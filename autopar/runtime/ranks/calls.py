@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.call_runner import CallRunner
 from autopar.runtime.captures import BoundCall, CallArguments
@@ -61,6 +62,12 @@ class RankCalls(CallRunner):
             raise InputError(
                 "autocast with one process a device is not supported so far: convert the model (model.bfloat16()), or "
                 "use one process (devices=)"
+            )
+        if torch_private.inside_ddp():
+            raise InputError(
+                "the pipelined module is wrapped in DistributedDataParallel, as Accelerate and transformers' Trainer "
+                "do under torchrun. Its ranks are one model already: call the module itself in a loop of your own, "
+                "without accelerator.prepare(), or run Trainer or Accelerate in one process (devices=)"
             )
         kind = (call.loss is not None, torch.is_grad_enabled(), self._model.training, call.return_outputs)
         raised = self._world.watcher.raised_calls

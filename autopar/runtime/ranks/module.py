@@ -17,6 +17,7 @@ from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.captures import CallArguments
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.ranks.calls import RankCalls
+from autopar.runtime.ranks.planning import DecideTogether, plan_together
 from autopar.runtime.ranks.signatures import RankSignatures
 from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures import Decide
@@ -32,15 +33,16 @@ class RankedModule(PipelinedModule):
         world: World,
         model: nn.Module,
         devices: Sequence[Device],
-        decide: Decide,
+        decide: DecideTogether,
         *,
         plan: Plan | None = None,
         settings: RunSettings | None = None,
     ) -> None:
-        """`devices`: one a rank. `decide(example)` plans on rank 0."""
-        super().__init__(model, devices, decide, plan=plan, settings=settings)
+        """`devices`: one a rank. `decide(example, measurements)` plans on rank 0, and all ranks measure."""
+        agreed = _agreed(world, devices, decide)
+        super().__init__(model, devices, agreed, plan=plan, settings=settings)
         used = RunSettings() if settings is None else settings
-        self._on_rank = RankSignatures(world, model, devices, _agreed(world, decide), plan, used)
+        self._on_rank = RankSignatures(world, model, devices, agreed, plan, used)
         self._signatures = self._on_rank
         self._calls = RankCalls(world, model, devices, self._on_rank)
 
@@ -102,23 +104,13 @@ def check_options(options: PlanOptions) -> PlanOptions:
     return replace(options, tune=0)  # plans to compare would run as threads of rank 0
 
 
-def _agreed(world: World, decide: Decide) -> Decide:
+def _agreed(world: World, devices: Sequence[Device], decide: DecideTogether) -> Decide:
     """A plan made on rank 0 and sent to all. Once made, it stays: the parameters lie as it says."""
     known: list[Plan] = []
 
     def agreed(example: Example) -> Plan:
         if not known:
-            made: list[Plan] = []
-            known.append(Plan.from_json(world.from_first(_planning(decide, example, made))))
-            known[:] = made or known
+            known.append(plan_together(world, devices, example, decide))
         return known[0]
 
     return agreed
-
-
-def _planning(decide: Decide, example: Example, made: list[Plan]) -> Callable[[], str]:
-    def plan() -> str:
-        made.append(decide(example))
-        return made[0].to_json()
-
-    return plan

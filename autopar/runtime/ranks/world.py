@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import InputError
+from autopar.runtime.ranks import places
 from autopar.runtime.ranks.attempts import start_group
 from autopar.runtime.ranks.channels import Channel, TaggedChannel
+from autopar.runtime.ranks.places import Place
+from autopar.runtime.ranks.slurm import rank_variables
 from autopar.runtime.ranks.watcher import Watcher, watch
 from cost_models.hardware.devices import Device, parse_devices
 
@@ -28,6 +31,7 @@ class World:
     control: Any  # process group of all ranks: plans, checks, losses, outputs
     wire: Any  # of all ranks: messages between stages
     watcher: Watcher
+    places: tuple[Place, ...] = ()  # by rank, once `devices` has gathered them
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def groups(self, wanted: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
@@ -84,27 +88,34 @@ class World:
                 tensor.copy_(whole)
 
     def devices(self, resident: Any) -> tuple[Device, ...]:
-        """One CPU worker a rank; the ranks of a machine share its cores and memory. `resident`: see parse_devices."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        local = parse_devices(["cpu"] * here, resident)[0]
-        return tuple(replace(local, name=f"cpu:{rank}") for rank in range(self.size))
+        """One CPU worker a rank; the ranks of a machine share its cores and memory. Collective. `resident`: see
+        parse_devices."""
+        own = parse_devices(["cpu"], resident)[0]
+        everyone = self.gathered((places.here(), own.memory))
+        self.places = tuple(place for place, _ in everyone)
+        return tuple(
+            replace(parse_devices(["cpu"])[0], name=f"cpu:{rank}", kind=kind, memory=memory, threads=threads)
+            for rank, (kind, memory, threads) in enumerate(places.shares(everyone))
+        )
 
 
 def joined() -> World | None:
-    """The world of this process, whose process group starts here unless it has; None in a process by itself.
+    """The world of this process, whose process group starts here unless it has; None in a process by itself. Tasks of
+    srun get torchrun's variables.
 
     Raises InputError where ranks cannot run a plan.
     """
     if not dist.is_available():
         return None
     if not dist.is_initialized():
+        os.environ.update(rank_variables(os.environ))
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             return None
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise InputError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the script with "
-                "torchrun --nproc-per-node N, or unset WORLD_SIZE to run in one process"
+                "torchrun --nproc-per-node N or with srun, or unset WORLD_SIZE to run in one process"
             )
         _refuse_gpus()
         start_group()

@@ -25,7 +25,7 @@ def started(
     """torchrun in a session of its own. Without an endpoint: by itself."""
     alone = ["--standalone"]
     elastic = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--nnodes", nodes]
-    elastic += ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"]
+    elastic += ["--rdzv-conf", "last_call_timeout=15"]
     options = [*(elastic if endpoint else alone), "--nproc-per-node", str(ranks), "--max-restarts", "12"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:

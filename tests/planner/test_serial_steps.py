@@ -65,9 +65,10 @@ def test_a_serial_stage_takes_what_its_layers_take_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"tensor": 4, "micro_batch": 4}, {"pipeline": 2}])
-def test_a_serial_step_is_never_faster(degrees: dict[str, int]) -> None:
-    assert step("serial", **degrees) >= step("none", **degrees) * (1 - 1e-9)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_without_collectives_a_serial_step_is_never_faster(pipeline: int) -> None:
+    """With collectives it may be: their launches count within their own seconds."""
+    assert step("serial", pipeline=pipeline) >= step("none", pipeline=pipeline) * (1 - 1e-9)
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Plan
     from autopar.planner.cluster_comparison import ClusterComparison
     from autopar.runtime.comparison import Comparison
+    from autopar.runtime.grad_scaler import GradScaler
+    from autopar.runtime.gradient_norm import clip_grad_norm_
     from autopar.runtime.host_memory import keep_freed_memory
     from autopar.runtime.module import PipelinedModule
     from autopar.runtime.step_profile import StepProfile
@@ -47,6 +49,7 @@ __all__ = [
     "ClusterComparison",
     "Comparison",
     "DeviceError",
+    "GradScaler",
     "InfeasibleError",
     "InputError",
     "Layout",
@@ -60,6 +63,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "clear_hints",
+    "clip_grad_norm_",
     "compare",
     "keep_freed_memory",
     "keep_together",
@@ -77,6 +81,7 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "ClusterComparison": "autopar.planner.cluster_comparison",
     "Comparison": "autopar.runtime.comparison",
     "DeviceError": "cost_models.errors",
+    "GradScaler": "autopar.runtime.grad_scaler",
     "Layout": "autopar.hints.layout",
     "PipelinedModule": "autopar.runtime.module",
     "Plan": "autopar.plan.plan",
@@ -84,6 +89,7 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "Profile": "autopar.costs.profile",
     "StepProfile": "autopar.runtime.step_profile",
     "clear_hints": "autopar.hints.module_hints",
+    "clip_grad_norm_": "autopar.runtime.gradient_norm",
     "keep_freed_memory": "autopar.runtime.host_memory",
     "keep_together": "autopar.hints.module_hints",
     "pipeline_stage": "autopar.hints.module_hints",

@@ -17,7 +17,7 @@ from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
-from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
+from autopar.options import BatchDim, CompareKeywords, Data, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
@@ -26,6 +26,7 @@ from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
+    check_data,
     check_module,
     devices_at_hand,
     example_call,
@@ -69,6 +70,7 @@ def parallelize(
     watch_nan: bool = False,
     dynamic: Dynamic = None,
     cache: bool = True,
+    data: Data = "whole",
 ) -> PipelinedModule:
     """Return `model` as a pipelined module over `devices`. Measurement and search choose what the caller leaves open.
 
@@ -120,6 +122,8 @@ def parallelize(
             `{"input_ids": {1: (128, 512)}}`: with a plan for lengths up to 128, one for up to 512, and one for more.
             False: every size is captured by itself.
         cache: keep measurements on disk, and record predicted and measured step times (see `accuracy`).
+        data: under torchrun, "whole": every rank passes the whole batch. "per-rank": every rank passes samples of its
+            own (DistributedSampler), which make the batch together (README, "Many processes").
 
     The hints `pipeline_stage`, `recompute` and `keep_together` on modules constrain the search. With `shard` hints, all
     devices form one mesh, or one mesh per pinned stage; the search chooses the layouts that the hints leave open.
@@ -127,31 +131,38 @@ def parallelize(
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: planning failed.
     """
-    check_module(model)
-    options = PlanOptions(
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        max_replicas=max_replicas,
-        max_shards=max_shards,
-        memory_limit=memory_limit,
-        optimizer=optimizer,
-        batch_norm=batch_norm,
-        batch_dim=batch_dim,
-        tune=tune,
-        candidates=candidates,
-        calibrate=calibrate,
-        verify=verify,
-        strict=strict,
-        compile=compile,
-        watch_nan=watch_nan,
-        dynamic=dynamic,
-        cache=cache,
-    )
-    call = example_call(example_args, example_kwargs)
     world = joined() if devices is None else None
-    if world is not None:
-        options = check_options(options)
-    module = _pipelined(model, devices_at_hand(model, devices, optimizer, world), options, plan, world)
+
+    def build() -> tuple[tuple[tuple[Any, ...], dict[str, Any]], PipelinedModule]:
+        check_module(model)
+        check_data(data, devices)
+        options = PlanOptions(
+            n_microbatches=n_microbatches,
+            schedule=schedule,
+            max_replicas=max_replicas,
+            max_shards=max_shards,
+            memory_limit=memory_limit,
+            optimizer=optimizer,
+            batch_norm=batch_norm,
+            batch_dim=batch_dim,
+            tune=tune,
+            candidates=candidates,
+            calibrate=calibrate,
+            verify=verify,
+            strict=strict,
+            compile=compile,
+            watch_nan=watch_nan,
+            dynamic=dynamic,
+            cache=cache,
+        )
+        call = example_call(example_args, example_kwargs)
+        if world is not None:
+            options = check_options(options)
+        return call, _pipelined(model, devices_at_hand(model, devices, optimizer, world), options, plan, world, data)
+
+    call, module = build() if world is None else world.outcome("parallelize", build)
+    if isinstance(module, RankedModule):
+        module.agree()
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module
@@ -378,6 +389,7 @@ def _pipelined(
     options: PlanOptions,
     plan: Plan | None = None,
     world: World | None = None,
+    data: Data = "whole",
 ) -> PipelinedModule:
     """The model as a module that plans by `options` on its first call, or follows `plan`; with `world`, one rank's."""
     if plan is not None:
@@ -394,5 +406,5 @@ def _pipelined(
 
     settings = RunSettings.of(options)
     if world is not None:
-        return RankedModule(world, model, devices, decide, plan=plan, settings=settings)
+        return RankedModule(world, model, devices, decide, plan=plan, settings=settings, data=data)
     return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)

@@ -70,6 +70,7 @@ class RankExecutable(Executable):
         self.world, self.grids = world, tuple(stages)
         self._placed, self._whole = parameters, whole
         self._anchor = nn.Parameter(torch.zeros(()))  # for autograd: a rank may have no parameter at all
+        self.accumulates = False  # leave the gradients of ranks apart
         self._messages: dict[TableKey, ExecutionMessages] = {}
         super().__init__(program, lowered, placements, schedule, lookup, chunks=chunks, watch_nan=watch_nan)
         self.slot = next((i for i, w in enumerate(self.workers) if not isinstance(w, RemoteWorker)), -1)
@@ -126,7 +127,7 @@ class RankExecutable(Executable):
         """Gradients by id of this rank's parameters, added up over all ranks with equal parts. Collective."""
         taken = [(leaf.key, leaf.take_gradient()) for one in self.replicas for leaf in one.leaves]
         self._holds_gradients = False
-        return self._placed.sum_gradients(taken)
+        return self._placed.sum_gradients(taken, apart=self.accumulates)
 
     def share_buffers(self) -> None:
         """Have all replicas of a stage continue with the buffers that its first replica wrote. Collective."""

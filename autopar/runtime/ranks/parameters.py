@@ -21,21 +21,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
+from autopar.runtime.ranks.apart_gradients import ApartGradients
 from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
-from autopar.runtime.ranks.world import World
+from autopar.runtime.ranks.optimizers import OptimizerWatch
+from autopar.runtime.ranks.world import World, current
 from autopar.sharding.layouts import placements
 
 
@@ -56,18 +57,40 @@ class _Bucket:
     keys: tuple[int, ...]  # ids of the new parameters
 
 
+_of_this_process: WeakSet[RankParameters] = WeakSet()
+
+
+def known_by(tensors: Sequence[torch.Tensor]) -> RankParameters | None:
+    """The ranks' parameters that some of `tensors` are of, or were before they were placed.
+
+    None in one process. Without any tensor, as where a rank has nothing of a layer: those of the only model on ranks.
+    """
+    placed = [one for one in _of_this_process if one.placed]
+    if not tensors:
+        return placed[0] if len(placed) == 1 and placed[0].world is current() else None
+    return next((one for one in placed if any(map(one.has, tensors))), None)
+
+
 class RankParameters:
     """What this rank holds of the model, once a plan has placed it."""
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world, self._model = world, model
+        _of_this_process.add(self)
         self._meshes: dict[StageGrid, DeviceMesh] = {}
         self._entries: list[_Entry] = []
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
+        self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
         self._holdings: dict[int, dict[int, Holding]] = {}
         self._buckets: list[_Bucket] = []
         self.parameters: dict[int, nn.Parameter] = {}  # this rank's, by id
+        self.apart = ApartGradients()
+        self._watch = OptimizerWatch(world, self)
         self.failed = False  # a call failed here, so that the ranks may be out of step
+
+    @property
+    def world(self) -> World:
+        return self._world
 
     @property
     def placed(self) -> bool:
@@ -99,8 +122,8 @@ class RankParameters:
                 self._entries.append(_Entry(table, name, before, self._new[id(before)]))
         self._free(lowered, {id(t): t for t in tensors.values()})
         self._fill_buckets(groups)
-        _follow(self)
         self._show(lambda entry: entry.after)
+        self._watch.placed(self)
 
     def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:
         for stage, grid in zip(plan.stages, stages, strict=True):
@@ -133,6 +156,7 @@ class RankParameters:
         whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
         new = nn.Parameter(whole, tensor.requires_grad)
         self.parameters[id(new)] = new
+        self._old[id(new)] = id(tensor)
         return new
 
     def _free(self, lowered: Lowered, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -181,18 +205,25 @@ class RankParameters:
             )
         return new
 
-    def sum_gradients(self, leaves: Iterable[tuple[int, torch.Tensor | None]]) -> dict[int, torch.Tensor]:
+    def sum_gradients(
+        self, leaves: Iterable[tuple[int, torch.Tensor | None]], *, apart: bool = False
+    ) -> dict[int, torch.Tensor]:
         """Gradients by id of this rank's parameters, added up over all ranks with equal parts. Collective.
 
         `leaves`: gradients of this rank's stages, by id of the parameter, in a fixed order. A rank without a gradient
-        takes part with zeros. A parameter for which no rank has one gets none, as in one process.
+        takes part with zeros. A parameter for which no rank has one gets none, as in one process. `apart`: leave them
+        as they are; the next call without it adds them up.
         """
         local: dict[int, torch.Tensor] = {}
         for key, gradient in leaves:
             if gradient is not None:
                 local[key] = gradient if key not in local else local[key] + gradient
-        for bucket in self._buckets:
-            self._reduce(bucket, local)
+        if apart:
+            self.apart.add(self.parameters, local)
+        else:
+            self.apart.take(self.parameters, local)
+            for bucket in self._buckets:
+                self._reduce(bucket, local)
         return {key: self._as_parameter(key, gradient) for key, gradient in local.items()}
 
     def _fill_buckets(self, groups: Mapping[tuple[int, ...], Any]) -> None:
@@ -231,12 +262,53 @@ class RankParameters:
             old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
             if not old:
                 continue
+            if isinstance(optimizer, torch.optim.Adagrad):  # it makes its states before the first step
+                self._restart(optimizer, old)
             if any(optimizer.state.get(p) for p in old):
                 raise InputError(
                     "the optimizer has states of parameters that have since been placed on ranks; make it anew from "
                     "pm.parameters() after the first call, or give parallelize example_args= and make it then"
                 )
-            group["params"] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
+            # In place: L-BFGS keeps the list.
+            group["params"][:] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
+
+    def _restart(self, optimizer: torch.optim.Adagrad, old: Sequence[torch.Tensor]) -> None:
+        """Have this rank's parameters begin with the states that those from before began with."""
+        for p in old:
+            new, state = self._new[id(p)], optimizer.state.get(p)
+            if state and not state["step"]:
+                del optimizer.state[p]
+                if new is not None:
+                    start = state["sum"].flatten()[0].item() if p.numel() else 0.0
+                    optimizer.state[new] = {"step": state["step"], "sum": torch.full_like(new.detach(), start)}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is this model's, from before or after the placing."""
+        return id(tensor) in self._new or id(tensor) in self.parameters
+
+    def has_any(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model, from before or after the placing."""
+        own = {id(p) for p in self._model.parameters()} if not self.placed else ()
+        return any(id(p) in own or self.has(p) for group in optimizer.param_groups for p in group["params"])
+
+    def present(self, given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parameters in the places of `given`, which may be from before the placing; each once."""
+        found = {id(p): p for p in (self._new.get(id(g), g) for g in given) if p is not None}
+        return list(found.values())
+
+    def is_first_holder(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank's stage is the first of those that hold a parameter: several do if it is tied."""
+        by_rank = self._holdings[self._old[id(parameter)]]
+        return by_rank[self._world.rank].stage == min(held.stage for held in by_rank.values())
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """This rank's parameters, once placed."""
+        return list(self._model.named_parameters())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank has a part of every parameter."""
+        return all(entry.after is not None for entry in self._entries if isinstance(entry.before, nn.Parameter))
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -267,15 +339,3 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape whose entries are one number in memory: what reads it computes NaN."""
     fill = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
-
-
-def _follow(parameters: RankParameters) -> None:
-    """Have every optimizer's next step begin with `adopt`. torch keeps the hook; it holds nothing alive."""
-    alive = ref(parameters)
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = alive()
-        if found is not None:
-            found.adopt(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)

@@ -1,0 +1,112 @@
+"""What ranks watch at every optimizer's step: that it steps on this rank's parameters, and computes what one process
+would.
+
+An optimizer that works entry by entry does so on any layout. One that reads a whole tensor (Adafactor's rows and
+columns, Muon's matrices) needs it whole, and one that reads all parameters at once (L-BFGS) needs all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.errors import InputError
+from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.world import World
+
+_WHOLE_TENSORS = ("Adafactor", "Muon")  # their steps read more of a tensor than the entry that they write
+_ALL_AT_ONCE = ("LBFGS",)
+_NEEDS = (*_WHOLE_TENSORS, *_ALL_AT_ONCE)
+_FRAMES = 12  # of callers that are looked at: torch's scaler is among the first
+
+
+class OptimizerWatch:
+    """Watches the steps of every optimizer with parameters of one model."""
+
+    def __init__(self, world: World, parameters: Any) -> None:
+        """`parameters`: the model's `RankParameters`. torch keeps the hook; it holds nothing alive."""
+        self._world = world
+        self._waiting: list[ref[torch.optim.Optimizer]] = []  # in a step while nothing is placed: it has a closure
+        self._cut: str | None = None  # a parameter that some rank has a part of
+        self._incomplete: list[int] = []  # ranks that have not all of the model
+        alive, watch = ref(parameters), ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            found, here = alive(), watch()
+            if found is not None and here is not None and found.has_any(optimizer):
+                here.before_step(found, optimizer)
+
+        register_optimizer_step_pre_hook(before_step)
+
+    def placed(self, parameters: Any) -> None:
+        """The parameters have been placed: optimizers whose closure did that go on with the new ones. Collective."""
+        cut = [name for name, p in parameters.named() if _is_cut(p)]
+        found = self._world.gathered((cut[:1], parameters.is_complete and not cut))
+        self._cut = next((names[0] for names, _ in found if names), None)
+        self._incomplete = [rank for rank, (_, is_complete) in enumerate(found) if not is_complete]
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            optimizer = one()
+            if optimizer is not None:
+                self.before_step(parameters, optimizer)
+
+    def before_step(self, parameters: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Raise InputError, on all ranks, for a step that would not be that of one process."""
+        if not parameters.placed:
+            self._waiting.append(ref(optimizer))
+            return
+        _refuse_plain_scaler()
+        parameters.apart.refuse("an optimizer's step")
+        name = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NEEDS), "")
+        if name in _WHOLE_TENSORS and self._cut is not None:
+            raise on_all_ranks(
+                InputError(
+                    f"{name} reads whole tensors, and '{self._cut}' is cut over ranks: use an optimizer that works "
+                    "entry by entry, such as AdamW, or a plan that cuts no parameters (max_shards=1)"
+                )
+            )
+        if name in _ALL_AT_ONCE and self._incomplete:
+            ranks = ", ".join(map(str, self._incomplete))
+            raise on_all_ranks(
+                InputError(
+                    f"{name} reads the gradients of all parameters at once, and rank {ranks} has a part of them only: "
+                    "use an optimizer that works entry by entry, such as AdamW, or a plan with one stage, whole on "
+                    "every rank (replicas)"
+                )
+            )
+        parameters.adopt(optimizer)
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(
+        isinstance(placement, Shard) and size > 1
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    )
+
+
+def _refuse_plain_scaler() -> None:
+    """Raise InputError inside `step` of torch's own GradScaler, which on every rank skips by its own gradients.
+
+    It calls optimizers without saying so: the calling frames show it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        owner = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "_maybe_opt_step") else None
+        if isinstance(owner, torch.amp.GradScaler):
+            if getattr(owner, "agrees_over_ranks", False) or not owner.is_enabled():
+                return
+            raise on_all_ranks(
+                InputError(
+                    f"{type(owner).__name__}.step() skips by the gradients of its own rank alone, so that ranks would "
+                    "go apart: use autopar.GradScaler, which agrees over ranks, and is torch's with one process"
+                )
+            )
+        frame = frame.f_back

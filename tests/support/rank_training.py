@@ -46,6 +46,7 @@ def gradient_error(pm: nn.Module, original: nn.Module) -> float:
     return max(errors, default=0.0)
 
 
+@torch.no_grad()
 def parameter_error(pm: nn.Module, original: nn.Module) -> float:
     return max(
         (
@@ -56,6 +57,12 @@ def parameter_error(pm: nn.Module, original: nn.Module) -> float:
         ),
         default=0.0,
     )
+
+
+def own_error(found: torch.Tensor, whole: torch.Tensor, own: slice) -> float:
+    """Of an output: this rank's samples of it, or one value of all."""
+    wanted = whole[own] if whole.dim() else whole
+    return relative(found, wanted, 1.0) if found.shape == wanted.shape else math.inf
 
 
 def own_shares(job: Job, sizes: Sequence[Sequence[int]]) -> list[float]:
@@ -77,12 +84,12 @@ def own_shares(job: Job, sizes: Sequence[Sequence[int]]) -> list[float]:
         losses.append(loss.item())
         errors += [relative(loss, wanted.detach(), 1.0), gradient_error(pm, original)]
         for a, b in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
-            errors.append(relative(a, b.detach()[own], 1.0) if a.shape == b[own].shape else math.inf)
+            errors.append(own_error(a, b.detach(), own))
         pm.eval()
         original.eval()
         with torch.no_grad():
             for a, b in zip(tree_leaves(pm(whole[own])), tree_leaves(original(whole)), strict=True):
-                errors.append(relative(a, b[own], 1.0) if a.shape == b[own].shape else math.inf)
+                errors.append(own_error(a, b, own))
         pm.train()
         original.train()
     assert all(theirs == losses for theirs in gathered(losses)), "ranks differ in a loss"
@@ -217,7 +224,7 @@ def evaluated(job: Job, sizes: Sequence[int]) -> list[float]:
             )
             with torch.no_grad():
                 for a, b in zip(tree_leaves(pm(whole[own])), tree_leaves(original(whole)), strict=True):
-                    errors.append(relative(a, b[own], 1.0) if a.shape == b[own].shape else math.inf)
+                    errors.append(own_error(a, b, own))
     return errors
 
 
@@ -382,7 +389,6 @@ def optimized(name: str, plan: str, early: bool, schedule: str = "") -> float | 
 def scaled(call: str, fused: bool, overflowing: int) -> dict[str, Any]:
     """Steps with a gradient scaler; in one of them a gradient of rank `overflowing` is inf."""
     original, pm, x = ready(Job("mlp", "chain"))
-    pm, original, x = pm, original, x
     settings = {"init_scale": 64.0, "growth_interval": 2}
     ours, theirs = autopar.GradScaler("cpu", **settings), torch.amp.GradScaler("cpu", **settings)
     options: dict[str, Any] = {"lr": 1e-2, "fused": True} if fused else {"lr": 1e-2}

@@ -178,6 +178,11 @@ class RankCalls(CallRunner):
             shares = shared.shares
             factor = value.shape[dim] // (shares.total + self._filled_up)
             return value.narrow(dim, factor * shares.start, factor * shares.own)
+        if shared is not None and shared.shares.total == 1 and isinstance(value, torch.Tensor):
+            # A single sample does not show which outputs are its own: those with one entry where the inputs have it.
+            dim = next((dim for dim in shared.input_dims if dim is not None), 0)
+            if value.dim() > dim and value.shape[dim] == 1:
+                return value.narrow(dim, 0, shared.shares.own)
         if how.combine == "mixed" and isinstance(value, torch.Tensor) and value.dim():
             raise InputError(
                 f"output {place} of the model, of shape {tuple(value.shape)}, mixes the samples of all ranks, so that "

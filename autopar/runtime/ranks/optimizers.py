@@ -7,6 +7,7 @@ columns, Muon's matrices) needs it whole, and one that reads all parameters at o
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import FrameType
 from typing import Any
@@ -45,16 +46,22 @@ class OptimizerWatch:
         register_optimizer_step_pre_hook(before_step)
 
     def placed(self, parameters: Any) -> None:
-        """The parameters have been placed: optimizers whose closure did that go on with the new ones. Collective."""
+        """The parameters have been placed: optimizers that have those from before get the new ones. Collective.
+
+        One that has states already is refused at its next step.
+        """
         cut = [name for name, p in parameters.named() if _is_cut(p)]
         found = self._world.gathered((cut[:1], parameters.is_complete and not cut))
         self._cut = next((names[0] for names, _ in found if names), None)
         self._incomplete = [rank for rank, (_, is_complete) in enumerate(found) if not is_complete]
+        for optimizer in _optimizers():
+            if parameters.has_any(optimizer) and not _has_stepped(optimizer):
+                parameters.adopt(optimizer)
         waiting, self._waiting = self._waiting, []
         for one in waiting:
-            optimizer = one()
-            if optimizer is not None:
-                self.before_step(parameters, optimizer)
+            stepping = one()
+            if stepping is not None:
+                self.before_step(parameters, stepping)
 
     def before_step(self, parameters: Any, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError, on all ranks, for a step that would not be that of one process."""
@@ -88,6 +95,16 @@ def _is_cut(parameter: torch.Tensor) -> bool:
         isinstance(placement, Shard) and size > 1
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     )
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """All that there are: torch keeps no list of them, and one may zero or unscale gradients before its first step."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has states of steps: Adagrad begins with states of none."""
+    return any(state.get("step", 1) for state in optimizer.state.values())
 
 
 def _refuse_plain_scaler() -> None:

@@ -133,7 +133,7 @@ def parallelize(
     """
     world = joined() if devices is None else None
 
-    def build() -> tuple[tuple[tuple[Any, ...], dict[str, Any]], PipelinedModule]:
+    def checked() -> tuple[PlanOptions, tuple[tuple[Any, ...], dict[str, Any]]]:
         check_module(model)
         check_data(data, devices)
         options = PlanOptions(
@@ -156,11 +156,15 @@ def parallelize(
             cache=cache,
         )
         call = example_call(example_args, example_kwargs)
-        if world is not None:
-            options = check_options(options)
-        return call, _pipelined(model, devices_at_hand(model, devices, optimizer, world), options, plan, world, data)
+        return options if world is None else check_options(options), call
 
-    call, module = build() if world is None else world.outcome("parallelize", build)
+    options, call = checked() if world is None else world.outcome("parallelize", checked)
+    here = devices_at_hand(model, devices, optimizer, world)
+
+    def made() -> PipelinedModule:
+        return _pipelined(model, here, options, plan, world, data)
+
+    module = made() if world is None else world.outcome("parallelize", made)
     if isinstance(module, RankedModule):
         module.agree()
     if example_args is not None or example_kwargs is not None:

@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -58,6 +58,7 @@ class Step:
     measured: float  # s, the median
     fastest: float  # s, the shortest step
     steps: int
+    same_as: str = ""  # the name under which errors count the same plan; "": this one
 
     @property
     def error(self) -> float:
@@ -132,19 +133,43 @@ def constraint_text(fixed: dict[str, Any]) -> str:
 
 
 def steps_of(model: str, found: Comparison) -> list[Step]:
-    """The rows of a comparison, with predictions scaled by those that calibrate."""
+    """The rows of a comparison, with predictions scaled by those that calibrate.
+
+    Rows of one plan under several names (what the search chose, and the same by hand) have all of their steps together.
+    """
     rows = {PLAIN: found.single, **{row.name: row for row in found.plans}}
-    speed = PresentSpeed.of((rows[name].plan, rows[name].steps) for name in CALIBRATING if name in rows)
-    return [_step(model, name, row, None if name in CALIBRATING else speed) for name, row in rows.items()]
+    first = {name: next(n for n, one in rows.items() if _same(one.plan, row.plan)) for name, row in rows.items()}
+    steps = {name: tuple(s for n, one in rows.items() if first[n] == first[name] for s in one.steps) for name in rows}
+    speed = PresentSpeed.of((rows[name].plan, steps[name]) for name in CALIBRATING if first.get(name) == name)
+    return [
+        _step(
+            model,
+            name,
+            replace(row, steps=steps[name]),
+            None if first[name] in CALIBRATING else speed,
+            "" if first[name] == name else first[name],
+        )
+        for name, row in rows.items()
+    ]
 
 
-def _step(model: str, name: str, row: Row, speed: PresentSpeed | None) -> Step:
+def _same(a: Plan, b: Plan) -> bool:
+    """Whether both run alike. With one stage, the schedule does not matter, nor whether operators are listed."""
+    if len(a.stages) == len(b.stages) == 1:
+        (one,), (other,) = a.stages, b.stages
+        return (one.devices, one.mode, a.n_microbatches) == (other.devices, other.mode, b.n_microbatches)
+    return a.diff(b).same_decisions
+
+
+def _step(model: str, name: str, row: Row, speed: PresentSpeed | None, same_as: str) -> Step:
     assert row.predicted is not None, "plans without shards have predictions"
     factor = None if speed is None else speed.factor(row.plan)
     plan = row.plan
     shape = (plan.schedule, len(plan.stages), len(plan.used_devices), plan.n_microbatches)
     expected = None if factor is None else row.predicted * factor
-    return Step(model, name, *shape, row.predicted, expected, median(row.steps), min(row.steps), len(row.steps))
+    return Step(
+        model, name, *shape, row.predicted, expected, median(row.steps), min(row.steps), len(row.steps), same_as
+    )
 
 
 def losses(steps: Sequence[Step]) -> list[Loss]:
@@ -187,7 +212,7 @@ def _lost_table(lost: Sequence[Loss], steps: Sequence[Step]) -> Table:
 
 
 def _distributions(steps: Sequence[Step]) -> Table:
-    scaled = [step for step in steps if step.expected_error is not None]
+    scaled = [step for step in steps if step.expected_error is not None and not step.same_as]
     named: dict[str, Iterable[float]] = {
         "as predicted": [step.error for step in scaled],
         "scaled by the machine's present speed": _expected(scaled),
@@ -203,7 +228,8 @@ def _distributions(steps: Sequence[Step]) -> Table:
             rows.append((name, str(d.n), *numbers))
     note = (
         "|predicted - measured| / measured of the step time; the signed median is above 0 where steps were faster. "
-        f"Without the steps that tell the present speed ({' and '.join(CALIBRATING)})."
+        f"Without the steps that tell the present speed ({' and '.join(CALIBRATING)}). A plan with "
+        "several names counts once, with all of its steps."
     )
     return Table("Error of predictions", ("", "plans", "median", "p95", "worst", "signed median"), tuple(rows), note)
 
@@ -216,7 +242,7 @@ def _steps_table(steps: Sequence[Step]) -> Table:
     rows = tuple(
         (
             s.model,
-            s.plan,
+            f"{s.plan} (= {s.same_as})" if s.same_as else s.plan,
             s.schedule,
             str(s.stages),
             str(s.devices),

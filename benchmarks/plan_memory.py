@@ -131,16 +131,7 @@ class _BytesOnly(Measured):
 def costs_of_bytes(example: Example, devices: Sequence[Device]) -> CostGraph:
     """The cost graph of a call with true bytes and equal times."""
     with untouched(example.model):
-        source = _BytesOnly(
-            example.program,
-            example.batching,
-            example.leaves,
-            devices,
-            training=example.training,
-            loss_fn=example.stage_loss,
-            target=example.target,
-            target_dims=example.target_dims,
-        )
+        source = _BytesOnly.of(example, devices)
         costs = cost_graph.build(example.program, example.batching, source, training=example.training)
     types = {device.kind: device.torch_device.type for device in devices}
     return replace(costs, rehearsal=StepRehearsal.of(example, types, autocasts(types.values())))

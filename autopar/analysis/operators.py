@@ -137,7 +137,7 @@ def replicable_nodes(program: Program) -> set[fx.Node]:
     them.
     """
     module = program.graph_module
-    written = {base for node in module.graph.nodes for source in written_arguments(node) for base in _bases(source)}
+    written = {base for node in module.graph.nodes for source in written_arguments(node) for base in bases(source)}
     result: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -161,7 +161,7 @@ def replicable_nodes(program: Program) -> set[fx.Node]:
     return result
 
 
-def _bases(view: fx.Node) -> list[fx.Node]:
+def bases(view: fx.Node) -> list[fx.Node]:
     """`view`, and what it is a view of, up to the node that owns the memory."""
     found = [view]
     while True:

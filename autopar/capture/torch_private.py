@@ -200,6 +200,11 @@ def saved_tensors_hooks() -> SavedTensorsHooks | None:
     return hooks
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks run when a tensor gets a gradient, or after that (their tables have no public name)."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 @contextlib.contextmanager
 def no_global_hooks() -> Iterator[None]:
     """Inside, global module hooks are off (torch.nn.modules.module has no public switch)."""

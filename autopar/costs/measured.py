@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import permutations
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -28,6 +28,7 @@ from autopar.costs.shard_costs import measure_shards
 from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
 from autopar.errors import InfeasibleError
+from autopar.lower.size_values import values_of_sizes
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import on_meta
@@ -87,6 +88,29 @@ class Measured:
         self._spread = 0.0  # the largest of all measurements
         self._too_large: list[tuple[str, int]] = []  # kind of device, samples
 
+    @classmethod
+    def of(
+        cls,
+        example: Example,
+        devices: Sequence[Device],
+        *,
+        n_microbatches: int | None = None,
+        cache: MeasurementCache | None = None,
+    ) -> Self:
+        """The costs of an example call."""
+        return cls(
+            example.program,
+            example.batching,
+            example.leaves,
+            devices,
+            training=example.training,
+            loss_fn=example.stage_loss,
+            target=example.target,
+            target_dims=example.target_dims,
+            n_microbatches=n_microbatches,
+            cache=cache,
+        )
+
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
         program, batching = self._program, self._batching
         jobs = []
@@ -104,7 +128,8 @@ class Measured:
         found = measuring.run(jobs, progress)
         self._spread = max(times.spread for _, times in found)
         self._too_large = measuring.too_large
-        return tables_of(found)
+        once = {node.name for node in values_of_sizes(program.graph_module)}
+        return tables_of([(device, _without(times, once)) for device, times in found])
 
     def notes(self) -> tuple[str, ...]:
         """What was not measured; and how uncertain measurements are without the system's count of waiting."""
@@ -345,6 +370,12 @@ class _Measuring:
         return self._autocasts[device.torch_device.type]
 
 
+def _without(times: GraphTimes, names: Set[str]) -> GraphTimes:
+    """The times of a pass that finds the values `names`: stages keep what follows from sizes (size_values.py)."""
+    forward = {name: 0.0 if name in names else seconds for name, seconds in times.forward.items()}
+    return replace(times, forward=forward)
+
+
 def _disturbed(times: GraphTimes, same: Sequence[GraphTimes]) -> bool:
     """Whether `times` are much longer per sample than at the next smaller and larger size, as on a busy machine."""
     ordered = sorted(same, key=lambda t: t.rows)
@@ -378,18 +409,7 @@ def measure_costs(
     # Copies that are made in inference mode could not be written outside of it, where operators are timed.
     outside = torch.inference_mode(False)
     with measurement_cache(cache) as store, untouched(example.model), torch.device("cpu"), outside:
-        source = Measured(
-            example.program,
-            example.batching,
-            example.leaves,
-            devices,
-            training=example.training,
-            loss_fn=example.stage_loss,
-            target=example.target,
-            target_dims=example.target_dims,
-            n_microbatches=n_microbatches,
-            cache=store,
-        )
+        source = Measured.of(example, devices, n_microbatches=n_microbatches, cache=store)
         costs = cost_graph.build(
             example.program, example.batching, source, training=example.training, progress=progress
         )

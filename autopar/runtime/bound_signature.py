@@ -85,13 +85,14 @@ def model_state(model: nn.Module) -> tuple[Any, ...]:
         if module in seen:
             continue
         seen[module] = module.training
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameters += (id(parameter), parameter.dtype)
+        if own := module._parameters:
+            for parameter in own.values():
+                if parameter is not None:
+                    parameters += (id(parameter), parameter.dtype)
         if has_hooks(module) and module is not model:
             hooked.append(id(module))
-        if module._modules:
-            stack += [child for child in module._modules.values() if child is not None]
+        if children := module._modules:
+            stack += [child for child in children.values() if child is not None]
     return (
         tuple(seen),  # one may have been replaced; held, so that no new module gets the id of an old one
         tuple(seen.values()),

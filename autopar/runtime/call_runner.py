@@ -99,7 +99,8 @@ class CallRunner:
             outputs = self._outputs(CallArguments(call.args, call.kwargs), lambda found, _: found)
             return self._trained_on(outputs, call)
         # Without the lock: gradients of inputs may go on into another call of this model, on a thread of autograd.
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         if not call.return_outputs:
             return loss.detach(), None
         outputs = run.tensors.outputs.finish()[: program.n_outputs]

@@ -118,7 +118,8 @@ def sum_gradients(leaves: Iterable[tuple[ParameterLeaf, nn.Parameter]]) -> dict[
         key, gradient = leaf.key, leaf.take_gradient()
         if gradient is None:
             continue
-        gradient = gradient.to(parameter.device)
+        if gradient.device != parameter.device:
+            gradient = gradient.to(parameter.device)
         if (entries := leaf.piece.entries(parameter)) is not None:
             if key not in total:
                 total[key] = torch.zeros_like(parameter)

@@ -34,7 +34,7 @@ def add_context(error: Exception, replica: StageReplica, phase: Phase, microbatc
         code = trace.tb_frame.f_code
         line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
         node = names.get(line.partition(" ")[0])
-        if node is not None and trace.tb_frame.f_locals.get("self") is replica.module:
+        if node is not None and trace.tb_frame.f_locals.get("self") in (replica.module, replica.code):
             note += f", at {describe(node)}"
             source = users_frames(node)
             if source:

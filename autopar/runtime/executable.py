@@ -27,10 +27,18 @@ from autopar.capture.program import Program
 from autopar.costs.python_overhead import one_worker_suffices
 from autopar.lower.regather import with_shards_kept
 from autopar.lower.rerun_groups import rerunning
+from autopar.lower.size_values import split_by_sizes
 from autopar.lower.stages import Constant, Lowered, StageProgram, replica
 from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, move, sum_gradients
 from autopar.runtime.graphed_stage import GraphedStage
-from autopar.runtime.stage_code import GRAPHS, CompiledStage, code_text, found_at_once, left_alone_because
+from autopar.runtime.stage_code import (
+    GRAPHS,
+    CompiledStage,
+    KeptSizeValues,
+    code_text,
+    found_at_once,
+    left_alone_because,
+)
 from autopar.runtime.workers import Worker
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase, chain, execute
@@ -68,6 +76,7 @@ class StageReplica:
     predicted_bytes: int | None  # the most that its device holds, by the plan
     is_last: bool  # no stage follows
     graphs: GraphedStage | None = None  # what `compute` is, where the stage is recorded
+    code: fx.GraphModule | None = None  # what of `module` runs for every micro-batch, where that is not all of it
 
     @cached_property
     def device(self) -> torch.device:
@@ -381,14 +390,23 @@ class Executable:
         if why:
             self.left_alone[one.stage.index] = why
         if not self.compiled or why:
-            code = found_at_once(one.module)
-            one.compute = with_shards_kept(code) if one.stage.regathers else code
+            one.compute = _captured_code(one)
         elif self.compiled == GRAPHS:
             leaves, buffers = [leaf.tensor for leaf in one.leaves], [buffer.tensor for buffer in one.buffers]
             one.graphs = GraphedStage(found_at_once(one.module), leaves, buffers, one.device, name)
             one.compute = one.graphs
         else:
             one.compute = CompiledStage(one.module, self.compiled, name)
+
+
+def _captured_code(one: StageReplica) -> Callable[..., tuple[Any, ...]]:
+    """The code of a stage as it was captured. A mesh has values of its own for every device, and stays as it is."""
+    split = split_by_sizes(one.module) if one.stage.shards == 1 else None
+    if split is not None:
+        one.code = split.rest
+        return KeptSizeValues(split)
+    code = found_at_once(one.module)
+    return with_shards_kept(code) if one.stage.regathers else code
 
 
 def _consumers(lowered: Lowered) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +21,14 @@ from torch import fx, nn
 from autopar.capture import torch_private
 from autopar.errors import InputError
 from autopar.lower.random_operators import from_global_generator, keep_from_compiler
+from autopar.lower.size_values import Split
 from autopar.lower.stages import StageProgram
 from cost_models.hardware.devices import Device
 
 log = logging.getLogger(__name__)
 
 GRAPHS = "graphs"  # the option compile=
+_MOST_SIZES = 4  # sizes of micro-batches whose values a stage keeps
 
 # torch compiles one function at a time. Calls that would have to be compiled meanwhile would run uncompiled.
 _one_compiles = threading.RLock()
@@ -92,6 +95,31 @@ def found_at_once(module: fx.GraphModule) -> Callable[..., Any]:
             owner = value
     forward: Callable[..., Any] = module.forward
     return forward
+
+
+class KeptSizeValues:
+    """The code of a stage as it was captured, which keeps what it computes from the sizes of its inputs alone.
+
+    It keeps that for the last few sizes: a plan has one or two micro-batch sizes, for every length of its samples.
+    """
+
+    def __init__(self, split: Split) -> None:
+        self._sizes, self._values, self.module = split.sizes, split.values.forward, split.rest
+        self._code = found_at_once(split.rest)
+        self._known: OrderedDict[Any, tuple[torch.Tensor, ...]] = OrderedDict()
+
+    def __call__(self, *inputs: Any) -> Any:
+        sizes = [inputs[place].shape[dim] for place, dim in self._sizes]
+        key = (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *sizes)
+        values = self._known.get(key)
+        if values is None:
+            # Also in inference mode: later steps may save them for a backward.
+            with torch.inference_mode(False), torch.no_grad():
+                values = self._values(*sizes)
+            self._known[key] = values
+            if len(self._known) > _MOST_SIZES:
+                self._known.popitem(last=False)
+        return self._code(*values, *inputs)
 
 
 class CompiledStage:

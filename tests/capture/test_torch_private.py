@@ -391,3 +391,16 @@ def test_fakes_on_one_device_are_made_of_tensors_that_stay_on_another() -> None:
     assert [x.shape for x in fakes] == [meta.shape, cpu.shape, scalar.shape]
     assert meta.is_meta
     assert FakeTensorMode().from_tensor(meta).device.type == "meta"
+
+
+def test_hooks_of_gradients_are_seen_until_they_are_removed() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        assert not torch_private.has_gradient_hooks(weight)
+        handle = register(lambda _: None)
+        assert torch_private.has_gradient_hooks(weight)
+        handle.remove()
+    many = torch.autograd.graph.register_multi_grad_hook([weight], lambda _: None)
+    assert torch_private.has_gradient_hooks(weight)
+    many.remove()
+    assert not torch_private.has_gradient_hooks(weight)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
 
@@ -25,7 +26,7 @@ class ApartGradients:
 
     def __init__(self) -> None:
         self._waiting = False
-        self._hooked: set[int] = set()  # ids of parameters
+        self._hooks: dict[int, RemovableHandle] = {}  # by id of the parameter, while gradients wait
         self._given: dict[int, int] = {}  # by id of the parameter, the address of the gradient that autograd gets
 
     @property
@@ -47,9 +48,8 @@ class ApartGradients:
                     )
                 p.grad = None
         for key, p in parameters.items():
-            if key not in self._hooked and p.requires_grad:
-                self._hooked.add(key)
-                p.register_hook(self._check(key))
+            if key not in self._hooks and p.requires_grad:
+                self._hooks[key] = p.register_hook(self._check(key))
         self._waiting = True
         self._given = {key: gradient.data_ptr() for key, gradient in local.items()}
 
@@ -62,6 +62,9 @@ class ApartGradients:
                 before = _local(p.grad)
                 local[key] = before + local[key] if key in local else before
                 p.grad = None
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
         self._waiting = False
         self._given = {}
 

@@ -21,9 +21,12 @@ from autopar.errors import InputError
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.world import World
 
-_WHOLE_TENSORS = ("Adafactor", "Muon")  # their steps read more of a tensor than the entry that they write
-_ALL_AT_ONCE = ("LBFGS",)
-_NEEDS = (*_WHOLE_TENSORS, *_ALL_AT_ONCE)
+_NOT_CUT = {  # by class: why its parameters must be whole
+    "Adafactor": "reads whole rows and columns",
+    "Muon": "reads whole matrices",
+    "Rprop": "writes by masks, which torch does not do on parts of tensors",
+}
+_ALL_AT_ONCE = "LBFGS"
 _FRAMES = 12  # of callers that are looked at: torch's scaler is among the first
 
 
@@ -70,19 +73,20 @@ class OptimizerWatch:
             return
         _refuse_plain_scaler()
         parameters.apart.refuse("an optimizer's step")
-        name = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NEEDS), "")
-        if name in _WHOLE_TENSORS and self._cut is not None:
+        names = [one.__name__ for one in type(optimizer).__mro__]
+        name = next((name for name in names if name in _NOT_CUT), "")
+        if name and self._cut is not None:
             raise on_all_ranks(
                 InputError(
-                    f"{name} reads whole tensors, and '{self._cut}' is cut over ranks: use an optimizer that works "
-                    "entry by entry, such as AdamW, or a plan that cuts no parameters (max_shards=1)"
+                    f"{name} {_NOT_CUT[name]}, and '{self._cut}' is cut over ranks: use an optimizer that works entry "
+                    "by entry, such as AdamW, or a plan that cuts no parameters (max_shards=1)"
                 )
             )
-        if name in _ALL_AT_ONCE and self._incomplete:
+        if _ALL_AT_ONCE in names and self._incomplete:
             ranks = ", ".join(map(str, self._incomplete))
             raise on_all_ranks(
                 InputError(
-                    f"{name} reads the gradients of all parameters at once, and rank {ranks} has a part of them only: "
+                    f"{_ALL_AT_ONCE} reads the gradients of all parameters at once, and rank {ranks} has a part of them only: "
                     "use an optimizer that works entry by entry, such as AdamW, or a plan with one stage, whole on "
                     "every rank (replicas)"
                 )
@@ -103,8 +107,9 @@ def _optimizers() -> list[torch.optim.Optimizer]:
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has states of steps: Adagrad begins with states of none."""
-    return any(state.get("step", 1) for state in optimizer.state.values())
+    """Whether it has states of steps. Adagrad begins with states of none, and L-BFGS counts before it computes."""
+    states = optimizer.state.values()
+    return any(state.get("step", 1) and any(isinstance(x, torch.Tensor) for x in state.values()) for state in states)
 
 
 def _refuse_plain_scaler() -> None:

@@ -262,8 +262,7 @@ class RankParameters:
             old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
             if not old:
                 continue
-            if isinstance(optimizer, torch.optim.Adagrad):  # it makes its states before the first step
-                self._restart(optimizer, old)
+            self._restart(optimizer, old)
             if any(optimizer.state.get(p) for p in old):
                 raise InputError(
                     "the optimizer has states of parameters that have since been placed on ranks; make it anew from "
@@ -272,11 +271,18 @@ class RankParameters:
             # In place: L-BFGS keeps the list.
             group["params"][:] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
 
-    def _restart(self, optimizer: torch.optim.Adagrad, old: Sequence[torch.Tensor]) -> None:
-        """Have this rank's parameters begin with the states that those from before began with."""
+    def _restart(self, optimizer: torch.optim.Optimizer, old: Sequence[torch.Tensor]) -> None:
+        """Have this rank's parameters begin with what those from before have of no step: Adagrad's first sums, and the
+        counters that L-BFGS keeps with its first parameter."""
         for p in old:
             new, state = self._new[id(p)], optimizer.state.get(p)
-            if state and not state["step"]:
+            if not state:
+                continue
+            if not any(isinstance(value, torch.Tensor) for value in state.values()):
+                del optimizer.state[p]
+                if new is not None:
+                    optimizer.state[new] = state
+            elif isinstance(optimizer, torch.optim.Adagrad) and not state["step"]:
                 del optimizer.state[p]
                 if new is not None:
                     start = state["sum"].flatten()[0].item() if p.numel() else 0.0

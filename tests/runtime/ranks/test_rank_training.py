@@ -149,11 +149,13 @@ def test_incomplete_gradients_are_refused(ranks: RankPool) -> None:
             assert re.match(pattern, found[what]), f"{what}: {found[what]!r}"
 
 
+_APART = "LBFGS reads the gradients of all parameters at once, and rank 0, 1 has a part"
 REFUSED = {
-    ("LBFGS", "chain"): "LBFGS reads the gradients of all parameters at once, and rank 0, 1 has a part",
-    ("LBFGS", "hand tensor=2"): "LBFGS reads the gradients of all parameters at once, and rank 0, 1 has a part",
-    ("Adafactor", "hand tensor=2"): "Adafactor reads whole tensors, and '.*' is cut over ranks",
-    ("Muon", "hand tensor=2"): "Muon reads whole tensors, and '.*' is cut over ranks",
+    ("LBFGS", "chain"): _APART,
+    ("LBFGS", "hand tensor=2"): _APART,
+    ("Adafactor", "hand tensor=2"): "Adafactor reads whole rows and columns, and '.*' is cut over ranks",
+    ("Muon", "hand tensor=2"): "Muon reads whole matrices, and '.*' is cut over ranks",
+    ("Rprop", "hand tensor=2"): "Rprop writes by masks, .* and '.*' is cut over ranks",
 }
 
 

@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import InputError
 from autopar.runtime.ranks.one_message import on_all_ranks
@@ -46,7 +46,13 @@ class OptimizerWatch:
             if found is not None and here is not None and found.has_any(optimizer):
                 here.before_step(found, optimizer)
 
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            here = watch()
+            if here is not None:
+                here._waiting = [one for one in here._waiting if one() is not optimizer]
+
         register_optimizer_step_pre_hook(before_step)
+        register_optimizer_step_post_hook(after_step)
 
     def placed(self, parameters: Any) -> None:
         """The parameters have been placed: optimizers that have those from before get the new ones. Collective.
@@ -86,9 +92,9 @@ class OptimizerWatch:
             ranks = ", ".join(map(str, self._incomplete))
             raise on_all_ranks(
                 InputError(
-                    f"{_ALL_AT_ONCE} reads the gradients of all parameters at once, and rank {ranks} has a part of them only: "
-                    "use an optimizer that works entry by entry, such as AdamW, or a plan with one stage, whole on "
-                    "every rank (replicas)"
+                    f"{_ALL_AT_ONCE} reads the gradients of all parameters at once, and rank {ranks} has a part of "
+                    "them only: use an optimizer that works entry by entry, such as AdamW, or a plan with one stage, "
+                    "whole on every rank (replicas)"
                 )
             )
         parameters.adopt(optimizer)

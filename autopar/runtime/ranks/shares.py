@@ -192,7 +192,8 @@ class ShareAgreement:
         inputs, spec = flattened(call.args, call.kwargs)
         leaves = CallLeaves.of(self._model, call)
         found = self._dims(call, inputs, leaves.values[len(inputs) :])
-        dims, n = found if isinstance(found, tuple) else ([None] * len(leaves.values), -1)
+        unknown: list[int | None] = [None] * len(leaves.values)
+        dims, n = found if isinstance(found, tuple) else (unknown, -1)
         due, error = self._agreement.is_content_due(), found if isinstance(found, InputError) else None
         shares, dims = self._agreed(kind, leaves, dims, n, error, due=due)
         wholes = [

@@ -428,3 +428,63 @@ def plain_scaler() -> str:
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(pm.parameters(), lr=0.1)
     scaler.scale(functional.mse_loss(pm(x), x)).backward()
     return message_of(lambda: scaler.step(optimizer))
+
+
+class Gated(nn.Module):
+    """Reads a table that belongs to no sample, and has as many rows as some ranks have samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)) * table.sum(0))
+
+
+def shared_inputs() -> list[float]:
+    """An input that belongs to no sample has the size of the first rank's share by chance, in some of the steps."""
+    torch.manual_seed(1)
+    model = Gated().double()
+    original = copy.deepcopy(model)
+    pm = autopar.parallelize(model, plan=autopar.Plan.from_split({"a": 0, "b": 1}, n_microbatches=2), data="per-rank")
+    x, table, errors = torch.randn(8, 12).double(), torch.randn(4, 12).double(), []
+    for sizes in ((4, 3), (5, 3), (3, 4)):
+        whole, own = x[: sum(sizes)], own_rows(sizes)
+        pm.zero_grad()
+        original.zero_grad()
+        loss = pm.train_step(whole[own], table, target=whole[own], loss_fn=functional.mse_loss)
+        wanted = functional.mse_loss(original(whole, table), whole)
+        wanted.backward()
+        errors += [relative(loss, wanted.detach(), 1.0), gradient_error(pm, original)]
+    return errors
+
+
+def shares_refused() -> dict[str, str]:
+    """Messages for shares that make no batch, and the warning for equal ones."""
+    rank, found = dist.get_rank(), {}
+    torch.manual_seed(1)
+    x, table = torch.randn(8, 12), torch.randn(6, 12)
+
+    def step(*args: Any, target: Any, **options: Any) -> str:
+        plan = autopar.Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+        torch.manual_seed(1)
+        pm = autopar.parallelize(Gated(), plan=plan, data="per-rank")
+        return message_of(lambda: pm.train_step(*args, target=target, loss_fn=functional.mse_loss, **options))
+
+    found["table"] = step(x[:4], table + rank, target=x[:4])
+    found["target"] = step(x[:4], table, target=x[: 4 - rank], target_dim=[0])
+    found["none"] = step(x[:0], table, target=x[:0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not step(x, table, target=x)
+    found["equal"] = "; ".join(str(one.message) for one in caught if "same samples" in str(one.message))
+    return found
+
+
+def sparse_gradients() -> str:
+    """The message for an embedding with sparse gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 8, sparse=True), nn.Linear(8, 8))
+    pm = autopar.parallelize(model, plan=autopar.Plan.from_split({"0": 0, "1": 1}, n_microbatches=2))
+    x = torch.randint(0, 32, (4, 3))
+    return message_of(lambda: pm.train_step(x, target=torch.zeros(4, 3, 8), loss_fn=functional.mse_loss))

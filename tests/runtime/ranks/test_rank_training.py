@@ -22,6 +22,9 @@ from rank_training import (
     own_shares,
     plain_scaler,
     scaled,
+    shared_inputs,
+    shares_refused,
+    sparse_gradients,
     whole_batch_loss,
 )
 
@@ -68,6 +71,31 @@ def test_losses_of_own_samples_make_a_mean_weighted_by_samples(ranks: RankPool, 
 def test_losses_that_count_targets_are_those_of_one_batch(ranks: RankPool) -> None:
     for errors in ranks.run(counted_targets, 2):
         assert max(errors) < TOLERANCE
+
+
+@slow
+def test_inputs_that_belong_to_no_sample_are_not_joined(ranks: RankPool) -> None:
+    for errors in ranks.run(shared_inputs, 2):
+        assert max(errors) < TOLERANCE
+
+
+@slow
+def test_shares_that_make_no_batch_are_refused(ranks: RankPool) -> None:
+    first, second = ranks.run(shares_refused, 2)
+    for found in (first, second):
+        assert re.match(r"InputError: ranks differ in the content of input 'table' \(\(6, 12\)", found["table"]), found
+        assert re.match(
+            r"InputError: .*target_dim\[0\] is 0, but that target is \(3, 12\) and this rank has 4", found["target"]
+        )
+        assert re.match("InputError: .* has no samples", found["none"]), found
+    assert "every rank passed the same samples" in first["equal"]
+    assert not second["equal"]
+
+
+@slow
+def test_sparse_gradients_are_refused(ranks: RankPool) -> None:
+    for message in ranks.run(sparse_gradients, 2):
+        assert re.match("PlanError: .*'0.weight' has sparse gradients", message), message
 
 
 @slow

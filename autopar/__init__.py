@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         AutoparError,
         AutoparWarning,
         CaptureError,
+        CheckpointError,
         InfeasibleError,
         InputError,
         NotANumberError,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from autopar.plan.diff import PlanDiff
     from autopar.plan.plan import Plan
     from autopar.planner.cluster_comparison import ClusterComparison
+    from autopar.runtime.checkpoints.load import Checkpoint, load
+    from autopar.runtime.checkpoints.save import Saving, save
     from autopar.runtime.comparison import Comparison
     from autopar.runtime.grad_scaler import GradScaler
     from autopar.runtime.gradient_norm import clip_grad_norm_
@@ -45,6 +48,8 @@ __all__ = [
     "AutoparError",
     "AutoparWarning",
     "CaptureError",
+    "Checkpoint",
+    "CheckpointError",
     "Cluster",
     "ClusterComparison",
     "Comparison",
@@ -59,6 +64,7 @@ __all__ = [
     "PlanDiff",
     "PlanError",
     "Profile",
+    "Saving",
     "StepProfile",
     "__version__",
     "accuracy",
@@ -67,16 +73,19 @@ __all__ = [
     "compare",
     "keep_freed_memory",
     "keep_together",
+    "load",
     "parallelize",
     "pipeline_stage",
     "plan",
     "profile",
     "recompute",
+    "save",
     "shard",
 ]
 
 _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "Accuracy": "autopar.costs.prediction_error",
+    "Checkpoint": "autopar.runtime.checkpoints.load",
     "Cluster": "cost_models",
     "ClusterComparison": "autopar.planner.cluster_comparison",
     "Comparison": "autopar.runtime.comparison",
@@ -87,13 +96,16 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "Plan": "autopar.plan.plan",
     "PlanDiff": "autopar.plan.diff",
     "Profile": "autopar.costs.profile",
+    "Saving": "autopar.runtime.checkpoints.save",
     "StepProfile": "autopar.runtime.step_profile",
     "clear_hints": "autopar.hints.module_hints",
     "clip_grad_norm_": "autopar.runtime.gradient_norm",
     "keep_freed_memory": "autopar.runtime.host_memory",
     "keep_together": "autopar.hints.module_hints",
+    "load": "autopar.runtime.checkpoints.load",
     "pipeline_stage": "autopar.hints.module_hints",
     "recompute": "autopar.hints.module_hints",
+    "save": "autopar.runtime.checkpoints.save",
     "shard": "autopar.hints.shard",
 }
 

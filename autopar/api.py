@@ -37,6 +37,8 @@ from autopar.runtime.arguments import (
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.compare import compare_at_hand
 from autopar.runtime.comparison import Comparison
+from autopar.runtime.initial_values.initial import Weights, initial_values
+from autopar.runtime.initial_values.sources import InitFunction
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning import plan_at_hand, priced_at_hand
 from autopar.runtime.ranks.module import RankedModule, check_options
@@ -71,6 +73,8 @@ def parallelize(
     dynamic: Dynamic = None,
     cache: bool = True,
     data: Data = "whole",
+    weights: Weights = None,
+    init_fn: InitFunction | None = None,
 ) -> PipelinedModule:
     """Return `model` as a pipelined module over `devices`. Measurement and search choose what the caller leaves open.
 
@@ -124,6 +128,14 @@ def parallelize(
         cache: keep measurements on disk, and record predicted and measured step times (see `accuracy`).
         data: under torchrun, "whole": every rank passes the whole batch. "per-rank": every rank passes samples of its
             own (DistributedSampler), which make the batch together (README, "Many processes").
+        weights: for a model built under `torch.device("meta")`: a directory of `autopar.save`, a safetensors file or a
+            directory of them, with the original names. Under torchrun each rank reads what the plan gives it, at the
+            first call, so that no rank needs room for the whole model; it needs `plan`, because such a model cannot be
+            measured. Values are converted to the model's dtype. Without `weights` and `init_fn`, a model that has its
+            values on rank 0 alone is sent from there, part by part.
+        init_fn: `init_fn(name, tensor)` writes the initial values of one parameter or buffer of a model on the meta
+            device; with `weights`, of those that the weights lack. Random numbers are seeded by `torch.manual_seed` and
+            the name: the values are the same under every plan.
 
     The hints `pipeline_stage`, `recompute` and `keep_together` on modules constrain the search. With `shard` hints, all
     devices form one mesh, or one mesh per pinned stage; the search chooses the layouts that the hints leave open.
@@ -159,6 +171,9 @@ def parallelize(
         return options if world is None else check_options(options), call
 
     options, call = checked() if world is None else world.outcome("parallelize", checked)
+    initial = initial_values(model, weights, init_fn, ranked=world is not None, has_plan=plan is not None)
+    if initial is not None and world is None:
+        initial.fill(model)
     here = devices_at_hand(model, devices, optimizer, world)
 
     def made() -> PipelinedModule:
@@ -167,6 +182,8 @@ def parallelize(
     module = made() if world is None else world.outcome("parallelize", made)
     if isinstance(module, RankedModule):
         module.agree()
+        if initial is not None:
+            module.fill_when_placed(initial.origins, initial.fill)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module

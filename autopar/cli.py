@@ -1,4 +1,4 @@
-"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `diff` and `accuracy`.
+"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `diff`, `accuracy` and `export`.
 
 Results go to stdout, as text or with --json as JSON; progress, warnings and errors go to stderr. Exit status: 0 for
 success; 2 for what the user wrote (options, files, the factory), in one line with the file and line where there is one;
@@ -14,6 +14,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -278,15 +279,34 @@ def diff(
     typer.echo(result.to_json() if json else result)
 
 
-def _check_writable(path: Path) -> None:
-    """Raise InputError if no file can be written there."""
+@app.command()
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoints of a run, or the directory of one.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="The file to write.")],
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint of this step; default: the newest complete one.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write the model's whole tensors, in their original names, from a checkpoint to one safetensors file."""
+    from autopar.runtime.checkpoints.export import export as write
+
+    _check_writable(file, "")
+    folder = write(directory, file, step=step)
+    size = file.stat().st_size
+    found = {"checkpoint": str(folder), "file": str(file), "bytes": size}
+    typer.echo(dumps(found) if json else f"{file}: {size} bytes, from {folder}")
+
+
+def _check_writable(path: Path, option: str = "--save ") -> None:
+    """Raise InputError, which names the option, if no file can be written there."""
     folder = path.resolve().parent
     if path.is_dir():
-        raise InputError(f"--save {path}: this is a directory; give the name of a file")
+        raise InputError(f"{option}{path}: this is a directory; give the name of a file")
     if not folder.is_dir():
-        raise InputError(f"--save {path}: there is no directory {folder}")
+        raise InputError(f"{option}{path}: there is no directory {folder}")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"--save {path}: it cannot be written; choose another path or change its permissions")
+        raise InputError(f"{option}{path}: it cannot be written; choose another path or change its permissions")
 
 
 def _save(plan: Plan, path: Path) -> None:

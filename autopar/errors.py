@@ -39,6 +39,10 @@ class InfeasibleError(AutoparError):
     """No plan fits the memory. The message names the stage and the bytes that it lacks."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, or there is none that can be read. The message names the directory and why."""
+
+
 class NotANumberError(AutoparError, FloatingPointError):
     """With watch_nan=True: an operator produced a NaN. The message names it, its stage and the micro-batch."""
 
@@ -105,6 +109,7 @@ __all__ = [
     "AutoparError",
     "AutoparWarning",
     "CaptureError",
+    "CheckpointError",
     "DeviceError",
     "InfeasibleError",
     "InputError",

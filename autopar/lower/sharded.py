@@ -172,7 +172,7 @@ class _Builder:
     def _add_parameter(self, node: fx.Node, tensor: torch.Tensor) -> None:
         name, whole = str(node.target), (REPLICATE,) * len(self.mesh)
         layout = self.buffers.get(name) or self.stored.get(id(tensor), whole)
-        if any(_has_sparse_gradient(user) for user in node.users):
+        if any(has_sparse_gradient(user) for user in node.users):
             layout = whole  # which cannot be cut
         nodes = []
         for i in range(self.size):
@@ -395,7 +395,7 @@ def run_special(name: str, calls: list[Any], *, strategy: Any, mesh: tuple[int, 
     return found
 
 
-def _has_sparse_gradient(node: fx.Node) -> bool:
+def has_sparse_gradient(node: fx.Node) -> bool:
     """Whether the node is an embedding whose gradient has only the rows that were read."""
     return operator_name_of(node) == "embedding" and node.args[4:5] == (True,)
 

@@ -13,6 +13,7 @@ from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
 from autopar.options import AHEAD_ONLY, Data
 from autopar.runtime.call_checks import check_model
+from autopar.runtime.initial_values.missing_values import is_hollow
 from autopar.runtime.ranks.world import World
 from cost_models import Cluster, Device, DeviceError, parse_devices
 
@@ -71,10 +72,11 @@ def devices_at_hand(
 
 
 def tensors_of_training(model: nn.Module, optimizer: object) -> Iterator[torch.Tensor]:
-    """Parameters, their gradients, buffers and the optimizer's states."""
-    yield from model.buffers()
+    """Parameters and buffers in memory, gradients, and the optimizer's states."""
+    yield from (buffer for buffer in model.buffers() if not is_hollow(buffer))
     for parameter in model.parameters():
-        yield parameter
+        if not is_hollow(parameter):
+            yield parameter
         if parameter.grad is not None:
             yield parameter.grad
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -30,7 +30,7 @@ order of the schedule:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,7 +38,7 @@ import torch
 
 from autopar.capture import torch_private
 from autopar.runtime.call import CallTensors, PipelineCall
-from autopar.runtime.executable import Executable
+from autopar.runtime.executable import Executable, StageReplica, Work
 from autopar.runtime.execution import Execution
 from autopar.runtime.loss_splits import check_trains
 from autopar.runtime.mailbox import Mailbox
@@ -46,6 +46,9 @@ from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.passes import Passes
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.runtime.transfers import Transfers
+from autopar.schedule.clock import Phase
+
+Acts = dict[Phase, Callable[[StageReplica, int], None]]
 
 
 class Run:
@@ -121,6 +124,7 @@ class Run:
         acts = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph).acts()
         if recorder is not None:
             acts = recorder.timed_acts(acts)
+        acts = self._followed(acts, work)
         execution = Execution(acts, mailbox, self.call.state, self._device_context)
         executable.start_execution(training)
         compiling = torch_private.compile_seconds() if executable.compiled else 0.0
@@ -137,6 +141,10 @@ class Run:
         if executable.compiled:
             executable.compile_seconds += torch_private.compile_seconds() - compiling
         executable.compare_with_overhead(sum(execution.cpu_seconds), n_microbatches, not only_backward, training)
+
+    def _followed(self, acts: Acts, work: Work) -> Acts:
+        """What else happens after an action, in its worker."""
+        return acts
 
     def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
         """For the messages of one execution."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import gpt2, resnet, tokens
+from random_states import with_states
 from shardings import Attention, Convolutions, staged
 from tied_models import Tied
 from torch import nn
@@ -122,7 +123,7 @@ def loss_of(model: str, output: Any, x: torch.Tensor) -> torch.Tensor:
 
 def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
     """`chain`: a stage a rank; `chunks v`; `replicas a,b`: of the stages; `hand ..`: degrees; `shards ..`: of random
-    strategies; `searched`: none, so that rank 0 makes one."""
+    strategies; `states .. seed s`: and of random states (ZeRO); `searched`: none, so that rank 0 makes one."""
     kind, _, rest = job.plan.partition(" ")
     made: dict[str, Any] = {"n_microbatches": job.n_microbatches, "schedule": job.schedule}
     if kind == "searched":
@@ -142,6 +143,7 @@ def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
     if kind == "hand":
         degrees = {name: int(value) for name, value in (pair.split("=") for pair in rest.split())}
         return Plan.by_hand(model, ["cpu"] * n, example_args=(x,), schedule=job.schedule, **degrees)
+    rest, _, seed = rest.partition(" seed ")
     meshes: list[tuple[int, ...] | None] = []
     replicas = []
     for text in rest.split():  # 2x2, or 1, or 2*2: two replicas of a mesh of 2
@@ -150,7 +152,8 @@ def plan_of(job: Job, model: nn.Module, x: torch.Tensor, n: int) -> Plan | None:
         meshes.append(sizes if math.prod(sizes) > 1 else None)
         replicas.append(int(times or 1))
     split = {"": 0} if len(meshes) == 1 else SPLITS[job.model][len(meshes)]
-    return staged(capture(model, (x,), {}), split, meshes, replicas, schedule=job.schedule)
+    plan = staged(capture(model, (x,), {}), split, meshes, replicas, schedule=job.schedule)
+    return with_states(plan, model, int(seed)) if kind == "states" else plan
 
 
 def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:

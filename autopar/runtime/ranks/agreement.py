@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,11 +47,12 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def weights_digest(model: nn.Module) -> str:
-    """Of all values of parameters and buffers."""
+def weights_digest(model: nn.Module, without: Collection[str] = ()) -> str:
+    """Of all values of parameters and buffers but those named."""
     crc = 0
-    for tensor in torch_private.tree_leaves([dict(model.named_parameters()), dict(model.named_buffers())]):
-        crc = content_of(tensor.detach(), crc)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in without:
+            crc = content_of(tensor.detach(), crc)
     return f"{crc:08x}"
 
 

@@ -39,6 +39,8 @@ class ApartGradients:
 
         Raises InputError where `.grad` has gradients of all ranks already: sums of both cannot be told apart.
         """
+        if not parameters:
+            return
         if not self._waiting:
             for p in parameters.values():
                 if p.grad is not None and bool(_local(p.grad).any()):
@@ -51,22 +53,21 @@ class ApartGradients:
             if key not in self._hooks and p.requires_grad:
                 self._hooks[key] = p.register_hook(self._check(key))
         self._waiting = True
-        self._given = {key: gradient.data_ptr() for key, gradient in local.items()}
+        self._given = {key: gradient.data_ptr() for key, gradient in local.items() if key in parameters}
 
-    def take(self, parameters: Mapping[int, nn.Parameter], local: dict[int, torch.Tensor]) -> None:
-        """Add what waits in `.grad` to `local`, the gradients of a backward outside."""
+    def take(self, parameters: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
+        """What waits in `.grad`, by id of the parameter, which then has none: a backward outside adds it up."""
         if not self._waiting:
-            return
-        for key, p in parameters.items():
-            if p.grad is not None:
-                before = _local(p.grad)
-                local[key] = before + local[key] if key in local else before
-                p.grad = None
+            return {}
+        found = {key: _local(p.grad) for key, p in parameters.items() if p.grad is not None}
+        for p in parameters.values():
+            p.grad = None
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._waiting = False
         self._given = {}
+        return found
 
     def refuse(self, what: str) -> None:
         """Raise InputError if gradients wait."""

@@ -19,10 +19,11 @@ from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Lowered, StageProgram, replica
 from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf
 from autopar.runtime.executable import Executable, ReplicaAction, StagePlacement, StageReplica, Work
+from autopar.runtime.ranks.gradients import GradientSums
 from autopar.runtime.ranks.holders import StageGrid
 from autopar.runtime.ranks.look_ahead import look_ahead
 from autopar.runtime.ranks.messages import Message, messages
-from autopar.runtime.ranks.parameters import RankParameters, local_of
+from autopar.runtime.ranks.parameters import RankParameters
 from autopar.runtime.ranks.shapes import StageShapes
 from autopar.runtime.ranks.wire import Routes
 from autopar.runtime.ranks.world import World
@@ -70,9 +71,11 @@ class RankExecutable(Executable):
         self.world, self.grids = world, tuple(stages)
         self._placed, self._whole = parameters, whole
         self._anchor = nn.Parameter(torch.zeros(()))  # for autograd: a rank may have no parameter at all
-        self.accumulates = False  # leave the gradients of ranks apart
         self._messages: dict[TableKey, ExecutionMessages] = {}
         super().__init__(program, lowered, placements, schedule, lookup, chunks=chunks, watch_nan=watch_nan)
+        self.sums = GradientSums(
+            parameters.buckets, ((one.stage.index, leaf) for one in self.replicas for leaf in one.leaves)
+        )
         self.slot = next((i for i, w in enumerate(self.workers) if not isinstance(w, RemoteWorker)), -1)
         slots: dict[int, tuple[int, ...]] = {}
         for row, grid in zip(self._replicas, self.grids, strict=True):
@@ -112,22 +115,25 @@ class RankExecutable(Executable):
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the leaves up to date with this rank's parameters, and buffers with the model's."""
+        """Bring the leaves up to date with this rank's parameters, and buffers with the model's. Collective."""
+        self._placed.refresh()
         for one in self.replicas:
             for leaf in one.leaves:
                 parameter = self._by_id[leaf.key]
                 if leaf.tensor.requires_grad != parameter.requires_grad:
                     leaf.tensor.requires_grad_(parameter.requires_grad)
-                local = local_of(parameter)
-                if leaf.tensor.data_ptr() != local.data_ptr():
-                    leaf.tensor.data = local
+                current = self._placed.read(parameter)
+                if leaf.tensor.data_ptr() != current.data_ptr():
+                    leaf.tensor.data = current
         self._refresh_buffers()
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
-        """Gradients by id of this rank's parameters, added up over all ranks with equal parts. Collective."""
-        taken = [(leaf.key, leaf.take_gradient()) for one in self.replicas for leaf in one.leaves]
+        """Gradients by id of this rank's parameters, added up over all ranks that read them. Collective."""
+        found = self.sums.finish()
         self._holds_gradients = False
-        return self._placed.sum_gradients(taken, apart=self.accumulates)
+        if self.sums.apart:
+            self._placed.apart.add({key: self._by_id[key] for key in self.sums.apart_keys}, found)
+        return {key: self._placed.as_stored(key, gradient) for key, gradient in found.items()}
 
     def share_buffers(self) -> None:
         """Have all replicas of a stage continue with the buffers that its first replica wrote. Collective."""
@@ -186,7 +192,7 @@ class RankExecutable(Executable):
             if isinstance(whole, nn.Parameter):
                 parameter = self._placed.of(whole, piece)
                 if id(parameter) not in leaves:
-                    local = nn.Parameter(local_of(parameter), parameter.requires_grad)
+                    local = nn.Parameter(self._placed.read(parameter), parameter.requires_grad)
                     leaves[id(parameter)] = ParameterLeaf(id(parameter), local, piece, (0, 0))
                 tensors[piece.attribute] = leaves[id(parameter)].tensor
             else:

@@ -6,24 +6,35 @@
 ```
 Ranks with equal parts of a parameter form a group: replicas, devices of a mesh that read it whole, and the stages that
 share a tied weight. Their gradients are added up once a step.
+
+A plan may have a rank store less of a parameter than it reads, with the optimizer's state (ZeRO 1 and 2). The ranks of
+a row then store the parts of what all of them read, and those of a column store the same part:
+
+```
+   one stage on 2 replicas x mesh 2, w read whole, its state S0       rank 0: w[:4] | rank 1: w[4:]    row 0, 1
+                                                                      rank 2: w[:4] | rank 3: w[4:]    row 2, 3
+                                                                           columns 0, 2 and 1, 3
+```
+Gradients are then scattered over rows and added up over columns, and values are gathered over rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from autopar.errors import PlanError
-from autopar.lower.sharded import Piece
+from autopar.lower.sharded import Piece, has_sparse_gradient
 from autopar.lower.stages import Lowered, StageProgram
 from autopar.plan.plan import Plan
-from autopar.plan.stage import Stage
-
-_FEW = 0.05  # of a stage's parameters
+from autopar.runtime.ranks.state_parts import Finer, axis_orders, finer_states
+from autopar.sharding.layouts import Placements, slices
 
 Part = tuple[tuple[int, int], ...]  # (start, stop) along every dimension
 
@@ -34,12 +45,18 @@ class StageGrid:
 
     ranks: tuple[tuple[int, ...], ...]  # of every replica, in the order of the mesh, whose last axis runs fastest
     mesh: tuple[int, ...]  # shape; () for one device
+    order: tuple[int, ...] = ()  # of the mesh's axes for DTensors (state_parts.py)
 
     @property
     def grid(self) -> np.ndarray:
-        """Numbers of ranks: replicas, if there are several, then the axes of the mesh. At least one axis."""
-        shape = [len(self.ranks)] * (len(self.ranks) > 1) + list(self.mesh)
-        return np.array(self.ranks).reshape(shape or [1])
+        """Numbers of ranks: replicas, if there are several, then the axes of the mesh in `order`. At least one axis."""
+        numbers = np.array(self.ranks).reshape(len(self.ranks), *self.mesh)
+        numbers = numbers.transpose(0, *(1 + axis for axis in self.order))
+        return numbers if len(self.ranks) > 1 else numbers[0] if self.mesh else numbers.reshape(1)
+
+    def ordered(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """One value per axis of the mesh, in `order`."""
+        return tuple(values[axis] for axis in self.order)
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -56,8 +73,10 @@ def grids(plan: Plan, rank_of: Mapping[str, int]) -> tuple[StageGrid, ...]:
     for stage in plan.stages:
         ranks, n = [rank_of[name] for name in stage.devices], stage.shards
         groups = tuple(tuple(ranks[i : i + n]) for i in range(0, len(ranks), n))
-        found.append(StageGrid(groups, stage.sharding.mesh if stage.sharding is not None and n > 1 else ()))
-    return tuple(found)
+        found.append((groups, stage.sharding.mesh if stage.sharding is not None and n > 1 else ()))
+    stored = [stage.sharding.stored.values() if stage.sharding is not None else () for stage in plan.stages]
+    orders = axis_orders(found, stored)
+    return tuple(StageGrid(groups, mesh, orders[groups, mesh]) for groups, mesh in found)
 
 
 @dataclass(frozen=True)
@@ -66,17 +85,28 @@ class Holding:
 
     stage: int  # the first that reads it there
     piece: Piece
-    part: Part
-    together: tuple[int, ...]  # ranks with the same part, this one among them, ascending
+    part: Part  # that its stages read
+    own: Part  # that it stores, with its optimizer's state: the same, or a part of it
+    layout: Placements  # of what it stores, in the plan's order of axes
+    row: tuple[int, ...]  # ranks that store the parts of `part`, this one among them, ascending
+    together: tuple[int, ...]  # the column: ranks that store the same part, this one among them, ascending
+    stages: frozenset[int]  # all that read the tensor, on any rank
+    scattered: bool  # its gradient is scattered over the row for every micro-batch
+
+    def taken(self, read: torch.Tensor, own: Part | None = None) -> torch.Tensor:
+        """A view of what this rank (or one that stores `own`) stores, of what it reads."""
+        offsets = zip(self.part, self.own if own is None else own, strict=True)
+        return read[tuple(slice(a - start, b - start) for (start, _), (a, b) in offsets)]
 
 
 def holdings(
-    lowered: Lowered, stages: Sequence[StageGrid], tensors: Mapping[str, torch.Tensor]
+    plan: Plan, lowered: Lowered, stages: Sequence[StageGrid], tensors: Mapping[str, torch.Tensor]
 ) -> dict[int, dict[int, Holding]]:
     """By id of the tensor and rank. `tensors`: the model's, whole, by name.
 
     Raises PlanError for a tensor that two stages cut differently.
     """
+    finer = _finer(plan, lowered, stages, tensors)
     found: dict[int, dict[int, tuple[int, Piece, Part]]] = {}
     parts_in: dict[int, dict[int, set[Part]]] = {}  # by tensor and stage
     for stage, grid in zip(lowered.stages, stages, strict=True):
@@ -96,12 +126,51 @@ def holdings(
             if parts != first[1]:
                 name = next(piece.name for _, piece, _ in found[key].values())
                 raise _cut_differently(name, first[0], stage_index)
-    return {key: {rank: _holding(rank, by_rank) for rank in by_rank} for key, by_rank in found.items()}
+    whole = {id(tensor): tensor for tensor in tensors.values()}
+    return {
+        key: _holdings_of(whole[key], by_rank, stages, finer, frozenset(parts_in[key]))
+        for key, by_rank in found.items()
+    }
 
 
-def _holding(rank: int, by_rank: Mapping[int, tuple[int, Piece, Part]]) -> Holding:
-    stage, piece, part = by_rank[rank]
-    return Holding(stage, piece, part, tuple(sorted(r for r, other in by_rank.items() if other[2] == part)))
+def _holdings_of(
+    tensor: torch.Tensor,
+    by_rank: Mapping[int, tuple[int, Piece, Part]],
+    stages: Sequence[StageGrid],
+    finer: Sequence[Mapping[int, Finer]],
+    readers: frozenset[int],
+) -> dict[int, Holding]:
+    """Of one tensor, by rank. `by_rank`: (stage, piece, part read)."""
+    own: dict[int, tuple[Part, tuple[int, ...]]] = {}  # (part, row)
+    for rank, (stage, piece, part) in by_rank.items():
+        cut = finer[stage].get(id(tensor))
+        own[rank] = (part, (rank,)) if cut is None else _own(rank, stages[stage], piece, tensor, cut)
+    reading, storing = defaultdict[Part, list[int]](list), defaultdict[Part, list[int]](list)
+    for rank in sorted(by_rank):
+        reading[by_rank[rank][2]].append(rank)
+        storing[own[rank][0]].append(rank)
+    found = {}
+    for rank, (stage, piece, part) in by_rank.items():
+        mine, row = own[rank]
+        together = tuple(storing[mine])
+        if sorted(r for other in together for r in own[other][1]) != reading[part]:
+            a, b = sorted({by_rank[r][0] for r in by_rank})[:2]
+            raise PlanError(
+                f"stages {a} and {b} share '{piece.name}' and cut its optimizer's state differently, which one process "
+                "a device does not do; give zero=0, or put them into one stage"
+            )
+        cut = finer[stage].get(id(tensor))
+        layout, scattered = (piece.layout, False) if cut is None else (cut.state, cut.scattered)
+        found[rank] = Holding(stage, piece, part, mine, layout, row, together, readers, scattered)
+    return found
+
+
+def _own(rank: int, grid: StageGrid, piece: Piece, tensor: torch.Tensor, cut: Finer) -> tuple[Part, tuple[int, ...]]:
+    """What a rank stores of a tensor with a state that is cut finer, and the ranks with the other parts."""
+    entries = slices(grid.ordered(cut.state), tensor.shape, grid.ordered(piece.mesh), grid.ordered(piece.place))
+    group = np.array(next(group for group in grid.ranks if rank in group)).reshape(grid.mesh)
+    line = group[tuple(slice(None) if axis in cut.axes else i for axis, i in enumerate(piece.place))]
+    return tuple((e.start, e.stop) for e in entries), tuple(sorted(line.reshape(-1).tolist()))
 
 
 def _part(piece: Piece, tensor: torch.Tensor) -> Part:
@@ -116,15 +185,26 @@ def _cut_differently(name: str, a: int, b: int) -> PlanError:
     )
 
 
-def check_supported(plan: Plan, lowered: Lowered, tensors: Mapping[str, torch.Tensor]) -> None:
+def _finer(
+    plan: Plan, lowered: Lowered, stages: Sequence[StageGrid], tensors: Mapping[str, torch.Tensor]
+) -> list[Mapping[int, Finer]]:
+    """By stage and id of the tensor."""
+    return [
+        finer_states(stage, one, grid.order, tensors)[0]
+        for stage, one, grid in zip(plan.stages, lowered.stages, stages, strict=True)
+    ]
+
+
+def check_supported(
+    plan: Plan, lowered: Lowered, stages: Sequence[StageGrid], tensors: Mapping[str, torch.Tensor]
+) -> None:
     """Raise PlanError for what ranks cannot run exactly so far, all of it in one message."""
     problems = []
-    for number, (stage, one) in enumerate(zip(plan.stages, lowered.stages, strict=True)):
-        finer = _finer_states(stage, one, tensors)
-        if finer:
+    for number, (stage, one, grid) in enumerate(zip(plan.stages, lowered.stages, stages, strict=True)):
+        problems += [f"stage {number} {text}" for text in finer_states(stage, one, grid.order, tensors)[1]]
+        if plan.training and (name := _sparse(one, tensors)):
             problems.append(
-                f"stage {number} cuts the optimizer's state of '{finer}' finer than the parameter (ZeRO 1 or 2); give "
-                "zero=0 or zero=3"
+                f"stage {number} trains '{name}' with sparse gradients, which DTensors do not have (sparse=False does)"
             )
         if one.uncaptured:
             problems.append(f"stage {number} runs code that is not captured")
@@ -140,13 +220,15 @@ def check_supported(plan: Plan, lowered: Lowered, tensors: Mapping[str, torch.Te
         raise PlanError("one process a device does not run this plan: " + "; ".join(problems) + "; or give devices=")
 
 
-def _finer_states(stage: Stage, lowered: StageProgram, tensors: Mapping[str, torch.Tensor]) -> str:
-    """A parameter whose optimizer's state, or gradient, the plan cuts finer than itself; "" if those of the stage are
-    few: ranks cut states as the parameters, and a plan may save on norms and biases what changes nothing."""
-    stored = stage.sharding.stored if stage.sharding is not None else {}
-    sizes = {name: tensors[name].nbytes for name in lowered.parameters if name in tensors}
-    finer = [n for n in sizes if n in stored and (stored[n].state != stored[n].layout or stored[n].scattered)]
-    return finer[0] if sum(sizes[name] for name in finer) > _FEW * sum(sizes.values()) else ""
+def _sparse(stage: StageProgram, tensors: Mapping[str, torch.Tensor]) -> str:
+    """An embedding's weight that is trained with sparse gradients; "" if there is none."""
+    names = {piece.attribute: piece.name for piece in stage.pieces}
+    for node in filter(has_sparse_gradient, stage.module.graph.nodes):
+        read = {names.get(str(n.target), "") for n in node.all_input_nodes if n.op == "get_attr"}
+        found = [name for name in read if name in tensors and tensors[name].requires_grad]
+        if found:
+            return found[0]
+    return ""
 
 
 def _lengths(piece: Piece, tensors: Mapping[str, torch.Tensor]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -71,8 +71,31 @@ class RankedModule(PipelinedModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         raise TypeError("a module whose parameters are spread over ranks cannot be copied")
 
+    @property
+    def placed(self) -> bool:
+        """Whether a plan has placed the parameters: they are this rank's parts then."""
+        return self._on_rank.parameters.placed
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether the model was built without some of its values, and has not got them yet."""
+        return bool(self._on_rank.to_be_filled) and not self.placed
+
+    def fill_when_placed(self, names: Iterable[str], fill: Callable[[nn.Module], None]) -> None:
+        """Call `fill` on every rank as soon as the parameters are placed: it gives values to those named."""
+        self._on_rank.to_be_filled = frozenset(names)
+        self.when_placed(lambda: fill(self))
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer from before the placing this rank's parameters. Raises InputError if it has made steps."""
+        self._on_rank.parameters.adopt(optimizer)
+
+    def when_placed(self, do: Callable[[], None]) -> None:
+        """Call `do` on every rank as soon as the parameters are placed."""
+        self._on_rank.after_placing.append(do)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self._on_rank.parameters.placed:
+        if self.placed:
             raise InputError(
                 "load_state_dict() would load whole tensors into this rank's parts: load before the first call, or use "
                 "torch.distributed.checkpoint with pm.state_dict(), which loads in place"

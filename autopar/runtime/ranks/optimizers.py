@@ -1,140 +1,48 @@
-"""What ranks watch at every optimizer's step: that it steps on this rank's parameters, and computes what one process
-would.
+"""Optimizers over the parameters of a rank: torch's own, whose states DTensors cut as the parameters.
 
-An optimizer that works entry by entry does so on any layout. One that reads a whole tensor (Adafactor's rows and
-columns, Muon's matrices) needs it whole, and one that reads all parameters at once (L-BFGS) needs all of them.
+Optimizers that work on every entry by itself (AdamW, SGD, ...), or through operators that DTensors compute over all
+ranks (norms and products of matrices: Muon, LAMB), give what one process gives. Those below do not, and are refused.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
-from types import FrameType
-from typing import Any
-from weakref import ref
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import InputError
-from autopar.runtime.ranks.one_message import on_all_ranks
-from autopar.runtime.ranks.world import World
 
-_NOT_CUT = {  # by class: why its parameters must be whole
-    "Adafactor": "reads whole rows and columns",
-    "Muon": "reads whole matrices",
-    "Rprop": "writes by masks, which torch does not do on parts of tensors",
-}
-_ALL_AT_ONCE = "LBFGS"
-_FRAMES = 12  # of callers that are looked at: torch's scaler is among the first
+# torch's steps of these write into tensors whose placement the operator would have to change.
+WHOLE_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
 
 
-class OptimizerWatch:
-    """Watches the steps of every optimizer with parameters of one model."""
+def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_groups: int) -> None:
+    """Raise InputError for an optimizer that cannot step this rank's parameters.
 
-    def __init__(self, world: World, parameters: Any) -> None:
-        """`parameters`: the model's `RankParameters`. torch keeps the hook; it holds nothing alive."""
-        self._world = world
-        self._waiting: list[ref[torch.optim.Optimizer]] = []  # in a step while nothing is placed: it has a closure
-        self._cut: str | None = None  # a parameter that some rank has a part of
-        self._incomplete: list[int] = []  # ranks that have not all of the model
-        alive, watch = ref(parameters), ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            found, here = alive(), watch()
-            if found is not None and here is not None and found.has_any(optimizer):
-                here.before_step(found, optimizer)
-
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            here = watch()
-            if here is not None:
-                here._waiting = [one for one in here._waiting if one() is not optimizer]
-
-        register_optimizer_step_pre_hook(before_step)
-        register_optimizer_step_post_hook(after_step)
-
-    def placed(self, parameters: Any) -> None:
-        """The parameters have been placed: optimizers that have those from before get the new ones. Collective.
-
-        One that has states already is refused at its next step.
-        """
-        cut = [name for name, p in parameters.named() if _is_cut(p)]
-        found = self._world.gathered((cut[:1], parameters.is_complete and not cut))
-        self._cut = next((names[0] for names, _ in found if names), None)
-        self._incomplete = [rank for rank, (_, is_complete) in enumerate(found) if not is_complete]
-        for optimizer in _optimizers():
-            if parameters.has_any(optimizer) and not _has_stepped(optimizer):
-                parameters.adopt(optimizer)
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            stepping = one()
-            if stepping is not None:
-                self.before_step(parameters, stepping)
-
-    def before_step(self, parameters: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Raise InputError, on all ranks, for a step that would not be that of one process."""
-        if not parameters.placed:
-            self._waiting.append(ref(optimizer))
-            return
-        _refuse_plain_scaler()
-        parameters.apart.refuse("an optimizer's step")
-        names = [one.__name__ for one in type(optimizer).__mro__]
-        name = next((name for name in names if name in _NOT_CUT), "")
-        if name and self._cut is not None:
-            raise on_all_ranks(
-                InputError(
-                    f"{name} {_NOT_CUT[name]}, and '{self._cut}' is cut over ranks: use an optimizer that works entry "
-                    "by entry, such as AdamW, or a plan that cuts no parameters (max_shards=1)"
-                )
-            )
-        if _ALL_AT_ONCE in names and self._incomplete:
-            ranks = ", ".join(map(str, self._incomplete))
-            raise on_all_ranks(
-                InputError(
-                    f"{_ALL_AT_ONCE} reads the gradients of all parameters at once, and rank {ranks} has a part of "
-                    "them only: use an optimizer that works entry by entry, such as AdamW, or a plan with one stage, "
-                    "whole on every rank (replicas)"
-                )
-            )
-        parameters.adopt(optimizer)
-
-
-def _is_cut(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(
-        isinstance(placement, Shard) and size > 1
-        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    )
-
-
-def _optimizers() -> list[torch.optim.Optimizer]:
-    """All that there are: torch keeps no list of them, and one may zero or unscale gradients before its first step."""
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
-
-
-def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has states of steps. Adagrad begins with states of none, and L-BFGS counts before it computes."""
-    states = optimizer.state.values()
-    return any(state.get("step", 1) and any(isinstance(x, torch.Tensor) for x in state.values()) for state in states)
-
-
-def _refuse_plain_scaler() -> None:
-    """Raise InputError inside `step` of torch's own GradScaler, which on every rank skips by its own gradients.
-
-    It calls optimizers without saying so: the calling frames show it.
+    `names`: by id of the parameter. `n_groups`: of ranks, that hold different stages.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return
-        owner = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "_maybe_opt_step") else None
-        if isinstance(owner, torch.amp.GradScaler):
-            if getattr(owner, "agrees_over_ranks", False) or not owner.is_enabled():
-                return
-            raise on_all_ranks(
-                InputError(
-                    f"{type(owner).__name__}.step() skips by the gradients of its own rank alone, so that ranks would "
-                    "go apart: use autopar.GradScaler, which agrees over ranks, and is torch's with one process"
-                )
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    kind = type(optimizer).__name__
+    if parameters and isinstance(optimizer, torch.optim.LBFGS) and n_groups > 1:
+        raise InputError(
+            "torch.optim.LBFGS measures one step along all parameters, and these ranks hold different stages: use "
+            "another optimizer, or a plan of one stage (Plan.by_hand(data=...))"
+        )
+    if isinstance(optimizer, WHOLE_ONLY):
+        cut = next((p for p in parameters if is_cut(p)), None)
+        if cut is not None:
+            raise InputError(
+                f"torch.optim.{kind} cannot step parts of a parameter, and this rank stores '{names[id(cut)]}' as "
+                f"{tuple(cut.placements)} on a mesh of shape {tuple(cut.device_mesh.shape)}: use AdamW or SGD, "
+                "or a plan that leaves parameters and states whole (Plan.by_hand with zero=0 and tensor=1, or "
+                "max_shards=1)"
             )
-        frame = frame.f_back
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether a rank has a part of it only."""
+    if not isinstance(parameter, DTensor):
+        return False
+    sizes = parameter.device_mesh.shape
+    return any(isinstance(one, Shard) and n > 1 for one, n in zip(parameter.placements, sizes, strict=True))

@@ -10,21 +10,18 @@ A mesh has one device where a stage is not sharded: optimizers take lists of DTe
 Captures need the whole model's shapes. While a call is bound to its program (`whole`), the tables have the parameters
 that the model was built with again, but without memory: one NaN stands for all of a tensor's entries.
 
-An optimizer that was made before the parameters were placed has the old ones. It gets the new ones at its first step.
+An optimizer that was made before the parameters were placed has the old ones. It gets the new ones then.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -33,9 +30,13 @@ from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
+from autopar.runtime.initial_values.missing_values import follow, hollow, is_hollow
 from autopar.runtime.ranks.apart_gradients import ApartGradients
+from autopar.runtime.ranks.buckets import Bucket, buckets_of
+from autopar.runtime.ranks.gathered import GatheredValues
 from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
-from autopar.runtime.ranks.optimizers import OptimizerWatch
+from autopar.runtime.ranks.optimizer_watch import OptimizerWatch
+from autopar.runtime.ranks.optimizers import check_works
 from autopar.runtime.ranks.world import World, current
 from autopar.sharding.layouts import placements
 
@@ -47,14 +48,6 @@ class _Entry(NamedTuple):
     name: str
     before: torch.Tensor
     after: torch.Tensor | None  # None: this rank does not have it
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Parameters whose gradients the same ranks add up."""
-
-    group: Any  # process group
-    keys: tuple[int, ...]  # ids of the new parameters
 
 
 _of_this_process: WeakSet[RankParameters] = WeakSet()
@@ -80,10 +73,11 @@ class RankParameters:
         self._meshes: dict[StageGrid, DeviceMesh] = {}
         self._entries: list[_Entry] = []
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
-        self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
         self._holdings: dict[int, dict[int, Holding]] = {}
-        self._buckets: list[_Bucket] = []
+        self._gathered = GatheredValues()
+        self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
         self.parameters: dict[int, nn.Parameter] = {}  # this rank's, by id
+        self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
         self.apart = ApartGradients()
         self._watch = OptimizerWatch(world, self)
         self.failed = False  # a call failed here, so that the ranks may be out of step
@@ -109,9 +103,10 @@ class RankParameters:
             raise InputError(
                 f"'{grown}' has a gradient from before; call model.zero_grad() before the first pipelined call"
             )
-        self._holdings = holdings(lowered, stages, tensors)
+        self._holdings = holdings(plan, lowered, stages, tensors)
         self._make_meshes(plan, stages)
-        groups = self._world.groups([h.together for by_rank in self._holdings.values() for h in by_rank.values()])
+        every = [h for by_rank in self._holdings.values() for h in by_rank.values()]
+        groups = self._world.groups([ranks for h in every for ranks in (h.row, h.together)])
         for key, tensor in {id(t): t for t in tensors.values()}.items():
             self._new[key] = self._kept(tensor, stages)
         both: list[dict[str, Any]] = [table for m in self._model.modules() for table in (m._parameters, m._buffers)]
@@ -121,14 +116,15 @@ class RankParameters:
             if before is not None:
                 self._entries.append(_Entry(table, name, before, self._new[id(before)]))
         self._free(lowered, {id(t): t for t in tensors.values()})
-        self._fill_buckets(groups)
+        self.buckets = buckets_of(self._world.rank, self._holdings, self._new, groups)
+        self._gathered.follow(self.buckets)
         self._show(lambda entry: entry.after)
         self._watch.placed(self)
 
     def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:
         for stage, grid in zip(plan.stages, stages, strict=True):
             if grid not in self._meshes:
-                axes = stage.sharding.axes if stage.sharding is not None and grid.mesh else ()
+                axes = grid.ordered(stage.sharding.axes) if stage.sharding is not None else ()
                 names = (*(("replica",) if len(grid.ranks) > 1 else ()), *axes) or ("device",)
                 self._meshes[grid] = DeviceMesh("cpu", torch.from_numpy(grid.grid), mesh_dim_names=names)
 
@@ -136,7 +132,7 @@ class RankParameters:
         """The names of the process groups of this rank's lines along the axes of a stage's mesh."""
         mesh = self._meshes[grid]
         first = mesh.ndim - len(grid.mesh)
-        return tuple(mesh.get_group(first + axis).group_name for axis in range(len(grid.mesh)))
+        return tuple(mesh.get_group(first + grid.order.index(axis)).group_name for axis in range(len(grid.mesh)))
 
     def _kept(self, tensor: torch.Tensor, stages: Sequence[StageGrid]) -> torch.Tensor | None:
         """What this rank has in the place of a parameter or buffer. One that no stage reads, every rank keeps."""
@@ -150,20 +146,24 @@ class RankParameters:
             return tensor
         grid, piece = stages[mine.stage], mine.piece
         mesh = self._meshes[grid]
-        layout = placements(piece.layout) if grid.mesh else (Replicate(),)
+        layout = placements(grid.ordered(mine.layout)) if grid.mesh else (Replicate(),)
         layout = (Replicate(),) * (mesh.ndim - len(layout)) + tuple(layout)
-        local = tensor.detach() if piece.whole else piece.taken(tensor).clone()
+        shared = piece.whole and not is_hollow(tensor)
+        read = tensor.detach() if shared else piece.taken(tensor).clone(memory_format=torch.contiguous_format)
+        local = mine.taken(read).clone() if len(mine.row) > 1 else read
         whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
         new = nn.Parameter(whole, tensor.requires_grad)
         self.parameters[id(new)] = new
         self._old[id(new)] = id(tensor)
+        if len(mine.row) > 1:
+            self._gathered.add(id(new), read)
         return new
 
     def _free(self, lowered: Lowered, tensors: Mapping[int, torch.Tensor]) -> None:
         """Give the memory of parameters back that this rank keeps elsewhere, or not at all."""
         for key, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter) and key in self._holdings:
-                tensor.data = _hollow(tensor)
+                tensor.data = hollow(tensor.shape, tensor.dtype)
         hollow_stages(lowered)
 
     def _show(self, of: Callable[[_Entry], torch.Tensor | None]) -> None:
@@ -205,48 +205,18 @@ class RankParameters:
             )
         return new
 
-    def sum_gradients(
-        self, leaves: Iterable[tuple[int, torch.Tensor | None]], *, apart: bool = False
-    ) -> dict[int, torch.Tensor]:
-        """Gradients by id of this rank's parameters, added up over all ranks with equal parts. Collective.
+    def refresh(self) -> None:
+        """Gather the parts of parameters that have changed on some rank. Collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._gathered.refresh(lambda key: local_of(self.parameters[key]))
 
-        `leaves`: gradients of this rank's stages, by id of the parameter, in a fixed order. A rank without a gradient
-        takes part with zeros. A parameter for which no rank has one gets none, as in one process. `apart`: leave them
-        as they are; the next call without it adds them up.
-        """
-        local: dict[int, torch.Tensor] = {}
-        for key, gradient in leaves:
-            if gradient is not None:
-                local[key] = gradient if key not in local else local[key] + gradient
-        if apart:
-            self.apart.add(self.parameters, local)
-        else:
-            self.apart.take(self.parameters, local)
-            for bucket in self._buckets:
-                self._reduce(bucket, local)
-        return {key: self._as_parameter(key, gradient) for key, gradient in local.items()}
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank's stages read of one of its parameters; it shares the memory, where the rank stores that."""
+        gathered = self._gathered.get(id(parameter))
+        return local_of(parameter) if gathered is None else gathered
 
-    def _fill_buckets(self, groups: Mapping[tuple[int, ...], Any]) -> None:
-        """One bucket per set of ranks and dtype, in the same order on all ranks."""
-        found: defaultdict[tuple[tuple[int, ...], str], list[int]] = defaultdict(list)
-        for key, by_rank in self._holdings.items():
-            mine, new = by_rank.get(self._world.rank), self._new.get(key)
-            if mine is not None and isinstance(new, nn.Parameter) and len(mine.together) > 1:
-                found[mine.together, str(new.dtype)].append(id(new))
-        self._buckets = [_Bucket(groups[ranks], tuple(keys)) for (ranks, _), keys in sorted(found.items())]
-
-    def _reduce(self, bucket: _Bucket, local: dict[int, torch.Tensor]) -> None:
-        shapes = {key: _local(self.parameters[key]) for key in bucket.keys}
-        parts = [local[k].reshape(-1) if k in local else torch.zeros_like(x).reshape(-1) for k, x in shapes.items()]
-        flags = torch.tensor([float(key in local) for key in bucket.keys], dtype=parts[0].dtype)
-        flat = torch.cat([*parts, flags])
-        dist.all_reduce(flat, group=bucket.group)
-        *sums, present = flat.split([*(x.numel() for x in shapes.values()), len(shapes)])
-        for key, total, has in zip(bucket.keys, sums, present.tolist(), strict=True):
-            if has:
-                local[key] = total.view(shapes[key].shape)
-
-    def _as_parameter(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
+    def as_stored(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of what the rank stores of a parameter, as autograd adds it to the parameter's."""
         p: Any = self.parameters[key]
         whole: torch.Tensor = DTensor.from_local(
             gradient, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
@@ -258,6 +228,7 @@ class RankParameters:
 
         Raises InputError if it has made steps with them.
         """
+        follow(optimizer)
         for group in optimizer.param_groups:
             old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
             if not old:
@@ -268,8 +239,12 @@ class RankParameters:
                     "the optimizer has states of parameters that have since been placed on ranks; make it anew from "
                     "pm.parameters() after the first call, or give parallelize example_args= and make it then"
                 )
-            # In place: L-BFGS keeps the list.
+            # In place: LBFGS keeps the list.
             group["params"][:] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
+
+    def check_works(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise InputError for an optimizer that cannot step this rank's parameters."""
+        check_works(optimizer, self._names, len(self._meshes))
 
     def _restart(self, optimizer: torch.optim.Optimizer, old: Sequence[torch.Tensor]) -> None:
         """Have this rank's parameters begin with what those from before have of no step: Adagrad's first sums, and the
@@ -316,13 +291,14 @@ class RankParameters:
         """Whether this rank has a part of every parameter."""
         return all(entry.after is not None for entry in self._entries if isinstance(entry.before, nn.Parameter))
 
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """By id of this rank's parameters."""
+        return {id(p): name for name, p in self._model.named_parameters()}
 
-def local_of(parameter: torch.Tensor) -> torch.Tensor:
+
+def local_of(parameter: Any) -> torch.Tensor:
     """This rank's part, without history; it shares the parameter's memory."""
-    return _local(parameter)
-
-
-def _local(parameter: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = parameter.to_local()
     return found.detach()
@@ -338,10 +314,4 @@ def hollow_stages(lowered: Lowered) -> None:
     for stage in lowered.stages:
         for parameter in stage.module.parameters():
             if parameter.untyped_storage().nbytes() > parameter.element_size():
-                parameter.data = _hollow(parameter)
-
-
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape whose entries are one number in memory: what reads it computes NaN."""
-    fill = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+                parameter.data = hollow(parameter.shape, parameter.dtype)

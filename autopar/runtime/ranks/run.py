@@ -13,16 +13,21 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.executable import StageReplica, Work
+from autopar.runtime.execution import Act
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.outputs import OutputCollector
 from autopar.runtime.ranks.executable import RankExecutable
+from autopar.runtime.ranks.gradients import GradientSums
 from autopar.runtime.ranks.parameters import RankParameters
 from autopar.runtime.ranks.shares import Shares
 from autopar.runtime.ranks.wire import Spec, Wire
 from autopar.runtime.ranks.world import World
-from autopar.runtime.run import Run
+from autopar.runtime.run import Acts, Run
 from autopar.runtime.transfers import as_leaf
+from autopar.schedule.clock import Phase
 
+_BACKWARDS = (Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -99,6 +104,14 @@ class RankRun(Run):
         )
         return self._wire
 
+    def _followed(self, acts: Acts, work: Work) -> Acts:
+        """A stage's gradients start to travel after its last backward here."""
+        actions = [action for _, of_worker in work.of_workers for action in of_worker]
+        backwards = [action.replica.stage.index for action in actions if action.phase in _BACKWARDS]
+        sums = self.executable.sums
+        sums.begin(backwards)
+        return {phase: _followed_by(act, sums) if phase in _BACKWARDS else act for phase, act in acts.items()}
+
     def _specs(self, address: Address) -> Mapping[int, Spec]:
         inputs = [pieces[address.microbatch] for pieces in self.call.inputs]
         outputs = self.executable.shapes.of(inputs)[address.sender]
@@ -106,7 +119,10 @@ class RankRun(Run):
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
         self._placed.failed = True  # unless it gets to the end
-        self.executable.accumulates = self._accumulates
+        if training:
+            sums, one = self.executable.sums, self._placed
+            sums.apart = self._accumulates
+            sums.waiting = {} if sums.apart else one.apart.take({key: one.parameters[key] for key in sums.apart_keys})
         super()._execute(training=training, only_backward=only_backward, keep_graph=keep_graph)
         if self._wire is not None:
             self._wire.finish()
@@ -138,6 +154,14 @@ class RankRun(Run):
     def _update_buffers(self) -> None:
         super()._update_buffers()
         self.executable.share_buffers()
+
+
+def _followed_by(act: Act, sums: GradientSums) -> Act:
+    def act_and_start(replica: StageReplica, microbatch: int) -> None:
+        act(replica, microbatch)
+        sums.after_backward(replica.stage.index)
+
+    return act_and_start
 
 
 class SharedOutputs(OutputCollector):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,13 +71,20 @@ class RankSignatures(Signatures):
         super().__init__(model, devices, decide, user_plan, settings)
         self.parameters = RankParameters(world, model)
         self._captures = RankCaptures(world, model, devices, settings, self.warnings)
+        self.to_be_filled: frozenset[str] = frozenset()  # tensors that have no values before they are placed
+        self.after_placing: list[Callable[[], None]] = []  # what waits for that
         self._world = world
         self._rank_of = {device.name: rank for rank, device in enumerate(devices)}
 
     def bind(self, call: CallArguments) -> BoundCall:
         """Capture, plan and place for `call`, as far as that is not done yet. Collective where something is new."""
         with self.parameters.whole():
-            return super().bind(call)
+            bound = super().bind(call)
+        with torch.inference_mode(False):
+            while self.parameters.placed and self.after_placing:
+                self.after_placing[0]()
+                self.after_placing.pop(0)  # unless it failed: a later call must not go on without it
+        return bound
 
     def knows(self, call: CallArguments) -> bool:
         """Whether `bind` needs no values of the call's tensors: its signature is placed, and its loss studied."""
@@ -122,7 +129,7 @@ class RankSignatures(Signatures):
             check_follows_hints(plan, signature, self._model, len(self._devices), stage_of)
         lowered = lowered_by(plan, signature, stage_of, self.settings)
         whole, stages = named_tensors(self._model), grids(plan, self._rank_of)
-        check_supported(plan, lowered, whole)
+        check_supported(plan, lowered, stages, whole)
         check_dense(lowered)
         if self.parameters.placed:
             hollow_stages(lowered)
@@ -154,7 +161,7 @@ class RankSignatures(Signatures):
         }
         if not self.parameters.placed:
             same = "build the model from the same seed (torch.manual_seed) or the same checkpoint on every rank"
-            facts["the model's weights"] = (weights_digest(self._model), same)
+            facts["the model's weights"] = (weights_digest(self._model, self.to_be_filled), same)
         compare(self._world, facts)
 
     def _placements(self, plan: Plan, stages: Sequence[StageGrid]) -> list[StagePlacement]:

@@ -1,0 +1,196 @@
+"""An optimizer's states under the names of its parameters, and back.
+
+Tensors of more than one number are entries of the checkpoint of their own, as DTensors where the parameter is one:
+`optimizer.state.layers.0.weight.exp_avg` (the names of torch's `get_optimizer_state_dict(flatten_optimizer_state_dict=
+True)`). Everything else (step counts, None, the options of parameter groups) is small and travels as one value.
+
+A parameter without states stays without: torch's own functions would give it some, by a step with zero gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import CheckpointError, InputError
+from autopar.runtime.initial_values.missing_values import follow
+
+STATE = "optimizer.state."
+
+
+@dataclass
+class Group:
+    """One parameter group."""
+
+    options: dict[str, Any]  # lr, betas, ...
+    names: list[str]  # of its parameters
+
+
+@dataclass
+class SmallStates:
+    """What is not a tensor of its own in the checkpoint."""
+
+    groups: list[Group] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter: step counts and the like
+
+    def joined(self, others: Sequence[SmallStates]) -> SmallStates:
+        """Together with what other ranks have, whose optimizers have the same groups. Raises InputError."""
+        if len({len(one.groups) for one in others}) > 1:
+            counts = ", ".join(str(len(one.groups)) for one in others)
+            raise InputError(f"the ranks' optimizers differ in their number of parameter groups: {counts}")
+        groups = [
+            Group(_options_of([one.groups[i] for one in others]), list(dict.fromkeys(_names(others, i))))
+            for i in range(len(self.groups))
+        ]
+        values: dict[str, dict[str, Any]] = {}
+        for one in others:
+            values |= one.values
+        return SmallStates(groups, values)
+
+
+def _options_of(groups: Sequence[Group]) -> dict[str, Any]:
+    """Those of a rank that has parameters of the group, if there is one."""
+    return next((group for group in groups if group.names), groups[0]).options
+
+
+def _names(ranks: Sequence[SmallStates], i: int) -> Iterator[str]:
+    for one in ranks:
+        yield from one.groups[i].names
+
+
+def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """The first name of each of the optimizer's parameters, by id. Raises InputError for one of another model."""
+    follow(optimizer)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise InputError(
+                    f"parameter {place} of the optimizer's group {number}, of shape {tuple(p.shape)}, is none of the "
+                    "model's; give the optimizer that was made from this model's parameters()"
+                )
+    return names
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], SmallStates]:
+    """The states of this rank's parameters: large tensors by their key in the checkpoint, and everything else.
+
+    Raises InputError for states that belong to a part of a parameter without saying which.
+    """
+    names, tensors, small = names_of(model, optimizer), {}, SmallStates()
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        small.groups.append(Group(options, [names[id(p)] for p in group["params"]]))
+    for parameter, state in optimizer.state.items():
+        if id(parameter) not in names:
+            continue
+        name = names[id(parameter)]
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                _check_layout(name, key, value, parameter)
+                tensors[f"{STATE}{name}.{key}"] = value
+            else:
+                small.values.setdefault(name, {})[key] = _local(value)
+    return tensors, small
+
+
+def _check_layout(name: str, key: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    cut = isinstance(parameter, DTensor) and any(not one.is_replicate() for one in parameter.placements)
+    if cut and not isinstance(value, DTensor):
+        raise InputError(
+            f"the optimizer's state '{key}' of '{name}' is of a part of the parameter, but no DTensor: it cannot be "
+            "saved for other plans; use an optimizer of torch.optim whose states have the parameter's shape"
+        )
+
+
+def _local(value: Any) -> Any:
+    """For pickling: a DTensor of one number has the same on all its ranks."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def state_keys(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
+    """The large states in a checkpoint, by parameter and by name of the state."""
+    found: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.startswith(STATE) and isinstance(entry, TensorStorageMetadata):
+            name, _, state = key.removeprefix(STATE).rpartition(".")
+            found.setdefault(name, {})[state] = entry
+    return found
+
+
+def targets(model: nn.Module, optimizer: torch.optim.Optimizer, metadata: Metadata) -> dict[str, torch.Tensor]:
+    """Empty tensors for the large states of this rank's parameters, by their key in the checkpoint."""
+    names, saved = names_of(model, optimizer), state_keys(metadata)
+    found = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for key, entry in saved.get(names[id(p)], {}).items():
+                found[f"{STATE}{names[id(p)]}.{key}"] = _empty(p, entry)
+    return found
+
+
+def _empty(parameter: torch.Tensor, saved: TensorStorageMetadata) -> torch.Tensor:
+    dtype = saved.properties.dtype
+    if saved.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)  # a DTensor where the parameter is one
+    return torch.empty(saved.size, dtype=dtype, device=parameter.device)
+
+
+def restore_options(model: nn.Module, optimizer: torch.optim.Optimizer, small: SmallStates) -> None:
+    """Give the optimizer's groups the options that were saved: learning rates and the like.
+
+    Raises CheckpointError where the groups are not those that were saved.
+    """
+    names = names_of(model, optimizer)
+    by_name = {name: i for i, group in enumerate(small.groups) for name in group.names}
+    for i, group in enumerate(optimizer.param_groups):
+        own = [names[id(p)] for p in group["params"]]
+        group.update(copy.deepcopy(_saved_group(i, own, by_name, small.groups, len(optimizer.param_groups)).options))
+
+
+def restore(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], small: SmallStates
+) -> None:
+    """Give the optimizer's parameters their states. `tensors`: `targets`, filled. The options stay as they are."""
+    names = names_of(model, optimizer)
+    large: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, kind = key.removeprefix(STATE).rpartition(".")
+        large.setdefault(name, {})[kind] = tensor
+    groups, states, number = [], {}, 0
+    for group in optimizer.param_groups:
+        own = [names[id(p)] for p in group["params"]]
+        numbers = list(range(number, number + len(own)))
+        number += len(own)
+        groups.append({**group, "params": numbers})
+        for place, name in zip(numbers, own, strict=True):
+            if state := {**large.get(name, {}), **small.values.get(name, {})}:
+                states[place] = state
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _saved_group(i: int, names: Sequence[str], by_name: Mapping[str, int], groups: Sequence[Group], n: int) -> Group:
+    """The saved group that an optimizer's group i of n, with the parameters `names` on this rank, continues."""
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint's optimizer does not have '{unknown[0]}', which this one's group {i} has"
+        )
+    found = {by_name[name] for name in names}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"group {i} of the optimizer has parameters that were in groups {', '.join(map(str, sorted(found)))} when "
+            "the checkpoint was saved; make the optimizer with the same parameter groups"
+        )
+    if found:
+        return groups[found.pop()]
+    if n == len(groups):
+        return groups[i]  # no parameter of it is on this rank
+    raise CheckpointError(f"the optimizer has {n} parameter groups, the checkpoint's has {len(groups)}")

@@ -1,0 +1,254 @@
+"""Saving: every rank writes its parts, and rank 0 declares the directory complete once all of it is on disk.
+
+```
+   the caller      collect (asynchronous: copy)     ┐
+                                                    ├─ the same on all ranks, over a process group of its own
+   or a thread     write parts, checksums, manifest ┘
+```
+One save is under way at a time: the next one, a load, and the end of the process wait for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+from autopar.errors import AutoparError, CheckpointError, InputError
+from autopar.runtime.checkpoints import contents, optimizer_states
+from autopar.runtime.checkpoints.directories import File, complete, folder_of, partial_of, start
+from autopar.runtime.checkpoints.participants import Participants, participants
+from autopar.runtime.checkpoints.random_states import random_states
+from autopar.runtime.checkpoints.reading import alone_warning_off
+from autopar.runtime.ranks.module import RankedModule
+
+_METADATA = ".metadata"
+
+
+class Saving:
+    """A checkpoint that is being saved, or has been. `path`: where it is once complete."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+        self._thread: threading.Thread | None = None
+        self._error: AutoparError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether saving has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The complete checkpoint. Raises CheckpointError if it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+    def _start(self, writing: _Writing) -> None:
+        def write() -> None:
+            try:
+                writing.write()
+            except AutoparError as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name=f"autopar saves step {self.step}")  # joined at exit
+        self._thread.start()
+
+
+_last: list[Saving] = []  # the asynchronous save that was started last
+
+
+def wait_for_saving() -> None:
+    """Wait until an asynchronous save has ended. Raises CheckpointError if it failed and nobody has seen that."""
+    if _last:
+        _last.pop().wait()
+
+
+@atexit.register  # after the thread has ended: Python joins threads before
+def _report_failure() -> None:
+    if _last and _last[0]._error is not None:
+        print(f"autopar: {_last[0]._error}", file=sys.stderr)
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Save a checkpoint of this step to `directory`/step-00000100. Every rank calls it; each writes what it holds.
+
+    It holds parameters, buffers and optimizer states in the original names, whatever the plan, the states of the random
+    number generators, and `extra`. `autopar.load` loads it into any other plan, or into the plain model. It counts as
+    complete once all of it is on disk with checksums; until then its directory is called `...partial`.
+
+    Args:
+        directory: of all checkpoints of a run, on a file system that all ranks share.
+        model: what `parallelize` returned, or any module.
+        optimizer: made from its parameters.
+        step: number of steps that are done, at least 0. A complete checkpoint of the same step is replaced.
+        extra: values by name: what has `state_dict()` (schedulers, scalers, data loaders) is saved by it, all else is
+            pickled. Where ranks have different ones, each rank's is saved.
+        asynchronous: copy everything, return, and write in a thread, while training goes on. Only one save is under way
+            at a time: the next save, `load`, `wait()` of what is returned, and the end of the process wait for it.
+            Before `torch.distributed.destroy_process_group()`, call `wait()`.
+
+    Raises: InputError for arguments that do not fit, or differ between ranks; CheckpointError if it cannot be written
+    (asynchronous: by `wait()`, or by the next save or load).
+    """
+    check_model_and_optimizer(model, optimizer)
+    _check_arguments(step, extra)
+    wait_for_saving()
+    saving = Saving(folder_of(Path(directory).absolute(), step), step)
+    writing = _collected(saving, model, optimizer, dict(extra or {}), asynchronous=asynchronous)
+    if asynchronous:
+        saving._start(writing)
+        _last[:] = [saving]
+    else:
+        writing.write()
+    return saving
+
+
+def check_model_and_optimizer(model: object, optimizer: object) -> None:
+    """Raise InputError for other things."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+
+
+def _check_arguments(step: object, extra: object) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise InputError(f"step must be the number of steps that are done, a whole number of at least 0, got {step!r}")
+    if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(name, str) for name in extra)):
+        raise InputError("extra must be a dict from names to values, such as {'scheduler': scheduler}")
+
+
+def _collected(
+    saving: Saving,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any],
+    *,
+    asynchronous: bool,
+) -> _Writing:
+    """What this rank writes, and an empty directory to write it to. Collective."""
+    team, failed = participants(), f"{saving.path} cannot be saved"
+    _check_same_call(team, saving)
+    entries: dict[str, Any] = {}
+
+    if isinstance(model, RankedModule) and model.lacks_values:
+        raise InputError(
+            "the model was built without values, which it gets at its first call; call it before saving, or give "
+            "parallelize example_args="
+        )
+
+    def collect() -> tuple[bytes, optimizer_states.SmallStates | None, list[list[str]]]:
+        entries.update(contents.model_tensors(model))
+        small = None
+        if optimizer is not None:
+            if isinstance(model, RankedModule):
+                model.follow(optimizer)
+            tensors, small = optimizer_states.collect(model, optimizer)
+            entries.update(tensors)
+        return (
+            contents.packed({name: _state_of(value) for name, value in extra.items()}),
+            small,
+            contents.tied_names(model),
+        )
+
+    found = team.each(failed, collect)
+    own, (_, first, _) = found[team.rank], found[0]
+    without = [rank for rank, one in enumerate(found) if (one[1] is None) != (first is None)]
+    if without:
+        raise InputError(f"rank 0 saves {'no' if first is None else 'an'} optimizer, rank {without[0]} does otherwise")
+    differs = any(one[0] != found[0][0] for one in found)
+    mine = contents.RankTraining(random_states(), contents.unpacked(own[0]) if differs else None)
+    if asynchronous:
+        entries = contents.own_copies(entries)
+    entries[contents.training_of_rank(team.rank)] = contents.packed(mine)
+    if team.rank == 0:
+        small = None if first is None else first.joined([one[1] for one in found if one[1] is not None])
+        ties = contents.joined_ties(one[2] for one in found)
+        all_ranks = contents.Training(saving.step, team.size, small, contents.unpacked(own[0]), differs, ties)
+        entries[contents.TRAINING] = contents.packed(all_ranks)
+    team.first(failed, lambda: start(saving.path))
+    return _Writing(saving.path, team, entries)
+
+
+def _check_same_call(team: Participants, saving: Saving) -> None:
+    calls = team.gathered(str(saving.path))
+    others = [rank for rank, path in enumerate(calls) if path != calls[0]]
+    if others:
+        raise InputError(
+            f"ranks save different checkpoints: {calls[0]} on rank 0, {calls[others[0]]} on rank {others[0]}; give "
+            "every rank the same directory and step"
+        )
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else copy.copy(value)
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """Everything that one rank needs to write its part of a checkpoint."""
+
+    folder: Path
+    team: Participants
+    entries: dict[str, Any]
+
+    def write(self) -> None:
+        """Collective. Raises CheckpointError, the same on all ranks."""
+        team, failed = self.team, f"{self.folder} cannot be saved"
+        try:
+            team.each(failed, self._write_parts)
+            files = [file for found in team.each(failed, self._written) for file in found]
+            team.first(failed, lambda: self._complete(files))
+        except AutoparError:
+            if team.rank == 0:
+                shutil.rmtree(partial_of(self.folder), ignore_errors=True)
+            raise
+
+    def _write_parts(self) -> None:
+        """This rank's file; rank 0's metadata follow when all ranks have written theirs."""
+        alone_warning_off()
+        dcp.save(
+            self.entries,
+            storage_writer=FileSystemWriter(partial_of(self.folder)),
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+            process_group=self.team.group,
+            no_dist=self.team.group is None,
+        )
+
+    def _written(self) -> list[File]:
+        """What this rank wrote, with checksums of what is on disk."""
+        own = sorted(partial_of(self.folder).glob(f"__{self.team.rank}_*"))
+        return [File.of(path) for path in own + [partial_of(self.folder) / _METADATA] * (self.team.rank == 0)]
+
+    def _complete(self, files: list[File]) -> None:
+        lacking = [file.name for file in files if not (partial_of(self.folder) / file.name).exists()]
+        if lacking:
+            raise CheckpointError(
+                f"{self.folder} cannot be saved: rank 0 does not see {lacking[0]}, which another rank wrote; give a "
+                "directory on a file system that all ranks share"
+            )
+        complete(self.folder, files, self.team.size)

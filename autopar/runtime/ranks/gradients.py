@@ -1,0 +1,174 @@
+"""The gradients of a rank's parameters, reduced over the ranks that share them, bucket by bucket.
+
+```
+   stage 1   B0 ... B3 |          its last backward here: its buckets start, while other stages go on
+   stage 0      B0 ... B3 |
+                       [reduce_scatter over the row] ........ [all_reduce over the column]     ZeRO 1
+                       [all_reduce over the column] .......                                    stored as it is read
+   ZeRO 2: B0 [reduce_scatter] B1 [reduce_scatter] ...        [all_reduce over the column]
+```
+Every rank of a group starts the same collectives in the same order: buckets start in their fixed order, each once it
+and those before it are complete, and what follows (over columns, after rows) starts after all of them. A rank without a
+gradient takes part with zeros. The last numbers of every bucket count the ranks that have one: a parameter for which no
+rank has a gradient gets none, as in one process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from autopar.lower import process_groups
+from autopar.runtime.device_tensors import ParameterLeaf
+from autopar.runtime.ranks.buckets import Bucket, joined
+
+
+class GradientSums:
+    """Of the stages that one executable has on this rank."""
+
+    def __init__(self, buckets: Sequence[Bucket], leaves: Iterable[tuple[int, ParameterLeaf]]) -> None:
+        """`leaves`: (stage, leaf of one of its parameters) of this rank, in a fixed order."""
+        self._buckets = tuple(buckets)
+        self._leaves: defaultdict[int, list[tuple[int, ParameterLeaf]]] = defaultdict(list)  # by parameter
+        for stage, leaf in leaves:
+            self._leaves[leaf.key].append((stage, leaf))
+        self._readers = [
+            frozenset(stage for entry in bucket.entries for stage, _ in self._leaves.get(entry.key, ()))
+            for bucket in self._buckets
+        ]
+        self._in_buckets = {entry.key for bucket in self._buckets for entry in bucket.entries}
+        # Inside accumulate(), gradients of these stay as they are: ranks add them up, and store all of what they read.
+        self.apart = False
+        self.apart_keys = frozenset(e.key for bucket in self._buckets if bucket.row is None for e in bucket.entries)
+        self.waiting: dict[int, torch.Tensor] = {}  # by parameter, what accumulate() has left apart so far
+        self._left: Counter[int] = Counter()  # by stage: backward actions to come
+        self._next = 0  # bucket to start
+        self._started: dict[int, torch.Tensor] = {}  # by bucket: what its first collective gives
+        self._scattered: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (sum so far, in progress)
+
+    def begin(self, backwards: Iterable[int]) -> None:
+        """An execution starts. `backwards`: the stage of every backward action that this rank will do."""
+        self._drop()
+        self._left = Counter(backwards)
+
+    def after_backward(self, stage: int) -> None:
+        """A backward action of a stage has ended: start what is complete."""
+        self._left[stage] -= 1
+        for number, bucket in enumerate(self._buckets):
+            if bucket.scattered and stage in self._readers[number]:
+                self._scatter(number, stage)
+        self._start(complete=False)
+
+    def finish(self) -> dict[int, torch.Tensor]:
+        """The sums by id of the parameter, each of the part that this rank stores. Collective."""
+        self._start(complete=True)
+        flat = {number: process_groups.finished(pending) for number, pending in self._started.items()}
+        self._started.clear()
+        over_columns = {
+            number: process_groups.started_all_reduce(flat[number], bucket.column.name)
+            for number, bucket in enumerate(self._buckets)
+            if bucket.column is not None and bucket.row is not None and not bucket.scattered
+        }
+        found: dict[int, torch.Tensor] = {}
+        for number, bucket in enumerate(self._buckets):
+            if number in over_columns:
+                process_groups.finished(over_columns[number])
+            if number in flat:
+                _cut(bucket, flat.pop(number), found)
+        for key, leaves in self._leaves.items():
+            alone = key not in self._in_buckets or (self.apart and key in self.apart_keys)
+            if alone and (gradient := _taken(leaves)) is not None:
+                found[key] = gradient
+        return found
+
+    def _start(self, *, complete: bool) -> None:
+        """Start the first collective of the buckets that are next in order. `complete`: all backwards have ended."""
+        while self._next < len(self._buckets):
+            number, bucket = self._next, self._buckets[self._next]
+            if not complete and any(self._left[stage] > 0 for stage in self._readers[number]):
+                return
+            self._next += 1
+            if self.apart and bucket.row is None:
+                continue
+            if bucket.scattered:
+                flat = self._sum(number)
+                if flat is None:  # no stage of this rank reads it in this execution
+                    numel = sum(entry.shape.numel() // bucket.n for entry in bucket.entries)
+                    flat = torch.zeros(numel + len(bucket.entries), dtype=bucket.dtype)
+            else:
+                flat = self._flat(bucket, None)
+            if bucket.row is not None and not bucket.scattered:
+                flat = process_groups.started_reduce_scatter(flat, bucket.row.size, bucket.row.name)
+            elif bucket.column is not None:
+                flat = process_groups.started_all_reduce(flat, bucket.column.name)
+            self._started[number] = flat
+
+    def _flat(self, bucket: Bucket, stage: int | None) -> torch.Tensor:
+        """This rank's gradients of a bucket, which leaves then no longer have: one block for each rank of its row.
+
+        `stage`: of its leaves alone.
+        """
+        gradients = []
+        for entry in bucket.entries:
+            leaves = self._leaves.get(entry.key, ())
+            own = _taken([(s, leaf) for s, leaf in leaves if stage is None or s == stage])
+            before = self.waiting.pop(entry.key, None)
+            gradients.append(own if before is None else before if own is None else before + own)
+        has = torch.tensor([float(g is not None) for g in gradients], dtype=bucket.dtype)
+        whole = [
+            torch.zeros(entry.shape, dtype=bucket.dtype) if g is None else g
+            for entry, g in zip(bucket.entries, gradients, strict=True)
+        ]
+        del gradients
+        if bucket.row is None:
+            return joined([*whole, has])
+        parts = []
+        for number in range(bucket.row.size):
+            parts += [entry.part(g, number) for entry, g in zip(bucket.entries, whole, strict=True)]
+            parts.append(has)
+        return joined(parts)
+
+    def _scatter(self, number: int, stage: int) -> None:
+        """Start to scatter the gradients of one micro-batch, once those of the micro-batch before have arrived."""
+        bucket = self._buckets[number]
+        assert bucket.row is not None
+        before = self._sum(number)
+        flat = self._flat(bucket, stage)
+        self._scattered[number] = before, process_groups.started_reduce_scatter(flat, bucket.row.size, bucket.row.name)
+
+    def _sum(self, number: int) -> torch.Tensor | None:
+        """Of the micro-batches whose gradients were scattered so far; None if there was none."""
+        before, pending = self._scattered.pop(number, (None, None))
+        if pending is None:
+            return None
+        arrived = process_groups.finished(pending)
+        return arrived if before is None else before.add_(arrived)
+
+    def _drop(self) -> None:
+        """Forget gradients that nobody has asked for: the call before ended with an error on all ranks."""
+        for pending in [*self._started.values(), *(pending for _, pending in self._scattered.values())]:
+            process_groups.finished(pending)
+        self._started.clear()
+        self._scattered.clear()
+        self._next = 0
+
+
+def _taken(leaves: Iterable[tuple[int, ParameterLeaf]]) -> torch.Tensor | None:
+    """The sum of the leaves' gradients, which they then no longer have."""
+    total = None
+    for _, leaf in leaves:
+        gradient = leaf.take_gradient()
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
+
+
+def _cut(bucket: Bucket, flat: torch.Tensor, found: dict[int, torch.Tensor]) -> None:
+    """The gradients in a bucket's flat sum, of parameters that have one on some rank."""
+    sizes = [entry.shape.numel() // bucket.n for entry in bucket.entries]
+    *sums, counts = flat.split([*sizes, len(sizes)])
+    for entry, total, count in zip(bucket.entries, sums, counts.tolist(), strict=True):
+        if count:
+            found[entry.key] = total.view([stop - start for start, stop in entry.holding.own])

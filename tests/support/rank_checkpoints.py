@@ -1,0 +1,175 @@
+"""What ranks, or one process, do in tests of checkpoints: train, save, go on from a checkpoint under another plan."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_cases import MODELS, Job, loss_of, plan_of
+from torch import nn
+
+import autopar
+from autopar.runtime.checkpoints import directories
+from autopar.runtime.checkpoints import save as saving
+
+BATCH = {"mlp": (8, 12), "mlp with dropout": (8, 12), "resnet": (8, 3, 16, 16), "attention": (8, 12, 24)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Part of a training. Batches come from torch's default generator, whose state is part of a checkpoint."""
+
+    job: Job  # its plan is for the number of ranks of the run
+    folder: Path
+    steps: int = 4
+    save_at: int | None = None  # after this number of steps, counted from the first of all
+    load: bool = False  # begin with the newest checkpoint
+    placed_first: bool = False  # parameters are placed before the checkpoint is loaded
+    asynchronous: bool = False
+    plain: bool = False  # the model itself
+    seed: int = 3
+
+
+def batch(model: str) -> torch.Tensor:
+    if model in BATCH:
+        return torch.randn(BATCH[model], dtype=torch.float64)
+    return torch.randint(0, 64, (8, 16))
+
+
+def build(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(run.seed)
+    model = MODELS[run.job.model][0]().double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch(run.job.model)
+
+
+def losses(run: Run) -> list[float]:
+    """Of the steps of this part."""
+    model, optimizer, example = build(run)
+    used = model
+    if not run.plain:
+        n = dist.get_world_size() if dist.is_initialized() else 2
+        plan = plan_of(run.job, model, example, n)
+        target = {"target": example, "loss_fn": _loss(run.job.model)}
+        ahead = {"example_args": (example,), **target} if run.placed_first else {}
+        devices = None if dist.is_initialized() else ["cpu"] * n
+        used = autopar.parallelize(model, devices, plan=plan, **ahead)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    done = 0
+    if run.load:
+        found = autopar.load(run.folder, used, optimizer, extra={"scheduler": scheduler})
+        assert found is not None
+        done = found.step
+    result, pending = [], None
+    for step in range(done, done + run.steps):
+        x = batch(run.job.model)
+        optimizer.zero_grad()
+        if isinstance(used, autopar.PipelinedModule):
+            loss = used.train_step(x, target=x, loss_fn=_loss(run.job.model))
+        else:
+            loss = loss_of(run.job.model, used(x), x)
+            loss.backward()
+        optimizer.step()
+        scheduler.step()
+        result.append(loss.item())
+        if step + 1 == run.save_at:
+            extra = {"scheduler": scheduler}
+            pending = autopar.save(
+                run.folder, used, optimizer, step=step + 1, extra=extra, asynchronous=run.asynchronous
+            )
+    if pending is not None:
+        assert pending.wait().is_dir()
+    return result
+
+
+def _loss(model: str) -> Callable[[Any, Any], torch.Tensor]:
+    return lambda output, target: loss_of(model, output, target)
+
+
+def killed_while_saving(folder: Path, point: str) -> None:
+    """Save step 1 completely, and have rank 1 (at the end: rank 0) killed in the midst of saving step 2."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    autopar.save(folder, model, step=1)
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    rank = dist.get_rank()
+    if point == "before writing" and rank == 1:
+        saving.dcp = None  # type: ignore[assignment]
+        saving.alone_warning_off = _killed
+    if point == "after writing" and rank == 1:
+        directories.File.of = _killed  # type: ignore[method-assign,assignment]
+    if point == "before the manifest" and rank == 0:
+        directories.json = None  # type: ignore[assignment]
+        directories.step_of = _killed
+    if point == "before the last name" and rank == 0:
+        directories._sync = _killed
+    autopar.save(folder, model, step=2)
+
+
+def _killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def messages(folder: Path) -> list[str]:
+    """Errors of calls that do not fit, on each rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    autopar.save(folder, model, optimizer, step=1, extra={"a": 1})
+    (folder / "a file").touch()
+    calls: list[Callable[[], Any]] = [
+        lambda: autopar.save(folder / f"rank{rank}", model, step=1),
+        lambda: autopar.save(folder, model, optimizer if rank else None, step=1),
+        lambda: autopar.save(folder / "a file", model, step=1),
+        lambda: autopar.load(folder / f"rank{rank}", model),
+        lambda: autopar.load(folder / "none", model),
+        lambda: autopar.load(folder, model, step=7),
+        lambda: autopar.load(folder, model if rank else nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4), nn.ReLU())),
+        lambda: autopar.load(folder, model, extra={"b": 1}),
+        lambda: autopar.load(folder, model, torch.optim.AdamW([nn.Parameter(torch.ones(3))])),
+    ]
+    return [message_of(call) for call in calls]
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def extras(folder: Path, save: bool) -> Any:
+    """Extra values that differ between ranks."""
+    model = nn.Linear(2, 2)
+    if save:
+        autopar.save(folder, model, step=5, extra={"own": dist.get_rank(), "same": "x"})
+    found = autopar.load(folder, model)
+    assert found is not None
+    return found.extra
+
+
+def copied_first(folder: Path) -> list[float]:
+    """What an asynchronous save writes although the parameters change meanwhile; then what the next one writes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    found = []
+    for step in (1, 2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float(step))
+        autopar.save(folder, model, step=step, asynchronous=True)  # the second waits for the first
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(-1.0)
+    for step in (1, 2):
+        autopar.load(folder, model, step=step)
+        found.append(sum(p.mean().item() for p in model.parameters()) / 16)
+    return found

@@ -18,7 +18,7 @@ from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import InputError, PlanError, each_warning_once
-from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
+from autopar.options import BatchDim, CompareKeywords, Data, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
@@ -27,6 +27,7 @@ from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
+    check_data,
     check_module,
     devices_at_hand,
     example_call,
@@ -73,6 +74,7 @@ def parallelize(
     watch_nan: bool = False,
     dynamic: Dynamic = None,
     cache: bool = True,
+    data: Data = "whole",
     weights: Weights = None,
     init_fn: InitFunction | None = None,
 ) -> PipelinedModule:
@@ -126,6 +128,8 @@ def parallelize(
             `{"input_ids": {1: (128, 512)}}`: with a plan for lengths up to 128, one for up to 512, and one for more.
             False: every size is captured by itself.
         cache: keep measurements on disk, and record predicted and measured step times (see `accuracy`).
+        data: under torchrun, "whole": every rank passes the whole batch. "per-rank": every rank passes samples of its
+            own (DistributedSampler), which make the batch together (README, "Many processes").
         weights: for a model built under `torch.device("meta")`: a directory of `autopar.save`, a safetensors file or a
             directory of them, with the original names. Under torchrun each rank reads what the plan gives it, at the
             first call, so that no rank needs room for the whole model; it needs `plan`, because such a model cannot be
@@ -141,36 +145,47 @@ def parallelize(
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: planning failed.
     """
-    check_module(model)
-    options = PlanOptions(
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        max_replicas=max_replicas,
-        max_shards=max_shards,
-        memory_limit=memory_limit,
-        optimizer=optimizer,
-        batch_norm=batch_norm,
-        batch_dim=batch_dim,
-        tune=tune,
-        candidates=candidates,
-        calibrate=calibrate,
-        verify=verify,
-        strict=strict,
-        compile=compile,
-        watch_nan=watch_nan,
-        dynamic=dynamic,
-        cache=cache,
-    )
-    call = example_call(example_args, example_kwargs)
     world = joined() if devices is None else None
-    if world is not None:
-        options = check_options(options)
+
+    def checked() -> tuple[PlanOptions, tuple[tuple[Any, ...], dict[str, Any]]]:
+        check_module(model)
+        check_data(data, devices)
+        options = PlanOptions(
+            n_microbatches=n_microbatches,
+            schedule=schedule,
+            max_replicas=max_replicas,
+            max_shards=max_shards,
+            memory_limit=memory_limit,
+            optimizer=optimizer,
+            batch_norm=batch_norm,
+            batch_dim=batch_dim,
+            tune=tune,
+            candidates=candidates,
+            calibrate=calibrate,
+            verify=verify,
+            strict=strict,
+            compile=compile,
+            watch_nan=watch_nan,
+            dynamic=dynamic,
+            cache=cache,
+        )
+        call = example_call(example_args, example_kwargs)
+        return options if world is None else check_options(options), call
+
+    options, call = checked() if world is None else world.outcome("parallelize", checked)
     initial = initial_values(model, weights, init_fn, ranked=world is not None, has_plan=plan is not None)
     if initial is not None and world is None:
         initial.fill(model)
-    module = _pipelined(model, devices_at_hand(model, devices, optimizer, world), options, plan, world)
-    if initial is not None and isinstance(module, RankedModule):
-        module.fill_when_placed(initial.origins, initial.fill)
+    here = devices_at_hand(model, devices, optimizer, world)
+
+    def made() -> PipelinedModule:
+        return _pipelined(model, here, options, plan, world, data)
+
+    module = made() if world is None else world.outcome("parallelize", made)
+    if isinstance(module, RankedModule):
+        module.agree()
+        if initial is not None:
+            module.fill_when_placed(initial.origins, initial.fill)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module
@@ -437,6 +452,7 @@ def _pipelined(
     options: PlanOptions,
     plan: Plan | None = None,
     world: World | None = None,
+    data: Data = "whole",
 ) -> PipelinedModule:
     """The model as a module that plans by `options` on its first call, or follows `plan`; with `world`, one rank's."""
     if plan is not None:
@@ -449,5 +465,5 @@ def _pipelined(
 
     decide, settings = _deciding(devices, options), RunSettings.of(options)
     if world is not None:
-        return RankedModule(world, model, devices, decide, plan=plan, settings=settings)
+        return RankedModule(world, model, devices, decide, plan=plan, settings=settings, data=data)
     return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)

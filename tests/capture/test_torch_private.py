@@ -434,3 +434,19 @@ def test_default_store_is_the_one_of_the_process_group() -> None:
         assert torch_private.default_store().get("a") == b"1"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_what_a_scaler_has_found_can_be_changed_before_it_steps() -> None:
+    class Skips(torch_private.AgreeingGradScaler):
+        def agreed(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+            assert [(place.type, one.item()) for place, one in found.items()] == [("cpu", 0.0)]
+            return {place: torch.ones_like(one) for place, one in found.items()}
+
+    for fused in (False, True):
+        weight = nn.Parameter(torch.ones(2))
+        scaler, optimizer = Skips("cpu", init_scale=8.0), torch.optim.Adam([weight], lr=1.0, fused=fused)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, torch.ones(2))
+        assert scaler.get_scale() == 4.0

@@ -26,6 +26,7 @@ BatchDim = int | dict[str, int | None] | None
 # Sizes that change between calls: see runtime/dynamic.py.
 Dynamic = bool | Mapping[str, bool | int | Sequence[int] | Mapping[int, bool | Sequence[int]]] | None
 Tune = int | Literal["auto"]
+Data = Literal["whole", "per-rank"]  # what every rank passes to a call: the whole batch, or samples of its own
 BATCH_NORM = ("per-microbatch", "deferred", "exact")
 
 

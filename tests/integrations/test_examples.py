@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS = {"with_trainer": "accelerate", "with_accelerate": "accelerate", "with_lightning": "lightning"}
+NEEDS = {
+    "many_processes": "transformers",
+    "with_trainer": "accelerate",
+    "with_accelerate": "accelerate",
+    "with_lightning": "lightning",
+}
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "with_restarts"}
 
 
 @pytest.mark.slow
@@ -25,3 +34,48 @@ def test_an_example_runs(name: str) -> None:
     for loss in result if isinstance(result, list) else [result]:
         assert math.isfinite(loss)
         assert 0 < loss < 10
+
+
+@pytest.mark.slow
+def test_a_killed_training_goes_on(tmp_path: Path) -> None:
+    """Under torchrun, with the command that its docstring gives; the losses are those of one process."""
+    script = EXAMPLES / "with_restarts.py"
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    killed = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *options,
+            str(script),
+            str(tmp_path / "a"),
+            "--kill-in-step",
+            "7",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    assert "rank 1 failed" in killed.stderr
+    found = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", killed.stdout)}
+    alone = runpy.run_path(str(script), run_name="example")["main"](tmp_path / "b")
+    assert found == pytest.approx(alone, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_the_example_of_many_processes_gives_the_losses_of_one() -> None:
+    found = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        done = subprocess.run(
+            [sys.executable, *launcher, str(EXAMPLES / "many_processes.py"), "3"],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
+        )
+        found.append([float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)])
+    assert len(found[0]) == 3
+    assert found[1] == pytest.approx(found[0], abs=1e-4)

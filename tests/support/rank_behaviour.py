@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +19,11 @@ from torch.nn import functional
 
 import autopar
 from autopar import AutoparError, Plan
+from autopar.capture import torch_private
 from autopar.lower import process_groups
+from autopar.runtime.ranks import watcher
 from autopar.runtime.ranks.parameters import local_of
+from autopar.runtime.ranks.world import joined
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -200,3 +206,18 @@ def fails_on_the_last_rank() -> None:
         step(pm, x)
     assert "an earlier call failed" in message_of(lambda: step(pm, x))
     os._exit(1)
+
+
+def anew_in_one_process() -> bool:
+    """The process group ends and starts again twice. Whether Python still writes signals to the watcher's socket."""
+    for number in range(3):
+        assert joined() is not None
+        rank, size, store = dist.get_rank(), dist.get_world_size(), torch_private.default_store()
+        dist.destroy_process_group()
+        time.sleep(1.2)  # until the watcher has noticed
+        gc.collect()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"again {number}", store), rank=rank, world_size=size)
+    assert joined() is not None
+    assert watcher._signals is not None
+    fd = watcher._signals[1].fileno()
+    return signal.set_wakeup_fd(fd, warn_on_full_buffer=False) == fd

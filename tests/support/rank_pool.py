@@ -63,6 +63,27 @@ class RankPool:
             raise RankFailure("\n".join(failures))
         return results
 
+    def outcomes(self, job: Callable[..., Any], n: int, *args: Any, within: float) -> list[str]:
+        """What became of `job(*args)` on each of `n` ranks after at most `within` seconds: "returned", "ended" (the
+        process), "still runs", or the traceback of what it raised. The ranks end with the job."""
+        self._start(n)
+        store = f"file://{self._folder / f'store{next(self._numbers)}'}"
+        connections = [connection for _, connection in self._workers[:n]]
+        for rank, connection in enumerate(connections):
+            connection.send((job, args, rank, n, store))
+        end, found = time.monotonic() + within, []
+        for connection in connections:
+            if not connection.poll(max(0.0, end - time.monotonic())):
+                found.append("still runs")
+                continue
+            try:
+                ok, value = connection.recv()
+                found.append("returned" if ok else value)
+            except (EOFError, ConnectionResetError):
+                found.append("ended")
+        self.close()
+        return found
+
     def close(self) -> None:
         for process, connection in self._workers:
             process.kill()

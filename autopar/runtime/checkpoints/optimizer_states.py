@@ -1,8 +1,9 @@
 """An optimizer's states under the names of its parameters, and back.
 
-Tensors of more than one number are entries of the checkpoint of their own, as DTensors where the parameter is one:
-`optimizer.state.layers.0.weight.exp_avg` (the names of torch's `get_optimizer_state_dict(flatten_optimizer_state_dict=
-True)`). Everything else (step counts, None, the options of parameter groups) is small and travels as one value.
+Tensors with dimensions, and those of a parameter without any, are entries of the checkpoint of their own, as DTensors
+where the parameter is one: `optimizer.state.layers.0.weight.exp_avg` (the names of torch's
+`get_optimizer_state_dict(flatten_optimizer_state_dict=True)`). Everything else (step counts, None, the options of
+parameter groups) is small and travels as one value.
 
 A parameter without states stays without: torch's own functions would give it some, by a step with zero gradients.
 """
@@ -93,12 +94,17 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
             continue
         name = names[id(parameter)]
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1:
+            if isinstance(value, torch.Tensor) and _is_like(key, value, parameter):
                 _check_layout(name, key, value, parameter)
                 tensors[f"{STATE}{name}.{key}"] = value
             else:
                 small.values.setdefault(name, {})[key] = _local(value)
     return tensors, small
+
+
+def _is_like(key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a state is one of the parameter's entries, and no count: as a DTensor, it must stay one."""
+    return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
 
 
 def _check_layout(name: str, key: str, value: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import random_states
 from autopar.runtime.checkpoints.reading import alone_warning_off
 from autopar.runtime.ranks.module import RankedModule
+from autopar.runtime.ranks.watcher import watched
 
 _METADATA = ".metadata"
 
@@ -85,6 +86,7 @@ def _report_failure() -> None:
         print(f"autopar: {_last[0]._error}", file=sys.stderr)
 
 
+@watched("save")
 def save(
     directory: str | os.PathLike[str],
     model: nn.Module,

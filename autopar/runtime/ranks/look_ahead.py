@@ -33,7 +33,10 @@ class _Slot:
         sends = [(m.sent_by, 1, m.number, m.number, m) for m in messages if m.source == slot]
         self.todo = [(is_send == 1, m) for _, is_send, _, _, m in sorted(reads + sends, key=lambda item: item[:4])]
         self.done = 0
-        self.announced: set[tuple[int, int, int]] = set()  # values that it has begun to send: it knows their gradients
+        # Values whose gradients' shapes it knows: it has begun to send them, or an earlier execution did.
+        sent_here = {m.address[1:] for m in messages if m.address.direction is Phase.FORWARD}
+        gradients = {(b, a, i) for direction, a, b, i in (m.address for m in messages) if direction is Phase.BACKWARD}
+        self.announced: set[tuple[int, int, int]] = gradients - sent_here
         self.incoming: defaultdict[int, list[Message]] = defaultdict(list)  # by source, in the order of sending
         for message in messages:
             if message.target == slot:

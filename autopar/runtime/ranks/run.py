@@ -20,6 +20,7 @@ from autopar.runtime.outputs import OutputCollector
 from autopar.runtime.ranks.executable import RankExecutable
 from autopar.runtime.ranks.gradients import GradientSums
 from autopar.runtime.ranks.parameters import RankParameters
+from autopar.runtime.ranks.shares import Shares
 from autopar.runtime.ranks.wire import Spec, Wire
 from autopar.runtime.ranks.world import World
 from autopar.runtime.run import Acts, Run
@@ -35,11 +36,16 @@ class RankRun(Run):
 
     executable: RankExecutable
 
-    def __init__(self, run: Run, placed: RankParameters) -> None:
-        """`run`: the call as one process would run it, not started."""
+    def __init__(
+        self, run: Run, placed: RankParameters, *, shares: Shares | None = None, accumulates: bool = False
+    ) -> None:
+        """`run`: the call as one process would run it, not started. `shares`: of a forward, where ranks share the
+        batch, so that each starts the backward from its own samples. `accumulates`: leave gradients of ranks apart."""
         assert isinstance(run.executable, RankExecutable)
         super().__init__(run.executable, run.call, run.lock, device_context=run._device_context)
         self._placed = placed
+        self._shares, self._accumulates = shares, accumulates
+        self._made: dict[int, tuple[torch.Size, torch.dtype]] = {}  # the outputs of the forward that are tensors
         self._wire: Wire | None = None
         self._may_go_back = False
         self._trained: dict[tuple[int, int, int], tuple[int, ...]] = {}
@@ -49,6 +55,49 @@ class RankRun(Run):
     def _has_activations(self) -> bool:
         """The same on all ranks, also where this one has no stage or no micro-batch."""
         return self._may_go_back
+
+    def _watched(self, acts: Acts) -> Acts:
+        """The watcher knows which action this rank is in."""
+        doing = self.executable.world.watcher.doing
+
+        def watched(phase: Phase, act: Act) -> Act:
+            def one(replica: StageReplica, microbatch: int) -> None:
+                doing(phase, replica.stage.index, microbatch)
+                act(replica, microbatch)
+
+            return one
+
+        return {phase: watched(phase, act) for phase, act in acts.items()}
+
+    def forward(self) -> list[Any]:
+        outputs = super().forward()
+        self._made = {i: (x.shape, x.dtype) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor)}
+        return outputs
+
+    def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
+        if self._shares is not None:
+            gradients = self._of_all_ranks(gradients, self._shares)
+        super().backward(gradients, keep_graph)
+
+    def _of_all_ranks(self, gradients: Sequence[torch.Tensor | None], shares: Shares) -> list[torch.Tensor | None]:
+        """The gradients of the outputs of the whole batch: the loss is the mean of the ranks' losses, weighted by
+        their samples, as if each were a mean over its own.
+
+        Where a rank has no samples, its loss may be a mean over nothing, whose gradient is NaN and counts nothing.
+        """
+        world = self.executable.world
+        share = shares.own / shares.total if shares.total else 1 / world.size
+        has = [gradient is not None and share > 0 for gradient in gradients]
+        found = world.gathered_numbers([*map(int, has)])
+        joined: list[torch.Tensor | None] = []
+        for place, gradient in enumerate(gradients):
+            if not any(theirs[place] for theirs in found):
+                joined.append(None)
+                continue
+            shape, dtype = self._made[place]
+            own = gradient * share if gradient is not None and has[place] else torch.zeros(shape, dtype=dtype)
+            joined.append(world.all_reduced(own.contiguous()))
+        return joined
 
     def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
         one = self.executable
@@ -74,7 +123,8 @@ class RankRun(Run):
         backwards = [action.replica.stage.index for action in actions if action.phase in _BACKWARDS]
         sums = self.executable.sums
         sums.begin(backwards)
-        return {phase: _followed_by(act, sums) if phase in _BACKWARDS else act for phase, act in acts.items()}
+        followed = {phase: _followed_by(act, sums) if phase in _BACKWARDS else act for phase, act in acts.items()}
+        return self._watched(followed)
 
     def _specs(self, address: Address) -> Mapping[int, Spec]:
         inputs = [pieces[address.microbatch] for pieces in self.call.inputs]
@@ -83,6 +133,23 @@ class RankRun(Run):
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
         self._placed.failed = True  # unless it gets to the end
+        if training:
+            sums, one = self.executable.sums, self._placed
+            sums.apart = self._accumulates
+            sums.waiting = {} if sums.apart else one.apart.take({key: one.parameters[key] for key in sums.apart_keys})
+        watcher = self.executable.world.watcher
+        with watcher.call("backward" if only_backward else "train_step" if training else "forward"):
+            try:
+                self._execute_and_share(training=training, only_backward=only_backward, keep_graph=keep_graph)
+            except BaseException as error:
+                raised = watcher.lost(error)
+                if raised is error:
+                    raise
+                raise raised from error.__cause__ or error
+        self._may_go_back = keep_graph or not training
+        self._placed.failed = False
+
+    def _execute_and_share(self, *, training: bool, only_backward: bool, keep_graph: bool) -> None:
         super()._execute(training=training, only_backward=only_backward, keep_graph=keep_graph)
         if self._wire is not None:
             self._wire.finish()
@@ -93,8 +160,6 @@ class RankRun(Run):
             if self.call.return_outputs:
                 assert isinstance(self.tensors.outputs, SharedOutputs)
                 self.tensors.outputs.share(self.executable)
-        self._may_go_back = keep_graph or not training
-        self._placed.failed = False
 
     def _share_losses(self) -> None:
         """Every micro-batch's loss from the rank that computed it, as 64-bit numbers, which hold any loss exactly."""

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.errors import AutoparError
+from autopar.runtime.error_context import PHASE_NAMES
 from autopar.runtime.mailbox import Aborted, Address, Mailbox
 from autopar.runtime.ranks.channels import Channel, Pending
+from autopar.runtime.ranks.failure import LostRankError, connection_error
 from autopar.runtime.ranks.messages import Message
 from autopar.schedule.clock import Phase
 
@@ -113,7 +115,7 @@ class Wire(Mailbox):
                 self._sends[target].append((known.read_by, tensor, pending))
 
     def receive(self, slot: int, address: Address) -> Any:
-        """Wait for a message. Raises Aborted after `abort`, AutoparError if its sender has failed."""
+        """Wait for a message. Raises Aborted after `abort`, LostRankError if its sender has failed."""
         if self._aborted:
             raise Aborted
         message = self._by_address.get(address)
@@ -230,9 +232,9 @@ class Wire(Mailbox):
             if address is not None:
                 kind = "outputs" if address.direction is Phase.FORWARD else "gradients"
                 what = f"the {kind} of stage {address.sender} for micro-batch {address.microbatch}"
-            raise AutoparError(
-                f"rank {other} ended or failed while rank {self._rank} waited for {what}: {error}"
-            ) from error
+            action = None if address is None else (PHASE_NAMES[address.direction], address.sender, address.microbatch)
+            why = f"rank {self._rank} waited for {what}: {connection_error(error)}"
+            raise LostRankError(other, why, action) from error
 
 
 def _forward(address: Address) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from rank_behaviour import (
+    anew_in_one_process,
     evaluation,
     fails_on_the_last_rank,
     late_optimizer,
@@ -48,9 +49,9 @@ def test_every_rank_refuses_in_the_same_words(ranks: RankPool) -> None:
         "plan": "InputError: ranks differ in the plan: ",
         "options": "InputError: tune, calibrate, batch_norm='deferred': not with one process a device so far",
         "planning": "InfeasibleError: ",
-        "content": "InputError: ranks differ in the content of the batch: rank 1 from rank 0",
-        "shapes": r"InputError: ranks differ in the call \(its kind, or the shapes of its batch\): rank 1",
-        "kind": r"InputError: ranks differ in the call \(its kind",
+        "content": r"InputError: ranks differ in the content of input 'input' \(\(8, 12\) .*\): rank 1 from rank 0",
+        "shapes": r"InputError: ranks differ in input 'input': \(4, 12\) .* on rank 0, \(5, 12\) .* on rank 1",
+        "kind": "InputError: ranks differ in the call: train_step .* on rank 0, a forward .* on rank 1",
         "input gradient": "InputError: an input needs a gradient",
         "autocast": "InputError: autocast with one process a device",
         "load": r"InputError: load_state_dict\(\) would load whole tensors",
@@ -81,9 +82,15 @@ def test_a_forward_that_writes_a_parameter_is_refused(ranks: RankPool) -> None:
 
 
 def test_a_failed_call_ends_both_ranks(ranks: RankPool) -> None:
-    """The rank whose hook raises names its error, and refuses further calls. The other one loses its connection."""
+    """The rank whose hook raises names its error, and refuses further calls. The other one says where and why."""
     with pytest.raises(RankFailure) as failure:
         ranks.run(fails_on_the_last_rank, 2)
     assert re.search(
-        r"AutoparError: rank 1 ended or failed while rank 0 waited for the gradients of stage 1", str(failure.value)
+        r"AutoparError: rank 1 failed in the forward of stage 1, micro-batch 0 \(call 2, train_step\): ValueError: the "
+        r"user's own mistake; rank 0 needed it in the backward of stage 0|rank 0:\nits process ended",
+        str(failure.value),
     )
+
+
+def test_process_groups_that_start_again_in_a_process_are_watched(ranks: RankPool) -> None:
+    assert ranks.run(anew_in_one_process, 2) == [True, True]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rendezvous import Deadlock, PairQueues
 
 from autopar import AutoparError
@@ -26,16 +29,35 @@ def content(address: Address, position: int) -> torch.Tensor:
 
 
 class Pipeline:
-    """A chain of stages with skips over one stage; each sends a trained tensor, another one, and numbers."""
+    """A chain of stages with skips; each sends a trained tensor, another one, and numbers."""
 
-    def __init__(self, name: str, n_microbatches: int, replicas: tuple[int, ...], chunks: int, shards: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        n_microbatches: int,
+        replicas: tuple[int, ...],
+        chunks: int,
+        shards: int = 1,
+        *,
+        edges: Collection[tuple[int, int]] | None = None,
+        part: str = "step",
+    ) -> None:
+        """`edges`: (stage, later stage) that the first one sends to, beside the next one. Default: the next but one.
+        `part`: "step", or "forward" or "backward" for an execution of these actions alone."""
         self.table = make_schedule(name, n_microbatches, replicas, chunks=chunks)
-        n = self.table.n_stages
-        self.consumers = [[c for c in (s + 1, s + 2) if c < n] for s in range(n)]
-        self.sources = [[p for p in (s - 2, s - 1) if p >= 0] for s in range(n)]
+        n, forward = self.table.n_stages, Phase.FORWARD
+        sends = set([(s, s + 2) for s in range(n - 2)] if edges is None else edges) | {(s, s + 1) for s in range(n - 1)}
+        self.consumers = [[c for c in range(n) if (s, c) in sends] for s in range(n)]
+        self.sources = [[p for p in range(n) if (p, s) in sends] for s in range(n)]
+        self.actions = [
+            [a for a in table if part == "step" or (a.phase is forward) == (part == "forward")]
+            for table in self.table.actions
+        ]
+        # What a rank knows of the values that it has sent in an execution before.
+        self.trained = {(*edge, i): (0,) for edge in sends for i in range(n_microbatches) if part == "backward"}
         self.routes = Routes(tuple(tuple(range(k * shards, (k + 1) * shards)) for k in range(self.table.n_slots)))
         self.n_ranks = self.table.n_slots * shards
-        self.messages = messages(self.table.actions, self.table.slot_of, self.consumers, self.sources)
+        self.messages = messages(self.actions, self.table.slot_of, self.consumers, self.sources)
         self.ahead = look_ahead(self.messages)
 
     def specs(self, address: Address) -> dict[int, Any]:
@@ -48,10 +70,11 @@ class Pipeline:
         def work(rank: int) -> None:
             try:
                 slot = next(k for k, ranks in enumerate(self.routes.ranks) if rank in ranks)
+                trained = dict(self.trained)
                 wire = Wire(
-                    rank, slot, self.routes, self.messages, queues.of(rank), self.specs, {}, look_ahead=self.ahead
+                    rank, slot, self.routes, self.messages, queues.of(rank), self.specs, trained, look_ahead=self.ahead
                 )
-                for action in self.table.actions[slot]:
+                for action in self.actions[slot]:
                     self.act(wire, action)
                 wire.finish()
             except BaseException as error:
@@ -113,6 +136,39 @@ def test_no_schedule_deadlocks_without_tags_and_without_buffers(
     pipeline.run(queues)
     parts = 1 + len(pipeline.specs(Address(Phase.FORWARD, 0, 1, 0)))
     assert queues.most_ahead <= parts * (look_ahead(pipeline.messages) + 1)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    name = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"]))
+    if name == "interleaved-1f1b":
+        replicas, chunks = (1,) * draw(st.integers(2, 3)), draw(st.integers(2, 3))
+        n_microbatches = len(replicas) * draw(st.integers(1, 3))
+    else:
+        replicas, chunks = tuple(draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))), 1
+        n_microbatches = draw(st.integers(1, 9))
+    n = len(replicas) * chunks
+    every = [(a, b) for a in range(n) for b in range(a + 2, n)]
+    edges = draw(st.sets(st.sampled_from(every), max_size=5)) if every else set()
+    shards = draw(st.integers(1, 2)) if sum(replicas) < 5 else 1
+    part = draw(st.sampled_from(["step", "step", "forward", "backward"]))
+    return Pipeline(name, n_microbatches, replicas, chunks, shards, edges=edges, part=part)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(pipeline=pipelines(), blocking=st.booleans())
+def test_no_pipeline_deadlocks(pipeline: Pipeline, blocking: bool) -> None:
+    """Any schedule, skips, replicas, meshes, number of micro-batches; whole steps, forwards alone, backwards alone."""
+    pipeline.run(PairQueues(blocking=blocking))
+
+
+def test_a_backward_of_its_own_knows_what_an_earlier_forward_sent() -> None:
+    """Its receives are posted ahead: stage 2 sends stage 0 its gradients before stage 1, for which stage 0 waits."""
+    pipeline = Pipeline("1f1b", 4, (1, 1, 1), 1, part="backward")
+    assert pipeline.ahead == LEAST
+    pipeline.run(PairQueues(blocking=True))
 
 
 def test_an_interleaved_schedule_needs_more_receives_ahead() -> None:

@@ -1,0 +1,81 @@
+"""The process group of one attempt: torchrun starts all processes anew after a failure, or on other machines.
+
+Unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, torchrun keeps one store for all attempts. What the ranks of an
+attempt write there to find each other is overwritten by those of the next one, which may read it too early and wait
+for processes that have ended. So the ranks of an attempt agree on a number of their own first, under which they write
+everything else. torchrun's count of restarts is no such number: it differs between machines of one attempt, of which
+one restarted for its own failure, another one because a machine came or went.
+
+```
+   rank r   writes "hello/r": a word that no other process has ........... waits for "answer/<word>" .. "known/n/r"
+   rank 0   n = number of attempts so far, counted in the store; answers every hello with n, until all know it
+```
+Rank 0 may answer the hello of a process that has ended. It then answers the next one as well.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_POLL = 0.01  # s
+_PATIENCE = 600.0  # s for all ranks to start
+
+
+def start_group() -> None:
+    """Start torch's default process group from the variables that torchrun sets."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch then makes a store of its own
+        dist.init_process_group("gloo")
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=_PATIENCE))
+    number = attempt_number(dist.PrefixStore("autopar/attempts", store), rank, size)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"autopar/{number}", store), rank=rank, world_size=size)
+
+
+def attempt_number(store: Any, rank: int, size: int, patience: float = _PATIENCE) -> int:
+    """The same on all ranks of this attempt, and another one than that of any attempt before.
+
+    Raises TimeoutError if not all ranks come within `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    if rank == 0:
+        return _answered(store, size, end)
+    word = uuid.uuid4().hex
+    store.set(f"hello/{rank}", word)
+    while not store.check([f"answer/{word}"]):
+        _wait(end, "rank 0")
+    number = int(store.get(f"answer/{word}"))
+    store.set(f"known/{number}/{rank}", "")
+    return number
+
+
+def _answered(store: Any, size: int, end: float) -> int:
+    """Rank 0's part."""
+    number = int(store.add("count", 1))
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, size))
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"known/{number}/{rank}"]):
+                missing.discard(rank)
+            elif store.check([f"hello/{rank}"]):
+                word = store.get(f"hello/{rank}")
+                if answered.get(rank) != word:
+                    answered[rank] = word
+                    store.set(f"answer/{word.decode()}", str(number))
+        if missing:
+            _wait(end, f"ranks {', '.join(map(str, sorted(missing)))}")
+    return number
+
+
+def _wait(end: float, who: str) -> None:
+    if time.monotonic() > end:
+        raise TimeoutError(f"{who} did not start in time")
+    time.sleep(_POLL)

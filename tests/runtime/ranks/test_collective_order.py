@@ -1,0 +1,83 @@
+"""All ranks of a process group begin the same collectives in the same order, whatever the model, plan and batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from collective_log import CollectiveLog, disagreements
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_orders import Order, checked_by_torch, exchanged, over_pairs
+from rank_pool import RankPool
+
+CASES = [
+    (2, Order()),
+    (2, Order(frozen=(0, 1), unused=(2,))),  # the first rank has no gradient to send
+    (2, Order(plan="replicas", n_microbatches=1)),  # the second replica has no micro-batch, so no gradient
+    (3, Order(plan="replicas", n_microbatches=1, frozen=(3,), tied=True)),
+    (3, Order(n_blocks=6, skips=(3, 5), schedule="zb-h1", n_microbatches=4, call="backward")),
+    (2, Order(n_blocks=8, plan="chunks", n_microbatches=4)),
+    (2, Order(plan="data", frozen=(1,), unused=(2,), batches=(8, 4))),
+    (2, Order(plan="tensor")),
+    (4, Order(plan="zero", batches=(8, 4))),
+]
+
+
+def check(found: list[tuple[CollectiveLog, float, str]]) -> None:
+    logs, errors, refused = zip(*found, strict=True)
+    assert len(set(refused)) == 1, refused
+    assert disagreements(logs) == []
+    assert max(errors) < 1e-6
+    assert all(log.calls for log in logs)
+
+
+def test_a_log_that_differs_is_noticed() -> None:
+    logs = [CollectiveLog({"all": (0, 1)}), CollectiveLog({"all": (0, 1)})]
+    for log in logs:
+        log.calls["all"] += [("all_reduce", ((4,), "float32")), ("broadcast", ((2,), "int64"))]
+    logs[0].sent[1].append((0, (3,), "float32"))
+    logs[1].received[0].append((0, (3,), "float32"))
+    assert disagreements(logs) == []
+    logs[1].calls["all"].reverse()
+    logs[1].received[0].clear()
+    assert len(disagreements(logs)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [exchanged, over_pairs, checked_by_torch], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(("n", "order"), CASES, ids=str)
+def test_ranks_exchange_the_same_in_the_same_order(ranks: RankPool, n: int, order: Order, job: Any) -> None:
+    found = ranks.run(job, n, order)
+    assert not found[0][2], found[0][2]
+    check(found)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[int, Order]:
+    n = draw(st.integers(2, 3))
+    plan = draw(st.sampled_from(["chain", "chain", "chunks", "replicas", "data", "tensor", "zero"]))
+    n_blocks = draw(st.integers(2 * n, 7))
+    blocks = st.integers(0, n_blocks - 1)
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+    return n, Order(
+        n_blocks,
+        tuple(sorted(draw(st.sets(blocks, max_size=n_blocks - 1)))),
+        tuple(sorted(draw(st.sets(st.integers(1, n_blocks - 2), max_size=2)))),
+        tuple(sorted(draw(st.sets(blocks, max_size=3)))),
+        draw(st.booleans()),
+        plan,
+        schedule,
+        n * draw(st.integers(1, 2)) if plan == "chunks" else draw(st.integers(1, 5)),
+        tuple(draw(st.lists(st.sampled_from([12, 6, 5, 3, 1]), min_size=1, max_size=2, unique=True))),
+        draw(st.sampled_from(["train_step", "backward"])),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(case=orders())
+def test_ranks_agree_for_random_models_and_plans(ranks: RankPool, case: tuple[int, Order]) -> None:
+    n, order = case
+    check(ranks.run(exchanged, n, order))

@@ -1,0 +1,107 @@
+"""torchrun starts a failed job again, and it goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SUPPORT = Path(__file__).parents[2] / "support"
+SCRIPT = SUPPORT / "restarted_training.py"
+PATIENCE = 1200.0  # s, on a busy machine
+
+
+def started(
+    log: Path, *arguments: str, nodes: str = "1", ranks: int = 2, endpoint: str = ""
+) -> subprocess.Popen[bytes]:
+    """torchrun in a session of its own. Without an endpoint: by itself."""
+    alone = ["--standalone"]
+    elastic = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--nnodes", nodes]
+    elastic += ["--rdzv-conf", "last_call_timeout=15"]
+    options = [*(elastic if endpoint else alone), "--nproc-per-node", str(ranks), "--max-restarts", "12"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def ended(process: subprocess.Popen[bytes], log: Path) -> None:
+    try:
+        assert process.wait(PATIENCE) == 0, log.read_text(errors="replace")[-6000:]
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """torchrun and its ranks, which are in sessions of their own."""
+    if process.poll() is None:
+        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+        for pid in (process.pid, *map(int, found.stdout.split())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def losses(folder: Path) -> list[tuple[int, int, int, float]]:
+    """(attempt, ranks, step, loss), in the order in which they were computed."""
+    path = folder / "losses"
+    rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [(int(a), int(n), int(step), float.fromhex(loss)) for a, n, step, loss in rows]
+
+
+@pytest.mark.timeout(2700)
+def test_losses_after_ten_kills_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """At random points: forwards, backwards, between steps, while saving."""
+    steps = "26"
+    for what in ("never", "anywhere"):
+        (tmp_path / what).mkdir()
+        log = tmp_path / f"{what}.log"
+        ended(started(log, str(tmp_path / what), what, steps), log)
+    wanted = {step: loss for _, _, step, loss in losses(tmp_path / "never")}
+    found = losses(tmp_path / "anywhere")
+    assert {attempt for attempt, *_ in found} == set(range(11))
+    assert {step for _, _, step, _ in found} == set(wanted) == set(range(int(steps)))
+    assert [(step, loss) for _, _, step, loss in found if loss != wanted[step]] == []
+
+
+@pytest.mark.timeout(2700)
+def test_a_job_that_loses_a_machine_plans_again_for_the_others(tmp_path: Path) -> None:
+    """Two torchruns, of two ranks and of one. The second one is killed with its rank."""
+    endpoint = f"127.0.0.1:{20000 + os.getpid() % 20000}"
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    arguments = (str(tmp_path), "waiting", "16")
+    first = started(logs[0], *arguments, nodes="1:2", ranks=2, endpoint=endpoint)
+    second = started(logs[1], *arguments, nodes="1:2", ranks=1, endpoint=endpoint)
+    try:
+        end = time.monotonic() + PATIENCE
+        while not any(n == 3 and step >= 5 for _, n, step, _ in losses(tmp_path)):
+            assert time.monotonic() < end, [log.read_text(errors="replace")[-3000:] for log in logs]
+            assert first.poll() is None, logs[0].read_text(errors="replace")[-6000:]
+            time.sleep(0.2)
+        kill(second)
+        ended(first, logs[0])
+    finally:
+        kill(first)
+        kill(second)
+    found = losses(tmp_path)
+    assert {n for _, n, _, _ in found} >= {2, 3}
+    assert {step for _, _, step, _ in found} == set(range(16))
+    (tmp_path / "alone").mkdir()
+    log = tmp_path / "alone.log"
+    ended(started(log, str(tmp_path / "alone"), "never without dropout", "16"), log)
+    wanted = {step: loss for _, _, step, loss in losses(tmp_path / "alone")}
+    for _, _, step, loss in found:
+        assert loss == pytest.approx(wanted[step], rel=1e-4)

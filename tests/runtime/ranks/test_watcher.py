@@ -1,0 +1,119 @@
+"""What watchers conclude from beats and failures, without processes; test_faults.py has those."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from autopar import AutoparError
+from autopar.errors import InputError
+from autopar.runtime.ranks.attempts import attempt_number
+from autopar.runtime.ranks.failure import Failure, LostRankError, Position
+from autopar.runtime.ranks.raised_calls import RaisedCalls
+from autopar.runtime.ranks.watcher import TIMEOUT, TIMEOUT_VARIABLE, Watcher, timeout_given
+from autopar.schedule.clock import Phase
+
+
+def watchers(n: int, timeout: float = 5.0) -> list[Watcher]:
+    """Of all ranks, whose threads do not run."""
+    store = dist.HashStore()
+    return [Watcher(rank, n, store, -1, timeout, lambda: True) for rank in range(n)]
+
+
+def test_the_first_failure_counts_and_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = watchers(2)
+    with second.call("train_step"):
+        second.doing(Phase.BACKWARD, 1, 3)
+        second.failed(ValueError("wrong"))
+    text = "rank 1 failed in the backward of stage 1, micro-batch 3 (call 1, train_step): ValueError: wrong"
+    assert str(first.failed(KeyError("later"))) == text
+    assert capfd.readouterr().err == f"autopar: {text}; all ranks end\n"
+
+
+def test_a_broken_connection_is_the_failure_of_its_other_end() -> None:
+    first, second = watchers(2)
+    second._beat()
+    with first.call("train_step"):
+        error = first.lost(LostRankError(1, "rank 0 waited: Connection closed by peer", ("backward", 1, 2)))
+    assert isinstance(error, AutoparError)
+    assert "rank 1 failed in the backward of stage 1, micro-batch 2 (call 1, train_step): its process ended" in str(
+        error
+    )
+    assert second._known() == first._known()
+
+
+def test_a_rank_without_beats_fails_after_the_timeout() -> None:
+    ranks = watchers(3)
+    for one in ranks:
+        one._beat()
+    for _ in range(7):
+        ranks[1]._beat()
+        ranks[0]._listen(1.0)  # to rank 2, which is silent
+        ranks[2]._listen(1.0)  # to rank 1
+    assert ranks[2]._known() == Failure(
+        2,
+        "no sign of life for 5 s: it is stopped, or its machine cannot be reached",
+        Position(),
+        0,
+        is_last_beat=True,
+    )
+
+
+def test_a_rank_that_ended_in_good_order_is_not_missed() -> None:
+    ranks = watchers(3)
+    for one in ranks:
+        one._beat()
+    ranks[2]._store.set("beat/2", "ended")
+    for _ in range(20):
+        ranks[1]._beat()
+        ranks[0]._listen(1.0)  # to rank 1, in the place of rank 2
+    assert ranks[0]._known() is None
+    for _ in range(7):
+        ranks[0]._listen(1.0)
+    assert ranks[0]._known().rank == 1  # type: ignore[union-attr]
+
+
+def test_a_call_that_raises_on_some_ranks_only_is_the_last() -> None:
+    store = dist.HashStore()
+    ranks = [RaisedCalls(store, 2, 0.1) for _ in range(2)]
+    for number in range(2):
+        for one in ranks:
+            one.begin()
+            one.wait_for_others()
+        for one in ranks[: 2 - number]:
+            with pytest.raises(ValueError, match="caught"), one.together():
+                raise ValueError("caught")
+        if number == 0:
+            for one in ranks:
+                one.wait_for_others()
+    with pytest.raises(AutoparError, match="raised an error on 1 of 2 ranks, this one among them"):
+        ranks[0].wait_for_others()
+    ranks[1].wait_for_others()
+
+
+def test_every_attempt_has_a_number_of_its_own() -> None:
+    """Also if ranks of an attempt before said hello and then ended."""
+    store, found = dist.HashStore(), []
+    for attempt in range(3):
+        store.set("hello/2", f"a process of attempt {attempt} that has ended")
+        with ThreadPoolExecutor(3) as ranks:
+            numbers = list(ranks.map(lambda rank: attempt_number(store, rank, 3, 20.0), range(3)))
+        assert len(set(numbers)) == 1
+        found.append(numbers[0])
+    assert len(set(found)) == 3
+
+
+def test_a_rank_that_does_not_start_is_named() -> None:
+    with pytest.raises(TimeoutError, match="ranks 1, 2 did not start"):
+        attempt_number(dist.HashStore(), 0, 3, 0.05)
+
+
+def test_the_timeout_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timeout_given() == TIMEOUT
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "60")
+    assert timeout_given() == 60
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "soon")
+    with pytest.raises(InputError, match=f"{TIMEOUT_VARIABLE}='soon': give seconds"):
+        timeout_given()

@@ -1,0 +1,120 @@
+"""What goes wrong on one rank of a job: each function trains on all ranks, and does one wrong thing on one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_cases import SPLITS, mlp
+from torch.nn import functional
+
+import autopar
+from autopar import Plan
+
+N_STEPS = 6
+TIMEOUT = "8"  # s without a sign of life: captures on a busy machine can hold up a beat for some
+
+
+def fault(what: str) -> None:
+    """In this process, now."""
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # Python raises between two of its instructions
+    if what == "error":
+        raise ValueError("a mistake in the model")
+    if what == "memory":
+        raise MemoryError("no memory left")
+    if what == "allocate":
+        torch.empty(1 << 60)
+
+
+def train(what: str, where: str, rank: int, step: int, schedule: str, folder: Path) -> None:
+    """Train `N_STEPS` steps; `what` happens on `rank` in `step`. `where`: "forward" or "backward" of its stage, "loss",
+    or "between" two calls. stderr of every rank goes to a file of `folder`."""
+    n, own = dist.get_world_size(), dist.get_rank()
+    os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ["AUTOPAR_RANK_TIMEOUT"] = TIMEOUT
+    torch.manual_seed(0)
+    model, x, now = mlp(), torch.randn(8, 12), [-1]
+    plan = Plan.from_split(SPLITS["mlp"][n], n_microbatches=4, schedule=schedule)
+
+    def happen(*_: Any) -> None:
+        if now[0] == step and own == rank:
+            fault(what)
+
+    first = model[12 * rank // n]
+    if where == "forward":
+        first.register_forward_hook(happen)
+    if where == "backward":
+        first.register_forward_hook(lambda module, args, output: output.register_hook(happen) and None)
+    pm = autopar.parallelize(model, plan=plan, cache=False)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if where == "loss" and not torch.compiler.is_exporting():  # the loss is captured on all ranks
+            happen()
+        return functional.mse_loss(output, target)
+
+    for now[0] in range(N_STEPS):
+        if where == "between":
+            happen()
+        pm.train_step(x, target=x, loss_fn=loss_fn)
+
+
+def interrupted_while_waiting(folder: Path) -> None:
+    """Ctrl-C on rank 0 while it waits for rank 1, which sleeps."""
+    own = dist.get_rank()
+    os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(8, 12)
+    pm = autopar.parallelize(model, plan=Plan.from_split(SPLITS["mlp"][2], n_microbatches=4), cache=False)
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    if own == 1:
+        time.sleep(60)
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+
+
+def caught_on_all_ranks() -> list[float]:
+    """Errors that every rank raises and catches end nothing: losses before and after them."""
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(8, 12)
+    pm = autopar.parallelize(model, plan=Plan.from_split(SPLITS["mlp"][2], n_microbatches=4), cache=False)
+    losses = []
+    for step in range(3):
+        losses.append(pm.train_step(x, target=x, loss_fn=functional.mse_loss).item())
+        try:
+            pm.train_step(x[:, :5] if step else "text", target=x, loss_fn=functional.mse_loss)
+        except Exception as error:
+            print(type(error), file=sys.stderr)
+        else:
+            raise AssertionError("no error")
+    return losses
+
+
+def caught_on_one_rank(folder: Path) -> None:
+    """Rank 1 raises while it captures, catches that, and calls again; rank 0 waits in the call before."""
+    own = dist.get_rank()
+    os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ["AUTOPAR_RANK_TIMEOUT"] = TIMEOUT
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(8, 12)
+    pm = autopar.parallelize(model, plan=Plan.from_split(SPLITS["mlp"][2], n_microbatches=4), cache=False)
+    original = model[0].forward
+    if own == 1:
+        model[0].forward = lambda *_: 1 / 0
+    try:
+        pm(x)
+    except Exception:
+        model[0].forward = original
+    pm(x)

@@ -1,0 +1,147 @@
+"""Trainings whose ranks log what they exchange: models with frozen layers, unused outputs, gradients that are None."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from collective_log import CollectiveLog, logged
+from torch import nn
+from torch.nn import functional
+
+import autopar
+from autopar import AutoparError, Plan
+from autopar.runtime.ranks.channels import PairChannel
+from autopar.runtime.ranks.world import World
+
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Order:
+    """A model, a plan, and the calls."""
+
+    n_blocks: int = 4
+    frozen: tuple[int, ...] = ()  # blocks without gradients
+    unused: tuple[int, ...] = ()  # blocks whose result nothing reads
+    skips: tuple[int, ...] = ()  # blocks that also read the first block's result
+    tied: bool = False  # the last block has the first one's weight
+    plan: str = "chain"  # or "chunks", "replicas", "data", "tensor", "zero"
+    schedule: str = "1f1b"
+    n_microbatches: int = 2
+    batches: tuple[int, ...] = (8, 5)
+    call: str = "train_step"
+
+
+class Blocks(nn.Module):
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self.order = order
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(order.n_blocks))
+        for i in order.frozen:
+            self.blocks[i].requires_grad_(False)
+        if order.tied:
+            self.blocks[-1].weight = self.blocks[0].weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, aside = None, []
+        for i, block in enumerate(self.blocks):
+            found = torch.tanh(block(x))
+            if i in self.order.unused:
+                aside.append(found)
+                continue
+            x = found + first if i in self.order.skips and first is not None else found
+            first = x if first is None else first
+        return x, aside
+
+
+def plan_of(order: Order, model: nn.Module) -> Plan:
+    n, made = dist.get_world_size(), {"n_microbatches": order.n_microbatches, "schedule": order.schedule}
+    names = [f"cpu:{i}" for i in range(n)]
+
+    def split(stages: int) -> dict[str, int]:
+        return {f"blocks.{i}": i * stages // order.n_blocks for i in range(order.n_blocks)}
+
+    if order.plan == "chunks":
+        return Plan.from_split(split(2 * n), **(made | {"schedule": "interleaved-1f1b"}))
+    if order.plan == "replicas":
+        devices = [names[:1], names[1:]] if n > 2 else [names]
+        return Plan.from_split(split(len(devices)), devices=devices, **made)
+    if order.plan in ("data", "tensor", "zero"):
+        degrees = {"data": n} if order.plan != "tensor" else {"tensor": n}
+        more = {"zero": {"zero": 3}, "tensor": {"zero": 0}}.get(order.plan, {})
+        x = torch.randn(8, WIDTH, dtype=torch.float64)
+        return Plan.by_hand(model, ["cpu"] * n, example_args=(x,), schedule=order.schedule, **degrees, **more)
+    return Plan.from_split(split(n), **made)
+
+
+def exchanged(order: Order) -> tuple[CollectiveLog, float, str]:
+    """Train two steps a batch, and evaluate: the rank's log, its largest error against the plain model, and what
+    autopar refused, which must be the same on all ranks."""
+    torch.manual_seed(0)
+    model = Blocks(order).double()
+    with logged() as log:
+        try:
+            error = _compared(order, model)
+        except AutoparError as refused:
+            return log, 0.0, f"{type(refused).__name__}: {refused}"
+    return log, error, ""
+
+
+def _compared(order: Order, model: nn.Module) -> float:
+    original = copy.deepcopy(model)
+    pm = autopar.parallelize(model, plan=plan_of(order, copy.deepcopy(model)), cache=False)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(original.parameters(), lr=1e-2)
+    error = 0.0
+    for size in order.batches:
+        x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(size)).double()
+        for _ in range(2):
+            ours.zero_grad()
+            theirs.zero_grad()
+            wanted = _loss(original(x), x)
+            wanted.backward()
+            if order.call == "train_step":
+                loss = pm.train_step(x, target=x, loss_fn=_loss)
+            else:
+                loss = _loss(pm(x), x)
+                loss.backward()
+            error = max(error, abs(loss.item() - wanted.item()))
+            for name, p in pm.named_parameters():
+                if (p.grad is None) != (original.get_parameter(name).grad is None):
+                    error = max(error, 1.0)
+            ours.step()
+            theirs.step()
+        with torch.no_grad():
+            error = max(error, (pm(x)[0] - original(x)[0]).abs().max().item())
+    return error
+
+
+def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(output[0], target)
+
+
+def over_pairs(order: Order) -> tuple[CollectiveLog, float, str]:
+    """The same without tags: a group of two for every ordered pair of ranks, as over NCCL. Only the order pairs."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+    groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
+    before = World.channel
+    World.channel = lambda self: PairChannel(rank, groups)  # type: ignore[method-assign]
+    try:
+        return exchanged(order)
+    finally:
+        World.channel = before  # type: ignore[method-assign]
+
+
+def checked_by_torch(order: Order) -> tuple[CollectiveLog, float, str]:
+    """The same with torch's own comparison of every collective between the ranks of its group."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        return exchanged(order)
+    finally:
+        dist.set_debug_level(level)

@@ -200,9 +200,12 @@ def saved_tensors_hooks() -> SavedTensorsHooks | None:
     return hooks
 
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether hooks run when a tensor gets a gradient, or after that (their tables have no public name)."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+def have_gradient_hooks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether hooks run when one of the tensors gets a gradient, or after that (their tables have no public name)."""
+    for tensor in tensors:  # noqa: SIM110 - a generator would cost every step a call a parameter
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            return True
+    return False
 
 
 @contextlib.contextmanager

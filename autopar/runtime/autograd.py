@@ -38,7 +38,7 @@ def step(run: Run, leaves: Sequence[Any]) -> torch.Tensor:
     gradients of inputs, autograd's engine has nothing else to do, and takes 6 us a parameter for it.
     """
     parameters, inputs = _trained(run), _differentiable(leaves)
-    if not inputs and not any(map(torch_private.has_gradient_hooks, parameters)):
+    if not inputs and not torch_private.have_gradient_hooks(parameters):
         with torch.no_grad():  # of what is not in the stages
             done = run.step()
             _accumulate(parameters, run.executable.collect_gradients())

@@ -226,6 +226,7 @@ def test_outputs_combine_as_the_proof_says_or_not_at_all(name: str) -> None:
         assert_holds(program, proof, [torch.randn(BATCH, STEPS, WIDTH, dtype=torch.float64)], [4, 1, 1])
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, database=None)
 @given(st.data())
 def test_whatever_is_composed_is_proven_just_where_samples_stay_alone(data: st.DataObject) -> None:

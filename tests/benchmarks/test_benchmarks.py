@@ -109,6 +109,7 @@ def test_training_compares_every_way_to_run_the_step(report: Report) -> None:
     assert all(len(row["steps"]) == (1 if name == PLAIN_THREADS else ROUNDS) for name, row in rows.items())
 
 
+@pytest.mark.slow
 def test_sweep_measures_every_cut_and_replicas_at_every_number_of_microbatches(report: Report) -> None:
     points = report.data["sweep"]["points"]
     found = sorted((p["shape"], p["n_microbatches"], p["share"]) for p in points if p["shape"] == PIPELINE)

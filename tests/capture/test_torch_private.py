@@ -414,16 +414,16 @@ def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path) -> None:
 
 
 def test_hooks_of_gradients_are_seen_until_they_are_removed() -> None:
-    weight = nn.Parameter(torch.ones(2))
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
-        assert not torch_private.has_gradient_hooks(weight)
+        assert not torch_private.have_gradient_hooks([other, weight])
         handle = register(lambda _: None)
-        assert torch_private.has_gradient_hooks(weight)
+        assert torch_private.have_gradient_hooks([other, weight])
         handle.remove()
     many = torch.autograd.graph.register_multi_grad_hook([weight], lambda _: None)
-    assert torch_private.has_gradient_hooks(weight)
+    assert torch_private.have_gradient_hooks([other, weight])
     many.remove()
-    assert not torch_private.has_gradient_hooks(weight)
+    assert not torch_private.have_gradient_hooks([other, weight])
 
 
 def test_default_store_is_the_one_of_the_process_group() -> None:

@@ -348,6 +348,7 @@ def test_devices_at_hand_are_measured() -> None:
     assert cluster.seconds("all_reduce", GIB, cluster.devices) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_calibrated_curves_are_used_and_kept_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     curves = Efficiency.default(0.25)
     found = Calibration(Rates({torch.float32: 5e10}, 2e10, 3e-6), curves)

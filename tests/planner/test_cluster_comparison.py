@@ -32,6 +32,7 @@ def compared(cluster: Cluster, **plans: Plan | None) -> ClusterComparison:
     return result
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_the_plan_and_utilisation_is_by_the_models_flops() -> None:
     cluster = Cluster.preset("4xH100")
     hand = Plan.by_hand(mlp(), cluster, tensor=2, pipeline=2, micro_batch=16, **CALL)

@@ -46,6 +46,7 @@ def test_no_size_is_compiled_that_the_plan_cannot_have() -> None:
     assert microbatches_to_compile(32, 32, 4) == [4]
 
 
+@pytest.mark.slow
 def test_launches_of_compiled_stages_make_a_plan_with_fewer_and_larger_micro_batches() -> None:
     """Compiled stages that launching bounds take the same time for micro-batches of any size."""
     costs = costs_of(8, (2,), batch=16)

@@ -144,6 +144,7 @@ def test_tensor_parallelism_adds_up_twice_a_layer_in_each_direction() -> None:
     assert len(more) == 8 * layers + beside
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_gathers_and_scatters_in_place_of_adding_up() -> None:
     plan = by_hand(Cluster.preset("2xH100"), tensor=2, sequence_parallel=True)
     found = collectives(plan, "tensor", once=False)
@@ -184,6 +185,7 @@ def test_zero_cuts_what_its_stage_says_over_the_replicas() -> None:
     assert "all_gather" in collectives(plans[2], "data", once=False)
 
 
+@pytest.mark.slow
 def test_stages_have_as_many_layers_and_go_round_the_devices_with_chunks() -> None:
     plan = by_hand(Cluster.preset("4xH100"), Language(8), pipeline=2, data=2, chunks=2)
     assert plan.schedule == "interleaved-1f1b"

@@ -37,6 +37,7 @@ def limits(draw: st.DrawFn, batch: int) -> dict[str, Any]:
     return chosen
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(4), deadline=None)
 @given(cases(), st.data())
 def test_a_limit_never_makes_a_plan_faster(case: Case, data: st.DataObject) -> None:

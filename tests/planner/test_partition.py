@@ -92,6 +92,7 @@ def test_every_stage_costs_what_the_definition_says_with_every_number_of_replica
                 assert whole == pytest.approx(objective(problem, (stage,)))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(problems(widths=True))
 def test_the_best_plan_is_the_best_with_its_own_kinds_alone(problem: Problem) -> None:

@@ -74,6 +74,7 @@ def _without_copies(operators: Sequence[str]) -> list[str]:
     return [key for key in operators if "/contiguous#" not in key]
 
 
+@pytest.mark.slow
 def test_inputs_may_be_real_where_the_model_is_not() -> None:
     plan = autopar.plan(on_meta(gpt2), H100, example_kwargs=call_of(gpt2), n_microbatches=2)
     assert plan.batch_size == 8

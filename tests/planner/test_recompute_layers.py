@@ -278,6 +278,7 @@ def test_the_search_recomputes_layers_where_less_does_not_fit() -> None:
     assert [stage.mode for stage in free.stages] == [Recompute.NONE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hinted", ["layers.1", "head"])
 def test_a_hint_is_met_by_layers_or_by_the_whole_stage(hinted: str) -> None:
     model = Model()

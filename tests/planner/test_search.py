@@ -106,6 +106,7 @@ def test_a_loss_outside_the_pipeline_makes_every_schedule_hold_what_gpipe_holds(
     assert any(stage.recompute for stage in tight.stages)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(8), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_the_number_of_micro_batches_is_any_up_to_the_batch(batch: int, devices: int, inside: bool) -> None:
@@ -300,6 +301,7 @@ def test_a_loaded_plan_explains_what_its_numbers_tell() -> None:
     assert "only a new search can tell" in str(explained)
 
 
+@pytest.mark.slow
 def test_a_plan_is_explained_by_its_search_as_long_as_it_lives() -> None:
     plan = make_plan(costs_of(6, (2,)), STEP)
     annotated = dataclasses.replace(plan, notes=("a note",))

@@ -195,6 +195,7 @@ def test_selective_lies_between_none_and_full_in_seconds_and_in_bytes_for_each_m
         )
 
 
+@pytest.mark.slow
 def test_scores_are_not_kept_and_those_of_one_layer_are_there_at_work() -> None:
     """Korthikanti et al., 2022, table 2: 5 a s / h of the 34 + 5 a s / h bytes per value of a layer; here in float32,
     with masks as large as what they drop."""

@@ -294,6 +294,7 @@ def test_one_thread_launches_the_kernels_of_all_devices_of_a_mesh(monkeypatch: p
     assert set(shards(autopar.plan(big_layer(), DEVICES, **options))) == {1}
 
 
+@pytest.mark.slow
 def test_where_the_first_device_holds_whole_parameters_a_mesh_saves_activations_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -338,6 +338,7 @@ def test_a_precision_of_another_dtype_is_refused() -> None:
         autopar.plan(deep(), ONE, **call(), precision="bf16-mixed")
 
 
+@pytest.mark.slow
 def test_gradients_in_float32_take_as_long_to_reduce_as_those_of_a_model_in_float32() -> None:
     """Of as many parameters: with bfloat16 gradients, half as long."""
     cluster, width, sync = Cluster.preset("4xT4"), 4096, {}

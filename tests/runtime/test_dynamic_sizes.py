@@ -244,6 +244,7 @@ def test_one_plan_serves_all_lengths_without_buckets() -> None:
     assert pm.plans == (plans[0],)
 
 
+@pytest.mark.slow
 def test_a_plan_made_for_another_length_than_the_first_is_measured_at_that_length() -> None:
     """The second length reuses the first one's study, and then needs a plan with room for the loss."""
     pm, original = pair(Tagger(), dynamic=True)

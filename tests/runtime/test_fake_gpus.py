@@ -236,6 +236,7 @@ MESHES: dict[str, tuple[list[tuple[int, ...] | None], list[int], list[str]]] = {
 SHARDED = ("sequential", "tied", "convolutions", "in place", "pieces", "masked")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", [SHARDED[0], *map(_slow, SHARDED[1:])])
 def test_shards_on_gpus(name: str, mesh: str) -> None:

@@ -164,6 +164,7 @@ def test_an_input_may_be_overwritten_right_after_the_call(devices: list[str], pi
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @ON_PAIRS
 def test_memory_of_a_step_is_given_back(devices: list[str]) -> None:
     pm = pipelined(mlp(64, 6), devices)

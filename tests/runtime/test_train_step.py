@@ -136,6 +136,7 @@ def test_a_plan_of_its_own_is_found_for_the_models_own_loss(devices: list[str]) 
     assert_same_gradients(gradients(pm), gradients(model))
 
 
+@pytest.mark.slow
 def test_plans_are_tried_with_the_models_own_loss() -> None:
     model, batch = ReturnsLoss("tuple"), _classes(BATCH)
     output = model(**batch)

@@ -226,6 +226,7 @@ def test_rounds_end_with_enough_steps_and_seconds_or_with_the_budget_but_not_bef
     assert done == (counted >= 1 and (elapsed >= budget or (counted >= least and ran >= enough)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spent", "budget"), [(0.0, 0.3), (10.0, 5.0)])
 def test_tuning_takes_at_most_a_share_of_planning(spent: float, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Rounds] = []

@@ -330,6 +330,7 @@ def test_a_batch_with_a_shape_that_the_example_did_not_show_runs_by_the_model_it
         torch.testing.assert_close(mine.grad, plain.grad, msg=name)
 
 
+@pytest.mark.slow
 def test_a_changed_shape_is_an_error_where_running_statistics_would_count_a_batch_twice() -> None:
     pm = autopar.parallelize(
         OverUnpadded(norm=True), DEVICES, plan=Plan.from_split({"embed": 0, "head": 1}, n_microbatches=2), cache=False

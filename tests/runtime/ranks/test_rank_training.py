@@ -33,6 +33,7 @@ TOLERANCE = 1e-9  # in float64
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 def test_shares_of_the_batch_train_as_the_whole_batch_in_one_process(ranks: RankPool) -> None:
     for errors in ranks.run(own_shares, 2, Job("mlp", "chain"), [(4, 4), (5, 2)]):
         assert max(errors) < TOLERANCE

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from autopar.runtime.checkpoints.load import Checkpoint, load
     from autopar.runtime.checkpoints.save import Saving, save
     from autopar.runtime.comparison import Comparison
+    from autopar.runtime.grad_scaler import GradScaler
+    from autopar.runtime.gradient_norm import clip_grad_norm_
     from autopar.runtime.host_memory import keep_freed_memory
     from autopar.runtime.module import PipelinedModule
     from autopar.runtime.step_profile import StepProfile
@@ -52,6 +54,7 @@ __all__ = [
     "ClusterComparison",
     "Comparison",
     "DeviceError",
+    "GradScaler",
     "InfeasibleError",
     "InputError",
     "Layout",
@@ -66,6 +69,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "clear_hints",
+    "clip_grad_norm_",
     "compare",
     "keep_freed_memory",
     "keep_together",
@@ -86,6 +90,7 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "ClusterComparison": "autopar.planner.cluster_comparison",
     "Comparison": "autopar.runtime.comparison",
     "DeviceError": "cost_models.errors",
+    "GradScaler": "autopar.runtime.grad_scaler",
     "Layout": "autopar.hints.layout",
     "PipelinedModule": "autopar.runtime.module",
     "Plan": "autopar.plan.plan",
@@ -94,6 +99,7 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "Saving": "autopar.runtime.checkpoints.save",
     "StepProfile": "autopar.runtime.step_profile",
     "clear_hints": "autopar.hints.module_hints",
+    "clip_grad_norm_": "autopar.runtime.gradient_norm",
     "keep_freed_memory": "autopar.runtime.host_memory",
     "keep_together": "autopar.hints.module_hints",
     "load": "autopar.runtime.checkpoints.load",

@@ -16,8 +16,9 @@ from autopar.costs.history import recall
 from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
-from autopar.errors import InputError, each_warning_once
-from autopar.options import BatchDim, CompareKeywords, Dynamic, PlanKeywords, PlanOptions, Tune
+from autopar.costs.rank_costs import RankMeasurements
+from autopar.errors import InputError, PlanError, each_warning_once
+from autopar.options import BatchDim, CompareKeywords, Data, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
@@ -26,6 +27,7 @@ from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
+    check_data,
     check_module,
     devices_at_hand,
     example_call,
@@ -41,6 +43,7 @@ from autopar.runtime.initial_values.sources import InitFunction
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.planning import plan_at_hand, priced_at_hand
 from autopar.runtime.ranks.module import RankedModule, check_options
+from autopar.runtime.ranks.planning import DecideTogether, plan_together
 from autopar.runtime.ranks.world import World, joined
 from cost_models import Cluster, Device
 
@@ -71,6 +74,7 @@ def parallelize(
     watch_nan: bool = False,
     dynamic: Dynamic = None,
     cache: bool = True,
+    data: Data = "whole",
     weights: Weights = None,
     init_fn: InitFunction | None = None,
 ) -> PipelinedModule:
@@ -124,6 +128,8 @@ def parallelize(
             `{"input_ids": {1: (128, 512)}}`: with a plan for lengths up to 128, one for up to 512, and one for more.
             False: every size is captured by itself.
         cache: keep measurements on disk, and record predicted and measured step times (see `accuracy`).
+        data: under torchrun, "whole": every rank passes the whole batch. "per-rank": every rank passes samples of its
+            own (DistributedSampler), which make the batch together (README, "Many processes").
         weights: for a model built under `torch.device("meta")`: a directory of `autopar.save`, a safetensors file or a
             directory of them, with the original names. Under torchrun each rank reads what the plan gives it, at the
             first call, so that no rank needs room for the whole model; it needs `plan`, because such a model cannot be
@@ -139,36 +145,47 @@ def parallelize(
     Raises:
         DeviceError, InputError: an argument does not fit. CaptureError, PlanError, InfeasibleError: planning failed.
     """
-    check_module(model)
-    options = PlanOptions(
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        max_replicas=max_replicas,
-        max_shards=max_shards,
-        memory_limit=memory_limit,
-        optimizer=optimizer,
-        batch_norm=batch_norm,
-        batch_dim=batch_dim,
-        tune=tune,
-        candidates=candidates,
-        calibrate=calibrate,
-        verify=verify,
-        strict=strict,
-        compile=compile,
-        watch_nan=watch_nan,
-        dynamic=dynamic,
-        cache=cache,
-    )
-    call = example_call(example_args, example_kwargs)
     world = joined() if devices is None else None
-    if world is not None:
-        options = check_options(options)
+
+    def checked() -> tuple[PlanOptions, tuple[tuple[Any, ...], dict[str, Any]]]:
+        check_module(model)
+        check_data(data, devices)
+        options = PlanOptions(
+            n_microbatches=n_microbatches,
+            schedule=schedule,
+            max_replicas=max_replicas,
+            max_shards=max_shards,
+            memory_limit=memory_limit,
+            optimizer=optimizer,
+            batch_norm=batch_norm,
+            batch_dim=batch_dim,
+            tune=tune,
+            candidates=candidates,
+            calibrate=calibrate,
+            verify=verify,
+            strict=strict,
+            compile=compile,
+            watch_nan=watch_nan,
+            dynamic=dynamic,
+            cache=cache,
+        )
+        call = example_call(example_args, example_kwargs)
+        return options if world is None else check_options(options), call
+
+    options, call = checked() if world is None else world.outcome("parallelize", checked)
     initial = initial_values(model, weights, init_fn, ranked=world is not None, has_plan=plan is not None)
     if initial is not None and world is None:
         initial.fill(model)
-    module = _pipelined(model, devices_at_hand(model, devices, optimizer, world), options, plan, world)
-    if initial is not None and isinstance(module, RankedModule):
-        module.fill_when_placed(initial.origins, initial.fill)
+    here = devices_at_hand(model, devices, optimizer, world)
+
+    def made() -> PipelinedModule:
+        return _pipelined(model, here, options, plan, world, data)
+
+    module = made() if world is None else world.outcome("parallelize", made)
+    if isinstance(module, RankedModule):
+        module.agree()
+        if initial is not None:
+            module.fill_when_placed(initial.origins, initial.fill)
     if example_args is not None or example_kwargs is not None:
         module.prepare(*call, loss_fn=loss_fn, target=target)
     return module
@@ -213,7 +230,8 @@ def plan(
             "parameters": gathering parameters, behind the computing before their reader; those that the optimizer's
             step wrote behind the first forward. "sends": between stages; otherwise the sender waits. Collectives of
             activations never overlap. Kernels slow down meanwhile (`cost_models.collectives.overlap`). Strategies are
-            chosen as if no collective overlapped. Default: "sends", as autopar's own runtime does.
+            chosen as if no collective overlapped. "serial": one layer or collective after another, and no launch ahead
+            of its layer, as simulators add up traces of layers. Default: "sends", as autopar's own runtime does.
 
     The predicted step of such a plan ends with the step of `optimizer`; that of devices at hand does not, because
     `train_step` leaves the optimizer to the caller.
@@ -238,13 +256,22 @@ def plan(
                 return priced_ahead(plan, example, devices, chosen, progress)
             return plan_ahead(example, devices, chosen, progress)
     refuse_estimated(options)
-    parsed = devices_at_hand(model, devices, options.get("optimizer"))
-    if plan is not None:
+    world = joined() if devices is None else None
+    parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
+    if plan is not None or world is not None:
+        chosen = chosen if world is None else check_options(chosen)
         example = capture_example(
-            model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=chosen.batch_dim
+            model,
+            parsed,
+            args,
+            kwargs,
+            loss_fn=loss_fn,
+            target=target,
+            batch_dim=chosen.batch_dim,
+            strict=chosen.strict,
         )
-        with progress_bar() as progress:
-            return priced_at_hand(plan, example, parsed, chosen, progress)
+        decide = _pricing(plan, parsed, chosen) if plan is not None else _deciding(parsed, chosen)
+        return decide(example) if world is None else plan_together(world, parsed, example, decide)
     module = _pipelined(model, parsed, chosen)
     try:
         return module.prepare(args, kwargs, loss_fn=loss_fn, target=target)
@@ -369,7 +396,7 @@ def _by_hand(
         if isinstance(devices, Cluster) and not devices.at_hand:
             example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
             return plan_by_hand(example, devices, options, degrees, progress)
-        parsed = devices_at_hand(model, devices)
+        parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
         example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
         if all(device.torch_device.type == "cpu" for device in parsed):
             return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
@@ -389,12 +416,43 @@ def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy
     return Accuracy.of(recall(), since=since, kind=kind)
 
 
+def _on_devices(plan: Plan, devices: tuple[Device, ...], world: World | None) -> Plan:
+    """`plan` on these devices. Raises PlanError."""
+    try:
+        return plan.on([d.name for d in devices], [d.kind for d in devices])
+    except PlanError as error:
+        if world is None:
+            raise
+        raise PlanError(f"{error}. There is one rank for each device, {world.size} of them; rank i is cpu:i") from error
+
+
+def _deciding(devices: tuple[Device, ...], options: PlanOptions) -> DecideTogether:
+    """Makes a plan; with measurements of ranks, for one process a device."""
+
+    def decide(example: Example, ranks: RankMeasurements | None = None) -> Plan:
+        with progress_bar() as progress:
+            return plan_at_hand(example, devices, options, progress, ranks)
+
+    return decide
+
+
+def _pricing(plan: Plan, devices: tuple[Device, ...], options: PlanOptions) -> DecideTogether:
+    """Predicts what the user's plan takes."""
+
+    def price(example: Example, ranks: RankMeasurements | None = None) -> Plan:
+        with progress_bar() as progress:
+            return priced_at_hand(plan, example, devices, options, progress, ranks)
+
+    return price
+
+
 def _pipelined(
     model: nn.Module,
     devices: tuple[Device, ...],
     options: PlanOptions,
     plan: Plan | None = None,
     world: World | None = None,
+    data: Data = "whole",
 ) -> PipelinedModule:
     """The model as a module that plans by `options` on its first call, or follows `plan`; with `world`, one rank's."""
     if plan is not None:
@@ -402,14 +460,10 @@ def _pipelined(
         plan = plan.with_decision(
             "the plan's n_microbatches or schedule was replaced", n_microbatches=n_microbatches, schedule=schedule
         )
-        plan = plan.on([d.name for d in devices], [d.kind for d in devices])
+        plan = _on_devices(plan, devices, world)
         plan.check_model(model)
 
-    def decide(example: Example) -> Plan:
-        with progress_bar() as progress:
-            return plan_at_hand(example, devices, options, progress)
-
-    settings = RunSettings.of(options)
+    decide, settings = _deciding(devices, options), RunSettings.of(options)
     if world is not None:
-        return RankedModule(world, model, devices, decide, plan=plan, settings=settings)
+        return RankedModule(world, model, devices, decide, plan=plan, settings=settings, data=data)
     return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)

@@ -26,6 +26,7 @@ BatchDim = int | dict[str, int | None] | None
 # Sizes that change between calls: see runtime/dynamic.py.
 Dynamic = bool | Mapping[str, bool | int | Sequence[int] | Mapping[int, bool | Sequence[int]]] | None
 Tune = int | Literal["auto"]
+Data = Literal["whole", "per-rank"]  # what every rank passes to a call: the whole batch, or samples of its own
 BATCH_NORM = ("per-microbatch", "deferred", "exact")
 
 
@@ -79,8 +80,8 @@ HELP = {  # the texts of `--help`, for the options of the command line
     "launch": f"With --cluster: how kernels are launched: {', '.join(MODES)}. Default: as --compile says, else eager.",
     "precision": f"With --cluster: bytes of parameters, gradients and states: {', '.join(PRECISIONS)}.",
     "optimizer_step": f"With --cluster: kernels of the optimizer's step: {', '.join(IMPLEMENTATIONS)}.",
-    "overlap": f"With --cluster: what runs behind computing: none, all, or some of {', '.join(OVERLAPS)} joined by +. "
-    "Default: sends, as autopar's own runtime does.",
+    "overlap": f"With --cluster: what runs behind computing: none, all, or some of {', '.join(OVERLAPS)} joined by +; "
+    "serial: not even launches behind collectives and other layers. Default: sends, as autopar's own runtime does.",
     "memory_limit": "Usable memory of each device, such as 8GB, 500MiB or 8e9 (bytes).",
     "optimizer": f"Optimizer whose state must fit in memory: {', '.join(OPTIMIZERS)}.",
     "batch_norm": f"Statistics of batch norm: {', '.join(BATCH_NORM)}.",

@@ -19,23 +19,28 @@ from autopar import AutoparWarning, DeviceError, keep_freed_memory
 from benchmarks import (
     accuracy,
     automatic,
+    distributed,
     estimates,
     gpu,
     inference,
     memory,
     models,
+    network,
     overhead,
     partition_instances,
     peers,
     planning,
     planning_time,
     published,
+    scale,
     training,
     zoo,
 )
 from benchmarks.machine import machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
 from benchmarks.published_runs.tables import TableError
+
+RESULTS = Path(__file__).parent / "results"
 
 # What each shows, and how it runs: quickly or not, with the folder of --instances or --tables.
 BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] = {
@@ -95,6 +100,18 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
         "ResNet-50, GPT-2 medium, a Llama of 1.1 billion parameters and T5 on GPUs: every promise, met or missed",
         lambda quick, _: gpu.run_gpu(quick),
     ),
+    "distributed": (
+        "BERT and GPT-2 on two processes: autopar, its threads, pipelining, DDP, FSDP2 and tensor parallelism by hand",
+        lambda quick, _: distributed.run_distributed(quick),
+    ),
+    "network": (
+        "two hosts as network namespaces, one rank each: plans made for two bandwidths, measured at both",
+        lambda quick, _: network.run_network(quick),
+    ),
+    "scale": (
+        "GPT-3, Llama 3 405B and a mixture of experts on 64 to 16,384 H100: plans, simulated steps, utilisation, cost",
+        lambda quick, folder: scale.run_scale(quick, folder or RESULTS),
+    ),
     "published": (
         "published training runs (--tables DIR): plans by hand, predicted and measured steps and memory",
         lambda quick, folder: published.run_published(folder, quick),
@@ -103,7 +120,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool, Path | None], Report | None]]] 
 
 
 # These measure the process itself, or run no steps.
-_WITHOUT_KEPT_MEMORY = ("partition_instances", "planning", "planning_time", "published")
+_WITHOUT_KEPT_MEMORY = ("partition_instances", "planning", "planning_time", "published", "scale")
 
 
 def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -> int:
@@ -146,6 +163,8 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
 def _run(options: argparse.Namespace) -> Report | None:
     if options.name == "gpu" and (options.device or options.models):
         return gpu.run_gpu(options.quick, options.device, [name for name in options.models.split(",") if name])
+    if options.name == "scale":
+        return scale.run_scale(options.quick, options.results)
     return BENCHMARKS[options.name][1](options.quick, options.instances or options.tables)
 
 
@@ -163,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", nargs="?", help="see --list")
     parser.add_argument("--list", action="store_true", help="show the benchmarks")
     parser.add_argument("--quick", action="store_true", help="tiny models and few steps: shows that it runs, no more")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--instances", type=Path, metavar="DIR", help="of partition_instances")
     parser.add_argument("--tables", type=Path, metavar="DIR", help="of published")
     parser.add_argument("--device", metavar="DEVICE", help="of gpu: default cuda; cpu runs what makes sense there")

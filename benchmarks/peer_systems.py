@@ -202,14 +202,15 @@ class Ranks:
     RuntimeError: with the traceback, where one fails; the other may then wait for it until `close`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Callable[[int], Any] = Rank) -> None:
+        """`worker(rank)`: in each process, whose methods serve the requests."""
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = str(Path(self._folder.name) / "rendezvous")
         pipes = [context.Pipe() for _ in range(STAGES)]
         self._connections = [here for here, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, rendezvous, there), daemon=True)
+            context.Process(target=_serve, args=(worker, rank, rendezvous, there), daemon=True)
             for rank, (_, there) in enumerate(pipes)
         ]
         for process, (_, there) in zip(self._processes, pipes, strict=True):
@@ -225,7 +226,7 @@ class Ranks:
         self.close(at_once=error is not None)
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """`method` (of `Rank`) of both ranks at once; what each returned."""
+        """`method` of the workers of both ranks at once; what each returned."""
         for connection in self._connections:
             connection.send((method.__name__, args))
         replies: dict[Any, Any] = {}
@@ -263,11 +264,11 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, rendezvous: str, connection: Connection) -> None:
-    """A process's life: methods of its `Rank` by name, until the pipe closes."""
+def _serve(make: Callable[[int], Any], rank: int, rendezvous: str, connection: Connection) -> None:
+    """A process's life: methods of its worker by name, until the pipe closes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=STAGES)
-    worker = Rank(rank)
+    worker = make(rank)
     while True:
         try:
             name, args = connection.recv()

@@ -18,11 +18,13 @@ def find_batch(
     kwargs: dict[str, Any],
     leaves: list[Any],
     batch_dim: int | dict[str, int | None] | None,
+    *,
+    may_be_empty: bool = False,
 ) -> tuple[list[int | None], int]:
     """The batch dimension of every leaf (None: shared) and the batch size (0: none).
 
     The batch is the size at `batch_dim` of the first tensor that has such a dimension; other tensors are batched
-    if they have the same size there.
+    if they have the same size there. Raises InputError for a batch without samples unless it `may_be_empty`.
     """
     names = leaf_names(model, args, kwargs)
     chosen: list[int | None]
@@ -46,7 +48,7 @@ def find_batch(
         dim %= leaf.dim()
         if size is None:
             size = leaf.shape[dim]
-            if size == 0:
+            if size == 0 and not may_be_empty:
                 raise InputError(f"input '{name}' has no samples: shape {tuple(leaf.shape)}; give at least one")
         if leaf.shape[dim] == size:
             dims.append(dim)

@@ -331,3 +331,23 @@ def register_output_type(error: BaseException, model: nn.Module) -> bool:
 def default_store() -> Any:
     """The store through which the ranks of the default process group found each other (torch has no public query)."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def inside_ddp() -> bool:
+    """Whether DistributedDataParallel runs a forward in this process (it tells no module that it wraps it)."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+class AgreeingGradScaler(torch.amp.GradScaler):
+    """torch's scaler, whose findings `agreed` may change before anything depends on them.
+
+    What a scaler has found in an optimizer's gradients has no public place. torch's own ShardedGradScaler overrides the
+    same method.
+    """
+
+    def agreed(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+        """For every device with gradients, 1 if one of them is inf or NaN, else 0; from the same of this process."""
+        return found
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        return self.agreed(super()._unscale_grads_(*args, **kwargs))

@@ -35,6 +35,7 @@ from autopar.costs.cost_table import CostSource, CostTable, Progress
 from autopar.costs.device_group import DeviceGroup, StageConfiguration
 from autopar.costs.operator_cost import OperatorCost, Weight, operator_costs
 from autopar.costs.python_overhead import NOT_MEASURED, PythonOverhead
+from autopar.costs.rank_costs import RankCosts
 from autopar.costs.recipe import USUAL, Recipe
 from autopar.costs.shard_costs import ShardCosts
 from autopar.costs.step_rehearsal import StepRehearsal
@@ -58,11 +59,12 @@ class CostGraph:
     cluster: Cluster | None = None  # over whose networks replicas reduce their gradients; None: within one process
     configurations: tuple[StageConfiguration, ...] = ()  # of meshes of any width; the search picks one for each stage
     alone: bool = True  # stages may run on single devices, too
-    cores: int | None = None  # CPU cores that the devices share; None: every device has hardware of its own
+    cores: int | None = None  # CPU cores of a machine, which its devices share; None: every device has its own hardware
     recipe: Recipe | None = None  # how a step is run on devices that are not at hand; None: measured
     notes: tuple[str, ...] = ()  # what a plan has to say about the seconds
     python: PythonOverhead = NOT_MEASURED
     shards: ShardCosts | None = None  # of meshes of devices at hand; None: no mesh is priced there
+    ranks: RankCosts | None = None  # of one process a device; None: workers of one process, or a planned cluster
     # By device kind, for stages that run compiled on single devices; `tables` are those of captured stages.
     compiled: Mapping[str, CompiledRatio] = field(default_factory=dict)
     # Tells what a plan's devices hold; None: only the formula of the search does.
@@ -137,7 +139,8 @@ class CostGraph:
         if self.cores is None:
             return 1.0
         threads = max(device.threads for device in self.devices)
-        return max(1.0, workers * threads / self.cores)
+        here = workers if self.ranks is None else min(workers, self.ranks.per_machine)
+        return max(1.0, here * threads / self.cores)
 
     @cached_property
     def _device_of(self) -> Mapping[str, Device]:

@@ -97,6 +97,8 @@ class CostTable:
     # [nodes] s of `backward` that compute gradients of parameters, at the only size; None: the operators' shares of it.
     weight: np.ndarray | None = None
     gathering: GatheringTimes | None = None  # None: no activation is gathered again
+    # [nodes] s of `forward`, and of `backward`, in which collectives run and nothing else does; None: no collectives.
+    collectives: tuple[np.ndarray, np.ndarray] | None = None
     # By a number of samples that is not among `rows`: forward [nodes], backward [nodes], loss [2]. None: interpolate.
     estimate: Callable[[int], Seconds] | None = field(default=None, compare=False, repr=False)
 
@@ -122,6 +124,7 @@ class CostTable:
             self.fused,
             None if self.weight is None else factor * self.weight,
             None if self.gathering is None else self.gathering._replace(taken=factor * self.gathering.taken),
+            self.collectives,
         )
 
     def at(self, rows: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:

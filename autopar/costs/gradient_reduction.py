@@ -101,8 +101,9 @@ def reduction_curve(costs: CostGraph, replicas: Sequence[DeviceGroup]) -> Reduct
 
 def _collective(costs: CostGraph, replicas: Sequence[DeviceGroup]) -> Callable[[float], float]:
     """Seconds of one collective by its bytes on each device."""
-    if costs.cluster is not None:
-        return _all_reduce(costs.cluster, replicas)
+    cluster = costs.cluster if costs.ranks is None else costs.ranks.cluster
+    if cluster is not None:
+        return _all_reduce(cluster, replicas)
     rate = (len(replicas) - 1) * reduction_seconds_per_byte(costs, replicas)
     return lambda nbytes: rate * nbytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,42 +16,30 @@ import torch
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.example import Example, untouched
-from autopar.analysis.operators import on_device, requires_grad_nodes, written_arguments
+from autopar.analysis.operators import on_device
 from autopar.capture.program import Program
-from autopar.capture.repeated_layers.measure_once import ReducedGraph, reduce_graph
 from autopar.costs import cost_graph
-from autopar.costs.call_signature import graph_signature, loss_signature
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Calls, CostTable, Progress
 from autopar.costs.measured_tables import tables_of
-from autopar.costs.shard_costs import measure_shards
+from autopar.costs.operator_passes import Measuring
+from autopar.costs.rank_costs import RankMeasurements, measured_links, rank_costs
+from autopar.costs.shard_costs import measure_shards, measure_shards_of_ranks
 from autopar.costs.step_rehearsal import StepRehearsal
 from autopar.costs.under_autocast import values_under, with_dtypes, with_sizes
-from autopar.errors import InfeasibleError
 from autopar.lower.size_values import values_of_sizes
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import on_meta
 from cost_models.hardware.devices import operator_threads, usable_cores
-from cost_models.measuring.autocast import Autocast, autocasts
+from cost_models.measuring.autocast import autocasts
 from cost_models.measuring.core_waiting import waiting_is_known
-from cost_models.measuring.operator_times import GraphTimes, measure, measure_accumulate
-from cost_models.measuring.repeats import until_two_agree
+from cost_models.measuring.operator_times import Companions, GraphTimes, measure_accumulate
+from cost_models.measuring.process_links import ProcessLinks
 from cost_models.memory.graph_bytes import GraphBytes, measure_bytes
 from cost_models.memory.training_memory import usable_memory
 
 log = logging.getLogger(__name__)
-
-# Equal operators that are timed; the rest get their mean. More of them average out noise and cost more time.
-_SAME_MEASURED = 3
-
-# Passes that take less than this many seconds are over before a disturbance is: they are measured at two different
-# times, and again until two measurements agree, up to this many.
-_SHORT = 0.05
-_MEASUREMENTS = 4
-
-# A micro-batch that takes this much more time a sample than its neighbours in size is measured once more.
-_SUSPICIOUS = 1.25
 
 
 class Measured:
@@ -59,7 +47,8 @@ class Measured:
 
     They are those under the caller's torch.autocast: of the thread that makes this object.
 
-    `leaves`: the flat inputs of an example call. `n_microbatches`: measure this division of the batch only.
+    `leaves`: the flat inputs of an example call. `n_microbatches`: measure this division of the batch only. `ranks`:
+    the processes of the devices, where each has its own; they measure together.
     """
 
     cluster = None
@@ -78,15 +67,20 @@ class Measured:
         target_dims: tuple[int | None, ...] = (),
         n_microbatches: int | None = None,
         cache: MeasurementCache | None = None,
+        ranks: RankMeasurements | None = None,
     ) -> None:
         self.devices = tuple(replace(d, memory=usable_memory(d.memory, d.torch_device.type)) for d in devices)
         self.cores = usable_cores() if all(d.shares_process_memory for d in self.devices) else None
+        if ranks is not None:
+            self.cores = ranks.cores
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(program, leaves, loss_fn, target, target_dims)
         self._n_microbatches, self._cache = n_microbatches, cache
         self._autocasts = autocasts(d.torch_device.type for d in self.devices)
         self._spread = 0.0  # the largest of all measurements
         self._too_large: list[tuple[str, int]] = []  # kind of device, samples
+        self._ranks = ranks
+        self.process_links: ProcessLinks | None = None  # of ranks, once they are measured
 
     @classmethod
     def of(
@@ -96,6 +90,7 @@ class Measured:
         *,
         n_microbatches: int | None = None,
         cache: MeasurementCache | None = None,
+        ranks: RankMeasurements | None = None,
     ) -> Self:
         """The costs of an example call."""
         return cls(
@@ -109,6 +104,7 @@ class Measured:
             target_dims=example.target_dims,
             n_microbatches=n_microbatches,
             cache=cache,
+            ranks=ranks,
         )
 
     def tables(self, progress: Progress) -> tuple[CostTable, ...]:
@@ -116,20 +112,31 @@ class Measured:
         jobs = []
         for kind in dict.fromkeys(d.kind for d in self.devices):
             mine = [d for d in self.devices if d.kind == kind]
-            jobs += [(mine[0], workers, n) for workers, n in _sizes(mine, program, batching, self._n_microbatches)]
-        measuring = _Measuring(
-            program,
-            with_dtypes(batching, self._under_autocast),
-            self._calls,
-            self._training,
-            self._cache,
-            self._autocasts,
-        )
+            if self._ranks is not None:
+                mine = [self.devices[rank] for rank in _on_one_machine(self._ranks, self.devices, kind)]
+            sizes = _sizes(mine, program, batching, self._n_microbatches, self.cores)
+            jobs += [(mine[0], workers, n) for workers, n in sizes]
+        measuring = self.measuring()
         found = measuring.run(jobs, progress)
         self._spread = max(times.spread for _, times in found)
         self._too_large = measuring.too_large
         once = {node.name for node in values_of_sizes(program.graph_module)}
         return tables_of([(device, _without(times, once)) for device, times in found])
+
+    def measuring(self) -> Measuring:
+        """What times the operators."""
+        return Measuring(
+            self._program,
+            with_dtypes(self._batching, self._under_autocast),
+            self._calls,
+            self._training,
+            self._cache,
+            self._autocasts,
+            None if self._ranks is None else partial(self._on_ranks, self._ranks),
+        )
+
+    def _on_ranks(self, ranks: RankMeasurements, device: Device, workers: int, rows: int) -> GraphTimes:
+        return ranks.passes(_on_one_machine(ranks, self.devices, device.kind)[:workers], workers, rows)
 
     def notes(self) -> tuple[str, ...]:
         """What was not measured; and how uncertain measurements are without the system's count of waiting."""
@@ -174,6 +181,10 @@ class Measured:
         return values_under(self._autocasts, self._program.graph_module, self._few_rows()[1])
 
     def links(self) -> dict[tuple[str, str], Link]:
+        if self._ranks is not None:
+            self.process_links = measured_links(self._ranks, self.devices, self._cache)
+            names = [device.name for device in self.devices]
+            return {(names[a], names[b]): link for (a, b), link in self.process_links.links.items()}
         key = signature_key("links", [(d.name, d.kind, d.threads) for d in self.devices])
         known = (
             self._cache.get(key, partial(_links_from_json, devices=self.devices)) if self._cache is not None else None
@@ -216,20 +227,30 @@ def _links_from_json(value: Any, devices: Sequence[Device]) -> dict[tuple[str, s
     return links
 
 
+def _on_one_machine(ranks: RankMeasurements, devices: Sequence[Device], kind: str) -> list[int]:
+    """The ranks of a kind of devices on the first machine that has some."""
+    mine = [rank for rank, device in enumerate(devices) if device.kind == kind]
+    return [rank for rank in mine if ranks.machines[rank] == ranks.machines[mine[0]]]
+
+
 def _sizes(
-    devices: Sequence[Device], program: Program, batching: Batching, n_microbatches: int | None
+    devices: Sequence[Device],
+    program: Program,
+    batching: Batching,
+    n_microbatches: int | None,
+    cores: int | None = None,
 ) -> list[tuple[int, int]]:
     """Pairs (busy workers, samples) to measure on devices of one kind.
 
     The whole batch runs on one worker, micro-batches run with all workers busy; of CPU workers that share cores, as
-    many as have a core of their own (`CostGraph.crowding` prices the others). `n_microbatches`: measure this division
-    of the batch only.
+    many as have some of the `cores` of their own (`CostGraph.crowding` prices the others). `n_microbatches`: measure
+    this division of the batch only.
     """
     batch = max(program.batch_size, 1)
     whole = [(1, batch)]
     if not batching.splittable or batch == 1:
         return whole
-    on_cores = max(1, usable_cores() // devices[0].threads)
+    on_cores = max(1, (cores or usable_cores()) // devices[0].threads)
     together = min(len(devices), on_cores) if devices[0].shares_process_memory else 1
     if n_microbatches is not None:
         parts = [largest_size(batch, n_microbatches)]
@@ -241,157 +262,10 @@ def _sizes(
     )  # each once: one micro-batch is whole
 
 
-_Job = tuple[Device, int, int]  # device, busy workers, samples
-
-
-class _Measuring:
-    """Times of a program's operators, under `autocasts` by device type."""
-
-    def __init__(
-        self,
-        program: Program,
-        batching: Batching,
-        calls: Calls,
-        training: bool,
-        cache: MeasurementCache | None,
-        autocasts: Mapping[str, Autocast],
-    ) -> None:
-        self._calls, self._training, self._cache, self._autocasts = calls, training, cache, autocasts
-        self._reduced, self._captured = _reduced(program, batching), program.device
-        self._signature = [graph_signature(program), training, loss_signature(calls.loss_fn, calls.target)]
-        self.too_large: list[tuple[str, int]] = []  # kind of device, samples that its memory does not hold
-
-    def run(self, jobs: Sequence[_Job], progress: Progress) -> list[tuple[Device, GraphTimes]]:
-        """Times for every (device, busy workers, samples), from the cache or measured and then cached.
-
-        Sizes that the memory of a GPU does not hold are left out. Raises InfeasibleError where it holds none.
-        """
-        keys = [
-            signature_key("times", self._signature, d.kind, d.threads, workers, rows, self._autocast_of(d).signature)
-            for d, workers, rows in jobs
-        ]
-        known = self._known(keys, jobs)
-        measured: dict[str, tuple[_Job, GraphTimes]] = {}
-        for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
-            device, workers, rows = job
-            progress(f"profiling {device.kind}: {rows} samples, {workers} busy", index / len(jobs))
-            times = known[key] if key in known else self._measured_if_it_fits(device, workers, rows)
-            if times is not None:
-                measured[key] = job, times
-        self._check_every_kind(jobs, [job for job, _ in measured.values()])
-        keys, jobs, found = list(measured), [job for job, _ in measured.values()], [t for _, t in measured.values()]
-        for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
-            if key not in known and found[index].total < _SHORT:
-                progress(f"profiling {job[0].kind}: {job[2]} samples again", 1.0)
-                found[index] = self._agreed(found[index], job)
-        for index, (key, (device, _, rows)) in enumerate(zip(keys, jobs, strict=True)):
-            times = found[index]
-            same = [t for t, (d, w, _) in zip(found, jobs, strict=True) if d is device and w == times.workers]
-            if key not in known and _disturbed(times, same):
-                progress(f"profiling {device.kind}: {rows} samples again", 1.0)
-                found[index] = min(times, self._measure(device, times.workers, rows), key=lambda t: t.total)
-        if self._cache is not None:
-            self._cache.put_many({k: t.to_json() for k, t in zip(keys, found, strict=True) if k not in known})
-        return [(device, times) for (device, _, _), times in zip(jobs, found, strict=True)]
-
-    def _measured_if_it_fits(self, device: Device, workers: int, rows: int) -> GraphTimes | None:
-        try:
-            return self._measure(device, workers, rows)
-        except torch.OutOfMemoryError as error:
-            log.info("%d samples do not fit the memory of %s: %s", rows, device.kind, error)
-            self.too_large.append((device.kind, rows))
-        # Here the error is gone, and with it the tensors of the pass: the next size finds their memory.
-        if device.torch_device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
-    def _check_every_kind(self, wanted: Sequence[_Job], measured: Sequence[_Job]) -> None:
-        kinds = {device.kind for device, _, _ in measured}
-        for kind, _ in self.too_large:
-            if kind not in kinds:
-                least = min(rows for device, _, rows in wanted if device.kind == kind)
-                raise InfeasibleError(
-                    f"the memory of {kind} does not hold a pass of {least} samples, so nothing can be measured there; "
-                    "free some of it, or plan ahead with a Cluster.preset(...) and pass that plan"
-                )
-
-    def _agreed(self, first: GraphTimes, job: _Job) -> GraphTimes:
-        """Times that a second measurement confirms; without such, the lowest."""
-        device, workers, rows = job
-        again = partial(self._measure, device, workers, rows)
-        times, agreed = until_two_agree(first, again, lambda t: t.total, _MEASUREMENTS)
-        if not agreed:
-            log.info(
-                "%d measurements of %d samples on %s disagree; keeping the lowest, %.3g ms",
-                _MEASUREMENTS,
-                rows,
-                device.kind,
-                times.total * 1e3,
-            )
-        return times
-
-    def _known(self, keys: Sequence[str], jobs: Sequence[_Job]) -> dict[str, GraphTimes]:
-        """The cached times of those of `keys` that have some, for the numbers of workers and samples of their jobs."""
-        if self._cache is None:
-            return {}
-        known = self._cache.get_many(keys, partial(GraphTimes.from_json, nodes=self._reduced.like.keys()))
-        wanted = {key: (workers, rows) for key, (_, workers, rows) in zip(keys, jobs, strict=True)}
-        return {key: times for key, times in known.items() if (times.workers, times.rows) == wanted[key]}
-
-    def _measure(self, device: Device, workers: int, rows: int) -> GraphTimes:
-        log.info("profiling %s: %d samples, %d busy", device.kind, rows, workers)
-        reduced = self._reduced
-
-        def inputs(rows: int) -> list[Any]:
-            made = [
-                shape.make(rows, device.torch_device).requires_grad_(gradient and self._training)
-                for shape, gradient in reduced.stand_ins
-            ]
-            return [*self._calls.inputs(rows), *made]
-
-        times = measure(
-            on_device(reduced.module, self._captured, device.torch_device),
-            inputs,
-            self._calls.loss,
-            rows,
-            device,
-            workers=workers,
-            training=self._training,
-            n_outputs=reduced.n_outputs,
-            autocast=self._autocast_of(device),
-        )
-        forward, backward = (
-            {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}
-            for seconds in (times.forward, times.backward)
-        )
-        return replace(times, forward=forward, backward=backward)
-
-    def _autocast_of(self, device: Device) -> Autocast:
-        return self._autocasts[device.torch_device.type]
-
-
 def _without(times: GraphTimes, names: Set[str]) -> GraphTimes:
     """The times of a pass that finds the values `names`: stages keep what follows from sizes (size_values.py)."""
     forward = {name: 0.0 if name in names else seconds for name, seconds in times.forward.items()}
     return replace(times, forward=forward)
-
-
-def _disturbed(times: GraphTimes, same: Sequence[GraphTimes]) -> bool:
-    """Whether `times` are much longer per sample than at the next smaller and larger size, as on a busy machine."""
-    ordered = sorted(same, key=lambda t: t.rows)
-    place = ordered.index(times)
-    beside = [t.total / t.rows for t in ordered[max(0, place - 1) : place + 2] if t is not times]
-    return bool(beside) and times.total / times.rows > _SUSPICIOUS * min(beside)
-
-
-def _reduced(program: Program, batching: Batching) -> ReducedGraph:
-    """The graph to time: every operator that repeats at most `_SAME_MEASURED` times."""
-    writes = {a for node in program.graph.nodes for a in written_arguments(node)}
-    aliases = {s for node in writes for s in batching.storages.get(node.name, ())}
-    touched = {n.name for n in program.graph.nodes if batching.storages.get(n.name, frozenset()) & aliases}
-    keep = touched | {n.name for n in program.graph.nodes if written_arguments(n)}
-    gradients = {n.name for n in requires_grad_nodes(program.graph_module)}
-    return reduce_graph(program.graph_module, batching.shapes, keep, gradients, _SAME_MEASURED)
 
 
 def measure_costs(
@@ -401,28 +275,61 @@ def measure_costs(
     n_microbatches: int | None = None,
     cache: bool = True,
     progress: Progress = SILENT,
+    ranks: RankMeasurements | None = None,
 ) -> CostGraph:
     """The measured cost graph of a call; times in the cache are not measured again. The model is unchanged.
 
-    `n_microbatches`: measure this division of the batch only.
+    `n_microbatches`: measure this division of the batch only. `ranks`: the processes of the devices, if each has one.
     """
-    # Copies that are made in inference mode could not be written outside of it, where operators are timed.
-    outside = torch.inference_mode(False)
-    with measurement_cache(cache) as store, untouched(example.model), torch.device("cpu"), outside:
-        source = Measured.of(example, devices, n_microbatches=n_microbatches, cache=store)
+    with measurement_cache(cache) as store, _apart(example):
+        source = Measured.of(example, devices, n_microbatches=n_microbatches, cache=store, ranks=ranks)
         costs = cost_graph.build(
             example.program, example.batching, source, training=example.training, progress=progress
         )
+        if ranks is not None and source.process_links is not None:
+            progress("collectives between ranks", 1.0)
+            of_ranks = rank_costs(ranks, source.devices, source.process_links, store)
+            costs = replace(costs, ranks=of_ranks, notes=(*costs.notes, *of_ranks.notes))
         types = {device.kind: device.torch_device.type for device in devices}
         return replace(costs, rehearsal=StepRehearsal.of(example, types, autocasts(types.values())))
 
 
-def with_shards(costs: CostGraph, widest: int, *, cache: bool = True, progress: Progress = SILENT) -> CostGraph:
-    """`costs` of devices at hand, with what meshes of up to `widest` of them cost: measured unless the cache knows."""
+@contextmanager
+def passes_of(
+    example: Example, devices: Sequence[Device]
+) -> Iterator[Callable[[Device, int, int, Companions | None], GraphTimes]]:
+    """`Measuring.passes` of a call, for a process that takes part in what another one measures."""
+    with _apart(example):
+        yield Measured.of(example, devices).measuring().passes
+
+
+@contextmanager
+def _apart(example: Example) -> Iterator[None]:
+    """Inside, passes leave the model as it is."""
+    # Copies that are made in inference mode could not be written outside of it, where operators are timed.
+    with untouched(example.model), torch.device("cpu"), torch.inference_mode(False):
+        yield
+
+
+def with_shards(
+    costs: CostGraph,
+    widest: int,
+    *,
+    cache: bool = True,
+    progress: Progress = SILENT,
+    ranks: RankMeasurements | None = None,
+) -> CostGraph:
+    """`costs` of devices at hand, with what meshes of up to `widest` of them cost: measured unless the cache knows.
+    `ranks`: the processes of the devices, if each has one."""
     if widest < 2 or (costs.shards is not None and costs.shards.widest >= widest):
         return costs
+    if costs.ranks is not None and costs.ranks.notes:
+        return costs  # the notes say why no mesh is priced
     progress(f"collectives of up to {widest} devices", 0.0)
     with measurement_cache(cache) as store:
+        if ranks is not None:
+            links = measured_links(ranks, costs.devices, store)
+            return replace(costs, shards=measure_shards_of_ranks(ranks, costs.devices, links, widest, store))
         return replace(costs, shards=measure_shards(costs.devices, costs.links, widest, store))
 
 

@@ -6,6 +6,8 @@ One process runs all shards of a stage, and one thread calls them, so that
     kernels           of devices on one piece of hardware, such as workers of one CPU, run one after another (`turns`)
     launches          of all devices of a mesh of GPUs come one after another from one thread (`launch_seconds`)
     whole parameters  lie on the first device of a mesh of GPUs, for the optimizer; workers of a CPU share their memory
+
+Where every device has a process of its own, none waits for another, and collectives are those between processes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+from autopar.costs.rank_costs import RankMeasurements, rank_costs
 from autopar.lower.collectives import MOVES
 from cost_models import (
     Cluster,
@@ -36,6 +39,7 @@ from cost_models import (
 from cost_models.hardware.devices import operator_threads, synchronize
 from cost_models.hardware.toml_tables import fields_of
 from cost_models.measuring.peak_rates import measure_spec
+from cost_models.measuring.process_links import ProcessLinks
 
 SIZES = (16 << 10, 256 << 10, 2 << 20, 16 << 20)
 """Bytes of the tensors that collectives are measured with."""
@@ -51,9 +55,12 @@ class ShardCosts:
 
     cluster: Cluster  # the devices, their links, and the collectives of as many of them as a mesh may have
     widest: int  # devices of a mesh, at most
+    separate: bool = False  # every device computes in a process of its own
 
     def turns(self, names: Sequence[str]) -> int:
         """How many of these devices compute one after another, because they are the same hardware."""
+        if self.separate:
+            return 1
         place = {device.name: device.torch_device for device in self.cluster.devices}
         return max(Counter(place[name] for name in names).values())
 
@@ -65,6 +72,19 @@ class ShardCosts:
     def holds_whole_parameters(self, kind: str) -> bool:
         """Whether a mesh's first device holds whole parameters, gradients and optimizer states."""
         return self.cluster.specs[kind].device_type != "cpu"
+
+
+def measure_shards_of_ranks(
+    ranks: RankMeasurements,
+    devices: Sequence[Device],
+    links: ProcessLinks,
+    widest: int,
+    cache: MeasurementCache | None = None,
+) -> ShardCosts:
+    """What meshes of up to `widest` devices cost, each in a process of its own. The devices are of one kind."""
+    specs = {devices[0].kind: _known_spec(devices[0], cache)}
+    found = rank_costs(ranks, devices, links, cache, specs=specs, which=tuple(_DIMS))
+    return ShardCosts(found.cluster, widest, separate=True)
 
 
 def measure_shards(

@@ -83,7 +83,7 @@ def split_by_sizes(module: fx.GraphModule) -> Split | None:
             rest.erase_node(node)  # only the values needed it
     name = type(module).__name__
     return Split(
-        tuple((inputs.index(size.args[0]), int(size.args[1])) for size in sizes),  # type: ignore[arg-type]
+        tuple((inputs.index(size.args[0]), int(size.args[1])) for size in sizes),
         fx.GraphModule(module, values, class_name=f"{name}Sizes"),
         fx.GraphModule(module, rest, class_name=name),
     )

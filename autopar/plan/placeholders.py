@@ -26,19 +26,35 @@ def is_ordinal(name: str) -> bool:
 
 
 def devices_of_type(
-    used: Sequence[str], device_kinds: Mapping[str, str], offered: Sequence[str], offered_kinds: Sequence[str] | None
+    used: Sequence[str],
+    every: Sequence[str],
+    device_kinds: Mapping[str, str],
+    offered: Sequence[str],
+    offered_kinds: Sequence[str] | None,
 ) -> tuple[dict[str, str], str]:
-    """A device offered for each cluster device that a plan uses, in order; and a sentence on what is lacking, or "".
+    """A device offered for each cluster device that a plan uses; and a sentence on what is lacking, or "".
 
-    `device_kinds`: the types that the plan was made for, by name. `offered_kinds`: None where any device will do.
+    As many devices as the cluster has take their places, so that neighbours stay neighbours: of 2 nodes with 2 devices
+    each, 1.0 is the third. Otherwise each gets the first free one of its type, in the cluster's order.
+
+    `every`: the cluster's devices, node by node. `device_kinds`: the types that the plan was made for, by name.
+    `offered_kinds`: None where any device will do.
     """
+    place = {name: number for number, name in enumerate(every)}
     wanted = [name for name in used if _CLUSTER_DEVICE.fullmatch(name) and name not in offered]
+    wanted.sort(key=lambda name: place.get(name, len(place)))
     free = list(zip(offered, offered_kinds or [""] * len(offered), strict=True))
     names: dict[str, str] = {}
+    for name, pair in zip(every, free, strict=True) if len(every) == len(offered) else ():
+        if name in wanted and _fits(device_kinds.get(name, ""), pair[1]):
+            names[name] = pair[0]
+    free = [pair for pair in free if pair[0] not in names.values()]
     lacking: list[str] = []
     for name in wanted:
+        if name in names:
+            continue
         spec = device_kinds.get(name, "")
-        fitting = next((pair for pair in free if not pair[1] or describes(spec, pair[1])), None)
+        fitting = next((pair for pair in free if _fits(spec, pair[1])), None)
         if fitting is None:
             lacking.append(spec)
         else:
@@ -49,6 +65,11 @@ def devices_of_type(
     left = ", ".join(f"{name} = '{kind}'" if kind else name for name, kind in free) or "none is left"
     kinds = ", ".join(sorted(set(lacking)))
     return names, f"the plan uses {len(lacking)} more devices of kind {kinds}; of the devices offered, {left}"
+
+
+def _fits(spec: str, kind: str) -> bool:
+    """Whether a device of `kind` is of the type that a plan was made for; any device is where its kind is not known."""
+    return not kind or describes(spec, kind)
 
 
 def devices_in_order(groups: Sequence[Sequence[str]], offered: Sequence[str], in_turn: bool) -> dict[str, str]:

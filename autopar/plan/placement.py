@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def placed_on(plan: Plan, offered: Sequence[str], kinds: Sequence[str] | None) -> Plan:
     """See `Plan.on`."""
     made_for = dict(zip(plan.devices, plan.device_kinds, strict=False))
-    names, lacking = devices_of_type(plan.used_devices, made_for, offered, kinds)
+    names, lacking = devices_of_type(plan.used_devices, plan.devices, made_for, offered, kinds)
     if lacking:
         raise PlanError(lacking)
     if names:

@@ -185,8 +185,9 @@ class Plan:
         degrees; where several do, they are the fastest.
 
         Args:
-            devices: a cluster, or the devices at hand; all of them are used. On workers of a CPU, whose shards run one
-                after another, the strategies are those for as many H100 and nothing is predicted.
+            devices: a cluster, or the devices at hand (None under torchrun: the ranks); all of them are used. On
+                workers of a CPU, the strategies are those for as many H100, and nothing is predicted: workers of one
+                process run their shards one after another.
             example_args, example_kwargs, target, loss_fn: a call with the samples of a whole step, as for
                 `autopar.plan`.
             tensor: devices that cut every matrix by columns or rows.

@@ -176,7 +176,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
 
 def _one_worker(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> bool:
     """Whether the runtime will have one of several workers do all actions, because their operators are tiny."""
-    if costs.python == NOT_MEASURED or arrangement.n_groups == 1:
+    if costs.python == NOT_MEASURED or arrangement.n_groups == 1 or costs.ranks is not None:
         return False
     # On one busy device: where several are, what they wait for the interpreter counts in the seconds of operators.
     m, everything = arrangement.n_microbatches, range(len(atoms.nodes))
@@ -299,10 +299,12 @@ def _transfers(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> list
     found = []
     for (source, target), sent in traffic.items():
         links = {costs.links[a, b] for a in devices[source] for b in devices[target] if a != b}
-        ends = [arrangement.groups[stage][0] for stage in (source, target)]
+        groups = arrangement.groups[source], arrangement.groups[target]
+        crowds = (1, 1) if costs.ranks is None else (costs.ranks.crowd(*groups), costs.ranks.crowd(*groups[::-1]))
+        ends = [group[0] for group in groups]
         slowest = [
-            max((link.seconds(n / m) for link in links if n), default=0.0) + _joined(costs, ends, n / m)
-            for n in sent.nbytes
+            max((link.seconds(crowd * n / m) for link in links if n), default=0.0) + _joined(costs, ends, n / m)
+            for n, crowd in zip(sent.nbytes, crowds, strict=True)
         ]
         both = (slowest[0],) * m, (slowest[1],) * m
         found.append(Transfer(source, target, *both, overlap=costs.overlap.sends))

@@ -171,8 +171,8 @@ def _notes(searching: Searching, best: Candidate, candidates: Sequence[Candidate
     used, offered = best.arrangement.n_devices, len(costs.devices)
     if costs.crowding(offered) > 1:
         notes.append(
-            f"{offered} CPU workers share {costs.cores} cores: more workers than cores wait for each other, "
-            "and are priced so"
+            f"{offered if costs.ranks is None else costs.ranks.per_machine} CPU workers share {costs.cores} cores: "
+            "more workers than cores wait for each other, and are priced so"
         )
     if used < offered:
         more = [c for c in candidates if c.arrangement.n_devices > used]

@@ -10,6 +10,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.measured import with_shards
+from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.planner.inter_op.config import MeshChoices
@@ -55,11 +56,13 @@ def shards_at_hand(
     *,
     cache: bool,
     progress: Progress = SILENT,
+    ranks: RankMeasurements | None = None,
 ) -> AtHand:
     """The meshes of up to `max_shards` devices (None: no mesh) that stages may have, and costs that price them.
 
     Without being asked for, devices at hand form no meshes: one thread launches the kernels of all devices of a mesh,
-    workers of one CPU share its cores, and the choice of strategies makes planning take longer.
+    workers of one CPU share its cores, and the choice of strategies makes planning take longer. `ranks`: the processes
+    of the devices, if each has one.
     """
     if max_shards is None or max_shards == 1:
         return AtHand(costs, None)
@@ -69,7 +72,9 @@ def shards_at_hand(
     if m is not None and costs.batch_size % m:
         uneven = f"{m} micro-batches do not divide the batch of {costs.batch_size} samples evenly, which meshes need"
         return AtHand(costs, None, (f"no stage has a mesh: {uneven}",))
-    costs = with_shards(costs, max_shards, cache=cache, progress=progress)
+    if costs.ranks is not None and costs.ranks.notes:
+        return AtHand(costs, None)  # the costs' notes say why
+    costs = with_shards(costs, max_shards, cache=cache, progress=progress, ranks=ranks)
     meshes = Meshes(costs, subject_of(example, options.optimizer), options.memory_limit)
     return AtHand(costs, MeshChoices(meshes, max_shards, progress))
 

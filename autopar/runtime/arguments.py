@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from autopar.analysis.example import LossFunction
 from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
-from autopar.options import AHEAD_ONLY
+from autopar.options import AHEAD_ONLY, Data
 from autopar.runtime.call_checks import check_model
 from autopar.runtime.initial_values.missing_values import is_hollow
 from autopar.runtime.ranks.world import World
@@ -35,6 +35,17 @@ def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_model(model)
+
+
+def check_data(data: object, devices: Devices) -> None:
+    """Raise InputError for what ranks cannot pass to calls."""
+    if data not in get_args(Data):
+        raise InputError(f"data must be one of {', '.join(map(repr, get_args(Data)))}, got {data!r}")
+    if data == "per-rank" and devices is not None:
+        raise InputError(
+            "data='per-rank' is for one process a device (torchrun, without devices=); in one process, every call has "
+            "the whole batch"
+        )
 
 
 def devices_at_hand(

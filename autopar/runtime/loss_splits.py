@@ -20,6 +20,7 @@ from autopar.analysis.loss import LossSplit, study_loss, title_of
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.errors import InputError
+from autopar.options import BatchDim
 
 _MOST = 16  # loss functions of a signature; the one that was used longest ago goes
 _DEPTH = 3  # of functions and containers inside a closure that are looked into
@@ -40,9 +41,7 @@ class LossSplits:
         self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
     ) -> LossSplit:
         """How `loss_fn(output, target)` splits. Raises InputError for a `target_dim` that does not fit `target`."""
-        leaves, spec = torch_private.tree_flatten(target)
-        dims = tuple(target_dim) if isinstance(target_dim, Sequence) else target_dim
-        key = (_identity(loss_fn), str(spec), tuple(map(_shape, leaves)), dims, tuple(default_dims))
+        key = _key(loss_fn, target, target_dim, default_dims)
         if key not in self._known:
             split = study_loss(loss_fn, self._program, self._batching, target, target_dim, default_dims=default_dims)
             self._known[key] = (split, (loss_fn, _held(loss_fn)))
@@ -50,6 +49,23 @@ class LossSplits:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key][0]
+
+    def knows(
+        self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
+    ) -> bool:
+        """Whether `of` would look it up."""
+        return _key(loss_fn, target, target_dim, default_dims) in self._known
+
+
+def _key(loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]) -> Any:
+    leaves, spec = torch_private.tree_flatten(target)
+    dims = tuple(target_dim) if isinstance(target_dim, Sequence) else target_dim
+    return (_identity(loss_fn), str(spec), tuple(map(_shape, leaves)), dims, tuple(default_dims))
+
+
+def default_target_dims(batch_dim: BatchDim) -> tuple[int, ...]:
+    """The dimensions of a target that are tried for its samples, where the user gives none."""
+    return (batch_dim, 0) if isinstance(batch_dim, int) else (0,)
 
 
 def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any]) -> torch.Tensor:

@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -306,6 +306,15 @@ class PipelinedModule(Pipelined, nn.Module):
         else:
             loss, outputs = self._pipelined_step(call, profile=bool(profile))
         return (loss, outputs) if return_outputs else loss
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, backwards of ranks leave out the sum over ranks: the next backward outside makes it, once.
+
+        For gradient accumulation: all calls of a step but the last inside. Gradients add up in `.grad` as without it,
+        and in one process it changes nothing. Under torchrun, `.grad` is incomplete until the last backward; clipping
+        and an optimizer's step before are refused.
+        """
+        return nullcontext()
 
     def device_context(self, context: DeviceContext) -> AbstractContextManager[None]:
         """Inside, the worker of every device does its part of a call in `context(name of the device)`."""

@@ -10,6 +10,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.measured import measure_costs, with_shards
+from autopar.costs.rank_costs import RankMeasurements
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
@@ -33,9 +34,16 @@ from cost_models import Device
 
 
 def plan_at_hand(
-    example: Example, devices: Sequence[Device], options: PlanOptions, progress: Progress = SILENT
+    example: Example,
+    devices: Sequence[Device],
+    options: PlanOptions,
+    progress: Progress = SILENT,
+    ranks: RankMeasurements | None = None,
 ) -> Plan:
-    """The fastest plan for a call of a model on `devices`. Raises PlanError and InfeasibleError."""
+    """The fastest plan for a call of a model on `devices`. Raises PlanError and InfeasibleError.
+
+    `ranks`: the processes of the devices, if each has one; they measure together.
+    """
     start = time.perf_counter()
     example, search = search_options(example, options, len(devices))
     tries = options.tune not in (0, "auto")
@@ -45,11 +53,12 @@ def plan_at_hand(
         return checked_width(plan_as_sharded(example, devices, search), options.max_shards)
     # Candidates may split the batch differently from the options: then every size is measured.
     only = None if options.candidates else search.n_microbatches
-    costs = _measured(example, devices, options, only, progress)
+    costs = _measured(example, devices, options, only, progress, ranks)
     call = ComparedCall(example, RunSettings.of(options))
     compiled = with_compiled(costs, call, search, cache=options.cache, progress=progress)
     costs = compiled.costs
-    at_hand = shards_at_hand(example, costs, search, options.max_shards, cache=options.cache, progress=progress)
+    cache = options.cache
+    at_hand = shards_at_hand(example, costs, search, options.max_shards, cache=cache, progress=progress, ranks=ranks)
     costs, meshes = _pricing_candidates(at_hand.costs, options, progress), at_hand.meshes
     spent = time.perf_counter() - start
     if options.tune:
@@ -63,15 +72,21 @@ def plan_at_hand(
 
 
 def priced_at_hand(
-    plan: Plan, example: Example, devices: Sequence[Device], options: PlanOptions, progress: Progress = SILENT
+    plan: Plan,
+    example: Example,
+    devices: Sequence[Device],
+    options: PlanOptions,
+    progress: Progress = SILENT,
+    ranks: RankMeasurements | None = None,
 ) -> Plan:
-    """The user's `plan` with its predictions, from measurements on `devices`. Raises PlanError."""
+    """The user's `plan` with its predictions, from measurements on `devices`. Raises PlanError. `ranks`: see
+    `plan_at_hand`."""
     plan.check_model(example.model)
     example, search = search_options(example, options, len(devices))
-    costs = _measured(example, devices, options, None, progress)
+    costs = _measured(example, devices, options, None, progress, ranks)
     call = ComparedCall(example, RunSettings.of(options))
     compiled = with_compiled(costs, call, search, cache=options.cache, progress=progress)
-    costs = with_shards(compiled.costs, widest_mesh([plan]), cache=options.cache, progress=progress)
+    costs = with_shards(compiled.costs, widest_mesh([plan]), cache=options.cache, progress=progress, ranks=ranks)
     priced = predict_any(plan, example, costs, search.conditions)
     if options.calibrate:
         priced = calibrated(priced, call, costs, search, progress)
@@ -79,12 +94,21 @@ def priced_at_hand(
 
 
 def _measured(
-    example: Example, devices: Sequence[Device], options: PlanOptions, n_microbatches: int | None, progress: Progress
+    example: Example,
+    devices: Sequence[Device],
+    options: PlanOptions,
+    n_microbatches: int | None,
+    progress: Progress,
+    ranks: RankMeasurements | None = None,
 ) -> CostGraph:
     """What the call costs: its operators, and Python itself. `n_microbatches`: measure this division of the batch
     only."""
-    costs = measure_costs(example, devices, n_microbatches=n_microbatches, cache=options.cache, progress=progress)
-    return replace(costs, python=python_overhead(costs.devices, cache=options.cache))
+    cache = options.cache
+    costs = measure_costs(example, devices, n_microbatches=n_microbatches, cache=cache, progress=progress, ranks=ranks)
+    python = python_overhead(costs.devices, cache=cache)
+    if ranks is not None:  # no worker waits for another's interpreter, and the links have what messages take
+        python = replace(python, busy=python.alone)
+    return replace(costs, python=python)
 
 
 def _noted(plan: Plan, compiled: CompiledPrices) -> Plan:

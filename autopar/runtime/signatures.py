@@ -29,7 +29,7 @@ from autopar.runtime.bound_signature import (
 )
 from autopar.runtime.captures import BoundCall, CallArguments, Captures
 from autopar.runtime.dynamic import Bucket, bucket
-from autopar.runtime.loss_splits import LossSplits
+from autopar.runtime.loss_splits import LossSplits, default_target_dims
 from autopar.runtime.user_warnings import OneTimeWarnings
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device
@@ -130,8 +130,7 @@ class Signatures:
             check_own_loss(signature.program)
         if signature.loss_splits is None:
             signature.loss_splits = LossSplits(signature.program, signature.batching)
-        dims = (batch_dim, 0) if isinstance(batch_dim, int) else (0,)
-        return signature.loss_splits.of(call.loss, call.target, call.target_dim, dims)
+        return signature.loss_splits.of(call.loss, call.target, call.target_dim, default_target_dims(batch_dim))
 
     def _plan_for(self, bound: BoundCall, call: CallArguments) -> Plan:
         """The plan in force; a new one if there is none, or none that fits the call."""

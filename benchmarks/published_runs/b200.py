@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from benchmarks.published_runs.models import LlamaSizes
 from cost_models.hardware.device_specs import device_spec
 from cost_models.hardware.networks import Network
 from cost_models.kernels.efficiency_curves import ComputeCurve, Efficiency
@@ -74,3 +75,21 @@ NVLINK = Network(
 )
 """Its runs with tensor parallelism cut the sequence, too, and their optimizer's states: all their collectives gather or
 scatter. They have no all-reduce; one would take 5.5 us a step, at 0.742 of the line rate."""
+
+_CUBLAS = 32 << 20
+"""Bytes of Transformer Engine's own workspace for cuBLAS, from Hopper on (`get_cublas_workspace_size_bytes` of
+transformer_engine/pytorch/module/base.py, 2025)."""
+
+
+def library_bytes(model: LlamaSizes, tensor: int) -> int:
+    """Bytes that Transformer Engine and Megatron-LM keep on each of `tensor` devices, whatever the plan.
+
+    Gradients of weights are added to float32 sums within the products. Autograd gets a placeholder in their place: one
+    for each shape of a weight, in bfloat16, which is kept (`get_dummy_wgrad` of transformer_engine/pytorch/module/
+    base.py). With the sequence cut, the head's input is gathered into a buffer that is kept, too (`GlobalMemoryBuffer`
+    of megatron/core/utils.py).
+    """
+    h, kv = model.hidden, model.hidden // model.heads * model.kv_heads
+    weights = h * (h + 2 * kv) + h * h + 2 * h * model.inner + model.inner * h  # q, k, v; out; gate, up; down
+    gathered = model.seq * h if tensor > 1 else 0
+    return 2 * (weights // tensor + gathered) + _CUBLAS

@@ -41,6 +41,7 @@ class Case:
     per_second: float = 1.0  # units of a figure of seconds
     memory: float | None = None  # bytes, the published peak
     not_expressed: str = ""  # what the run does that a plan of the product cannot say
+    library_memory: int = 0  # bytes that the training system's libraries hold besides what the plan does
     family: Sizes | None = None  # the model before its plan rounds a size, such as a vocabulary that is cut evenly
 
     @property

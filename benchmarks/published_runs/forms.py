@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_runs.alpa import ALPA_GPT, ALPA_PLANS
-from benchmarks.published_runs.b200 import B200, NVLINK
+from benchmarks.published_runs.b200 import B200, NVLINK, library_bytes
 from benchmarks.published_runs.cases import Case, Degrees, Options
 from benchmarks.published_runs.models import GPTSizes, LlamaSizes, Sizes, has_fused_softmax
 from benchmarks.published_runs.tables import Row, read_rows
 from benchmarks.published_runs.vtrain import HDR, TRACED_A100
 from benchmarks.published_runs.vtrain import NVLINK as VTRAIN_NVLINK
 from cost_models import Cluster
+from cost_models.collectives.overlap import SERIAL
 from cost_models.hardware.device_specs import device_spec
 
 NODE = 8  # devices
@@ -166,13 +167,15 @@ def _vtrain(row: Row) -> Iterator[Case]:
     _whole(row, "micro_batch", batch, data * micro_batch, "samples")
     plan = _plan(tensor, pipeline, data, micro_batch)
     cluster = dataclasses.replace(_cluster("A100-80", gpus), inter_node=HDR)
+    how = MEGATRON
     if row.text("system") == "single-node":
+        how = dataclasses.replace(how, overlap=SERIAL)
         cluster = dataclasses.replace(cluster, node=(TRACED_A100,) * len(cluster.node), intra_node=VTRAIN_NVLINK)
         plan["recompute"] = "none"
     name = f"{hidden} x {layers} on {gpus}, batch {batch}: {tensor} x {pipeline} x {data}, {micro_batch} at a time"
     ms = row.number("iteration_ms")
     unit: dict[str, Any] = {"per_second": 1e3, "family": family}
-    yield Case(name, "iteration_ms", ms, "ms", model, batch, cluster, MEGATRON, (plan,), **unit)
+    yield Case(name, "iteration_ms", ms, "ms", model, batch, cluster, how, (plan,), **unit)
 
 
 def _b200(row: Row) -> Iterator[Case]:
@@ -181,7 +184,7 @@ def _b200(row: Row) -> Iterator[Case]:
     if size not in _LLAMA3:
         row.wrong("model", f"needs one of {', '.join(f'llama3-{one}' for one in _LLAMA3)}, got {row.text('model')!r}")
     sizes = {**_LLAMA3[size], "kv_heads": _B200_KV_HEADS.get(size, _LLAMA3[size]["kv_heads"])}
-    model = LlamaSizes(**{**sizes, "layers": row.count("layers")}, seq=row.count("seq"))
+    model = LlamaSizes(**{**sizes, "layers": row.count("layers")}, seq=row.count("seq"), wide_loss=False)
     tensor, pipeline, data = row.counts("tensor", "pipeline", "data")
     context, expert = row.count("context", 1), row.count("expert", 1)
     gpus, micro_batch, m = tensor * pipeline * data * context, row.count("micro_batch", 1), row.count("microbatches")
@@ -200,6 +203,7 @@ def _b200(row: Row) -> Iterator[Case]:
         (plan,),
         per_second=1e3,
         memory=row.gib("peak_allocated_gib"),
+        library_memory=library_bytes(model, tensor),
         not_expressed="context parallelism" if context > 1 else "expert parallelism" if expert > 1 else "",
     )
 

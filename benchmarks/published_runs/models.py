@@ -9,7 +9,9 @@ They call the operators that the training systems call, so that these have the p
 
 Where a system has one kernel of its own for several operators, the model has one operator that reads, writes and keeps
 as much. Scaling, masking and softmax of scores are one kernel in Megatron-LM, for most numbers of heads: here they are
-`softmax` alone. SwiGLU is one kernel in Transformer Engine: here it is `glu`.
+`softmax` alone. SwiGLU is one kernel in Transformer Engine: here it is `glu`. Megatron-LM's fused loss works on its
+float32 logits in place (megatron/core/fusions/fused_cross_entropy.py): those and their gradient in bfloat16 are 6 bytes
+a logit at the most, as are three tensors in bfloat16, which `cross_entropy` of such logits has.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class LlamaSizes:
     seq: int
     vocab: int = 128256
     fused: bool = True  # whether norms and SwiGLU are kernels of their own, not composed of others
+    wide_loss: bool = True  # whether the loss makes a float32 copy of the logits, beside what it keeps
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -146,6 +149,7 @@ class Llama3(nn.Module):
         self.norm = _norm(sizes)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
         width = sizes.hidden // sizes.heads
+        self.wide_loss = sizes.wide_loss
         self.register_buffer("cos", torch.empty(sizes.seq, 1, width), persistent=False)
         self.register_buffer("sin", torch.empty(sizes.seq, 1, width), persistent=False)
 
@@ -154,8 +158,8 @@ class Llama3(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.transpose(1, 2), labels)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy((logits.float() if self.wide_loss else logits).transpose(1, 2), labels)
 
 
 class LlamaLayer(nn.Module):

@@ -35,6 +35,7 @@ class Priced:
     degrees: Degrees
     candidates: int  # plans that were priced
     why_not: str = ""
+    library_memory: int = 0  # bytes; see `Case`
 
     @property
     def seconds(self) -> float | None:
@@ -43,10 +44,10 @@ class Priced:
 
     @property
     def memory(self) -> float | None:
-        """Bytes of tensors on the device that needs most, with the workspaces of libraries, which torch allocates."""
+        """Bytes of tensors on the device that needs most, with what libraries hold, which torch allocates."""
         if self.plan is None:
             return None
-        return max(stage.peak_memory or 0 for stage in self.plan.stages) + WORKSPACE["cuda"]
+        return max(stage.peak_memory or 0 for stage in self.plan.stages) + WORKSPACE["cuda"] + self.library_memory
 
 
 class Pricer:
@@ -89,7 +90,7 @@ class Pricer:
         """Priced once for all columns of a table that may have chosen it."""
         key = (case.model, case.batch, case.cluster, case.options, tuple(sorted(degrees.items())))
         if key not in self._priced:
-            self._priced[key] = Priced(self._plan(case, degrees), degrees, 1)
+            self._priced[key] = Priced(self._plan(case, degrees), degrees, 1, library_memory=case.library_memory)
         return self._priced[key]
 
     def forget(self, model: Sizes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import statistics
 import time
@@ -19,7 +20,11 @@ from cost_models.hardware.devices import synchronize
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 """Bytes of the tensors that collectives are measured with."""
 
-ROUNDS = 7
+# Their names from torch 2.13 on, and before.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+ROUNDS, FEW_ROUNDS = 7, 2
 WARM_UP_ROUNDS = 2  # the first calls open connections
 
 
@@ -64,11 +69,17 @@ def measure_collectives(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     sizes: Sequence[int] = SIZES,
+    *,
+    which: Sequence[Collective] = COLLECTIVES,
+    hosts: Sequence[object] | None = None,
+    longest: float = math.inf,
 ) -> MeasuredCollectives:
-    """The median seconds of every collective in `group`; all its processes call this together and get the same.
+    """The median seconds of collectives in `group`; all its processes call this together and get the same.
 
     A size is rounded up to a multiple of 4 bytes a process. The time is that of the slowest process. `send_recv` is
-    from the first process of the group to the last, which lies in another node where there are several.
+    from the first process of the group to the last, which lies in another node where there are several. `hosts`: of
+    the group's processes in order; default: their host names. `longest`: no larger size follows one that takes longer
+    than these seconds.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or the group has one process alone.
@@ -78,16 +89,25 @@ def measure_collectives(
     n = dist.get_world_size(group)
     if n == 1:
         raise RuntimeError("collectives are measured among two processes or more; the group has one")
-    hosts: list[str] = [""] * n
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    if hosts is None:
+        names: list[object] = [""] * n
+        dist.all_gather_object(names, socket.gethostname(), group=group)
+        hosts = names
     device = torch.device(device)
     rounded = tuple(dict.fromkeys(-(-size // (4 * n)) * 4 * n for size in sorted(sizes)))
-    times: dict[Collective, tuple[float, ...]] = {}
-    for collective in COLLECTIVES:
-        times[collective] = tuple(_measure(_call(collective, size, group, device), group, device) for size in rounded)
+    used: list[int] = []
+    found: dict[Collective, list[float]] = {collective: [] for collective in which}
+    for size in rounded:
+        if any(times and times[-1] > longest for times in found.values()):
+            break
+        used.append(size)
+        for collective, times in found.items():
+            few = bool(times) and times[-1] > longest / 10
+            times.append(_measure(_call(collective, size, group, device), group, device, few=few))
     counts = sorted(Counter(hosts).values())
     uneven = tuple(counts) if counts[0] < counts[-1] else ()
-    return MeasuredCollectives(len(counts), counts[0], rounded, times, uneven)
+    times_of = {collective: tuple(times) for collective, times in found.items()}
+    return MeasuredCollectives(len(counts), counts[0], tuple(used), times_of, uneven)
 
 
 def _call(
@@ -107,8 +127,8 @@ def _call(
 
     calls: dict[Collective, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_gather": lambda: _ALL_GATHER(whole, part, group=group),
+        "reduce_scatter": lambda: _REDUCE_SCATTER(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, first, group=group),
         "send_recv": send_recv,
@@ -116,10 +136,12 @@ def _call(
     return calls[collective]
 
 
-def _measure(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Median seconds of `call` in the slowest process, each round from a common start."""
+def _measure(
+    call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device, *, few: bool = False
+) -> float:
+    """Median seconds of `call` in the slowest process, each round from a common start. `few`: of FEW_ROUNDS."""
     samples = []
-    for turn in range(WARM_UP_ROUNDS + ROUNDS):
+    for turn in range(WARM_UP_ROUNDS + (FEW_ROUNDS if few else ROUNDS)):
         dist.barrier(group)
         synchronize(device)
         start = time.perf_counter()

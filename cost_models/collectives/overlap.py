@@ -13,7 +13,7 @@ Every constant has its source beside it. None is fitted to a published training 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import numpy as np
@@ -38,29 +38,47 @@ class Overlap:
     parameters: bool = False  # gathering parameters: ahead of their readers, and after the optimizer's step
     gathers: bool = False  # gathering activations again, behind the products for the gradients of what was gathered
     sends: bool = True  # sending activations and their gradients to other stages; otherwise the sender waits
+    launches: bool = True  # launching kernels, behind collectives and other layers
 
     def __str__(self) -> str:
-        used = [field.name for field in fields(self) if getattr(self, field.name)]
-        return "all" if len(used) == len(fields(self)) else "+".join(used) or "none"
+        used = [name for name in OVERLAPS if getattr(self, name)]
+        if not self.launches:
+            return SERIAL
+        return "all" if len(used) == len(OVERLAPS) else "+".join(used) or "none"
 
 
 OVERLAP_AT_HAND = Overlap()
 """What autopar's own runtime does: copies between stages have streams of their own (`runtime/transfers.py`).
 Collectives inside of meshes are operators of a stage, and gradients of replicas are summed after the last backward."""
 
-OVERLAPS = tuple(field.name for field in fields(Overlap))
+OVERLAPS = ("gradients", "parameters", "gathers", "sends")
+"""What may run behind computing."""
+
+SERIAL = "serial"
+"""Layers and collectives run one after another, and the host launches a layer's kernels while that layer runs, never
+ahead of it or behind a collective. So a step takes what its parts take alone, which is what simulators add up that
+trace a layer and measure collectives:
+
+    none      host    |l1|l2|l3|l4|                     serial    |l1|l2|             |l3|l4|
+              device     |k1|k2|~~collective~~|k3|k4|                |k1|k2|~~coll.~~|   |k3|k4|
+                         '-layer 1-'          '-layer 2-'
+
+The seconds of a collective contain its launch."""
 
 
 def overlap_named(text: str) -> Overlap:
-    """`none`, `all`, or names of OVERLAPS joined by a plus, such as `gradients+sends`.
+    """`none`, `all`, `serial`, or names of OVERLAPS joined by a plus, such as `gradients+sends`.
 
     Raises:
         ValueError: another text; the message lists the names.
     """
+    if text == SERIAL:
+        return Overlap(sends=False, launches=False)
     names = {"none": [], "all": list(OVERLAPS)}.get(text, text.split("+") if isinstance(text, str) else [str(text)])
     unknown = [name for name in names if name not in OVERLAPS]
     if unknown or len(set(names)) < len(names):
-        raise ValueError(f"it is none, all, or some of {', '.join(OVERLAPS)} joined by +, got {text!r}")
+        some = ", ".join(OVERLAPS)
+        raise ValueError(f"it is none, all, {SERIAL}, or some of {some} joined by +, got {text!r}")
     return Overlap(**{name: name in names for name in OVERLAPS})
 
 

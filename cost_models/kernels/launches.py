@@ -170,6 +170,27 @@ def pass_seconds(kernels: Sequence[float], launches: Sequence[float], *, queued:
     return max(end.host, end.device)
 
 
+def waits(kernels: np.ndarray, launches: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """[operators] s that the device waits for the host before each, where the host does not always run ahead.
+
+    `kernels`, `launches`: [operators] s of each, in order of execution. `starts`: bool [operators], True where an
+    operator is launched only when all before it has ended. With its waits, each part takes what `lay` says.
+    O(operators).
+    """
+    found = np.zeros(len(kernels))
+    host = device = 0.0
+    for place, (kernel, launch, start) in enumerate(
+        zip(kernels.tolist(), launches.tolist(), starts.tolist(), strict=True)
+    ):
+        if start:
+            host = device = 0.0
+        host += launch
+        begin = max(device, host)
+        found[place] = begin - device
+        device = begin + kernel
+    return found
+
+
 def overlapped_seconds(kernels: Seconds, launches: Seconds, start: float | np.ndarray = 0.0) -> Seconds:
     """Seconds of a pass by the sums of its `kernels` and of its `launches`: the longer. Numbers, or arrays of passes.
 

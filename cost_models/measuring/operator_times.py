@@ -8,20 +8,21 @@ against passes without marks. Passes that disagree are repeated. Linux reports h
 for a core; that time is subtracted, because a plan should fit the machine and not the other programs that run on it
 during planning. Where the system does not report it, more passes are made, and how far they lie apart is kept. Workers
 of one machine share memory bandwidth, caches and Python's interpreter lock: with `workers=n`, n threads run the same
-passes at once, and the times are those under that load.
+passes at once, and the times are those under that load. Where workers are processes, these run them at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import fx
@@ -97,6 +98,16 @@ class TimedPass:
     backward: dict[str, float]  # by node
     loss: tuple[float, float]  # forward, backward
     totals: tuple[float, float]  # of forward and of backward, loss included, waiting for a core left out
+
+
+class Companions(Protocol):
+    """Other processes of the machine that run the same passes at the same time."""
+
+    def wait(self) -> None:
+        """Until all are here."""
+
+    def largest(self, value: float) -> float:
+        """Of all values."""
 
 
 class GraphRunner:
@@ -247,18 +258,21 @@ def measure(
     n_outputs: int | None = None,
     budget: float = 1.0,
     autocast: Autocast | None = None,
+    companions: Companions | None = None,
 ) -> GraphTimes:
     """Median times of every node of `module` at `rows` samples, on `workers` threads at once.
 
     `inputs_of(rows)` gives the flat inputs, `loss_of(rows)` a loss of the flat outputs or None (backward then starts
     from ones at every output). `n_outputs`: the outputs from this index on are loose ends; the backward starts from
     them, too. After a warm-up, timed passes and passes without clock reads take turns for about `budget` seconds; if
-    they disagree, up to `_ROUNDS` times. `autocast`: that all passes run under; None: off.
+    they disagree, up to `_ROUNDS` times. `autocast`: that all passes run under; None: off. `companions`: `workers`
+    processes, this one included, make one of the `workers` each in place of threads; the times are this process's own.
     """
-    runners = [GraphRunner(module, device.torch_device, training, n_outputs, autocast=autocast) for _ in range(workers)]
+    own = workers if companions is None else 1
+    runners = [GraphRunner(module, device.torch_device, training, n_outputs, autocast=autocast) for _ in range(own)]
     for runner in runners:
         runner.inputs = [_to(x, device.torch_device) for x in inputs_of(rows)]
-    load = _Load(runners, [loss_of(rows) for _ in runners], device.threads, budget)
+    load = _Load(runners, [loss_of(rows) for _ in runners], device.threads, budget, companions)
     load.run()
     return _typical_times(rows, workers, load.plain, load.timed)
 
@@ -276,13 +290,22 @@ class _Load:
     """
 
     def __init__(
-        self, runners: Sequence[GraphRunner], losses: Sequence[Loss | None], threads: int, budget: float
+        self,
+        runners: Sequence[GraphRunner],
+        losses: Sequence[Loss | None],
+        threads: int,
+        budget: float,
+        companions: Companions | None = None,
     ) -> None:
-        """`threads`: CPU threads of each runner's operators; `budget`: s for the passes after the warm-up."""
+        """`threads`: CPU threads of each runner's operators; `budget`: s for the passes after the warm-up.
+        `companions`: processes with the same load as this one, which has one runner."""
         self.plain: list[tuple[float, float]] = []  # s of forward and backward
         self.timed: list[TimedPass] = []
         self._runners, self._losses, self._threads, self._budget = runners, losses, threads, budget
-        self._barrier = threading.Barrier(len(runners))
+        self._barrier: threading.Barrier | _Meeting = threading.Barrier(len(runners))
+        if companions is not None:
+            self._barrier = _Meeting(companions)
+        self._companions = companions
         self._lock = threading.Lock()
         self._warm_ups: list[float] = []  # s of every runner's first pass
         self._failures: list[BaseException] = []
@@ -310,7 +333,7 @@ class _Load:
             self._barrier.wait()
             # Backwards run in the thread that calls them, as in the workers of a pipeline.
             with torch.autograd.set_multithreading_enabled(False):
-                warm_up = sum(runner.plain_pass(loss))  # allocation, kernels, lazy initialisation
+                warm_up = self._warmed_up(runner, loss)
                 with self._lock:
                     self._warm_ups.append(warm_up)
                 self._barrier.wait()
@@ -318,6 +341,20 @@ class _Load:
         except BaseException as error:  # `run` raises it; the other threads must not wait for this one
             self._failures.append(error)
             self._barrier.abort()
+
+    def _warmed_up(self, runner: GraphRunner, loss: Loss | None) -> float:
+        """Seconds of a first pass: allocation, kernels, lazy initialisation. Of the slowest process, which all raise
+        for where one of them cannot run it."""
+        if self._companions is None:
+            return sum(runner.plain_pass(loss))
+        own = math.inf
+        try:
+            own = sum(runner.plain_pass(loss))
+        finally:
+            slowest = self._companions.largest(own)
+        if math.isinf(slowest):
+            raise RuntimeError("another process could not run the passes that are measured on all at once")
+        return slowest
 
     def _repeat(self, runner: GraphRunner, loss: Loss | None) -> None:
         """Timed and plain passes in turn. All threads make the same number, or the last passes would be without load.
@@ -340,10 +377,22 @@ class _Load:
                     self.plain.append(plain)
                     self.timed.append(timed)
             self._barrier.wait()
-            enough = agree([sum(pass_) for pass_ in self.plain])  # 3: the same for all threads
+            enough = agree([sum(pass_) for pass_ in self.plain])  # 3: the same for all threads, and processes
+            if self._companions is not None:
+                enough = self._companions.largest(float(not enough)) == 0.0
             self._barrier.wait()
             if enough and made >= rounds_at_least:
                 return
+
+
+class _Meeting:
+    """A barrier for the processes in the place of one for threads."""
+
+    def __init__(self, companions: Companions) -> None:
+        self.wait = companions.wait
+
+    def abort(self) -> None:
+        """Nothing: a process that fails after its first pass ends, and its group notices."""
 
 
 def _typical_times(

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import sys
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -393,6 +394,25 @@ def test_fakes_on_one_device_are_made_of_tensors_that_stay_on_another() -> None:
     assert FakeTensorMode().from_tensor(meta).device.type == "meta"
 
 
+def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_private.inside_ddp())
+            return super().forward(x)
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = Looks(2, 2)
+        model(torch.ones(1, 2))
+        nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen == [False, True, False]
+
+
 def test_hooks_of_gradients_are_seen_until_they_are_removed() -> None:
     weight = nn.Parameter(torch.ones(2))
     for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
@@ -414,3 +434,19 @@ def test_default_store_is_the_one_of_the_process_group() -> None:
         assert torch_private.default_store().get("a") == b"1"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_what_a_scaler_has_found_can_be_changed_before_it_steps() -> None:
+    class Skips(torch_private.AgreeingGradScaler):
+        def agreed(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+            assert [(place.type, one.item()) for place, one in found.items()] == [("cpu", 0.0)]
+            return {place: torch.ones_like(one) for place, one in found.items()}
+
+    for fused in (False, True):
+        weight = nn.Parameter(torch.ones(2))
+        scaler, optimizer = Skips("cpu", init_scale=8.0), torch.optim.Adam([weight], lr=1.0, fused=fused)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, torch.ones(2))
+        assert scaler.get_scale() == 4.0

@@ -21,6 +21,7 @@ from cost_models.kernels.launches import (
     lay,
     operators_seconds,
     overlapped_seconds,
+    waits,
 )
 
 seconds = st.floats(0, 1)
@@ -162,3 +163,21 @@ def test_a_pass_without_kernels_does_not_start() -> None:
     arrays = overlapped_seconds(np.array([0.0, 1.0, 3.0]), np.array([0.0, 1.0, 1.0]), 0.5)
     assert arrays.tolist() == [0.0, 1.5, 3.0]
     assert overlapped_seconds(0.0, 0.0, 0.5) == 0.0
+
+
+@given(
+    parts=st.lists(
+        st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=6), min_size=1, max_size=5
+    )
+)
+def test_with_its_waits_each_part_takes_what_it_takes_alone(parts: list[list[tuple[float, float]]]) -> None:
+    every = [pair for part in parts for pair in part]
+    kernels, launches = (np.array(column) for column in zip(*every, strict=True))
+    starts = np.array([place == 0 for part in parts for place in range(len(part))])
+    found = waits(kernels, launches, starts)
+    assert (found >= 0).all()
+    ends = np.cumsum([len(part) for part in parts])
+    for part, end in zip(parts, ends, strict=True):
+        inside = slice(end - len(part), end)
+        alone = lay([kernel for kernel, _ in part], [launch for _, launch in part]).device
+        assert (kernels + found)[inside].sum() == pytest.approx(alone)

@@ -11,7 +11,7 @@ from fake_times import FakeTimes
 from torch import nn
 
 import autopar
-from autopar.costs import measured
+from autopar.costs import measured, operator_passes
 from cost_models.hardware import devices
 from cost_models.measuring.operator_times import GraphTimes
 
@@ -30,7 +30,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, times: FakeTimes, n_workers: int) -> autopar.Plan:
-    monkeypatch.setattr(measured, "measure", times)
+    monkeypatch.setattr(operator_passes, "measure", times)
     return autopar.plan(model(), ["cpu"] * n_workers, example_args=(X,), tune=0, cache=False)
 
 
@@ -52,7 +52,7 @@ def test_no_number_of_workers_is_faster_than_the_cores(monkeypatch: pytest.Monke
 def test_a_plan_on_more_workers_than_cores_is_priced_with_their_share(
     monkeypatch: pytest.MonkeyPatch, busy: int, slower: float
 ) -> None:
-    monkeypatch.setattr(measured, "measure", FakeTimes())
+    monkeypatch.setattr(operator_passes, "measure", FakeTimes())
     seen = []
     real = measured.cost_graph.build
 
@@ -105,9 +105,9 @@ def test_what_still_disagrees_is_kept_with_its_lowest_and_said_in_the_log(
 ) -> None:
     count = len({*measured_sizes(monkeypatch)})
     noisy = FakeTimes(1e-12, [2.0**i for i in range(60)])
-    with caplog.at_level("INFO", logger="autopar.costs.measured"):
+    with caplog.at_level("INFO", logger="autopar.costs.operator_passes"):
         plan_of(monkeypatch, noisy, 2)
-    assert len(noisy.calls) <= count * (measured._MEASUREMENTS + 1)
+    assert len(noisy.calls) <= count * (operator_passes._MEASUREMENTS + 1)
     assert "disagree; keeping the lowest" in caplog.text
 
 
@@ -121,7 +121,7 @@ def test_long_measurements_average_out_disturbances_themselves(monkeypatch: pyte
 @pytest.mark.parametrize("width", [4, 64])
 def test_a_model_of_tiny_operators_is_not_split(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Six layers of 20 us: what Python does for every action is more than what a second worker takes off."""
-    monkeypatch.setattr(measured, "measure", FakeTimes(per_row=2e-5 / 64 / 3))
+    monkeypatch.setattr(operator_passes, "measure", FakeTimes(per_row=2e-5 / 64 / 3))
     layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
     plan = autopar.plan(
         copy.deepcopy(layers), ["cpu", "cpu"], example_args=(torch.randn(64, width),), tune=0, cache=False

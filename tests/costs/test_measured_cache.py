@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.analysis.example import capture_example
-from autopar.costs import measured
+from autopar.costs import measured, operator_passes
 from autopar.costs.call_signature import call_signature
 from cost_models import parse_devices
 from cost_models.measuring import cache, operator_times
@@ -24,8 +24,8 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every measurement from here on, by name."""
     counted: list[str] = []
 
-    def counting(name: str) -> Any:
-        real = getattr(measured, name)
+    def counting(module: Any, name: str) -> Any:
+        real = getattr(module, name)
 
         def measure(*args: Any, **kwargs: Any) -> Any:
             counted.append(name)
@@ -33,8 +33,12 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return measure
 
-    for name in ("measure", "measure_links", "measure_accumulate"):
-        monkeypatch.setattr(measured, name, counting(name))
+    for module, name in (
+        (operator_passes, "measure"),
+        (measured, "measure_links"),
+        (measured, "measure_accumulate"),
+    ):
+        monkeypatch.setattr(module, name, counting(module, name))
     return counted
 
 
@@ -134,15 +138,15 @@ def test_left_out_operators_are_replaced_by_values_of_the_dtype_that_autocast_gi
 ) -> None:
     """Of equal layers a few are measured; the next operator then reads a stand-in."""
     stand_ins: list[torch.dtype] = []
-    real = measured.reduce_graph
+    real = operator_passes.reduce_graph
 
     def reduced(*args: Any) -> Any:
         found = real(*args)
         stand_ins.extend(shape.dtype for shape, _ in found.stand_ins)
         return found
 
-    monkeypatch.setattr(measured, "reduce_graph", reduced)
-    monkeypatch.setattr(measured, "measure", FakeTimes())
+    monkeypatch.setattr(operator_passes, "reduce_graph", reduced)
+    monkeypatch.setattr(operator_passes, "measure", FakeTimes())
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         autopar.profile(model, ["cpu"], example_args=(torch.randn(4, 8),), cache=False)
@@ -151,7 +155,7 @@ def test_left_out_operators_are_replaced_by_values_of_the_dtype_that_autocast_gi
 
 
 def test_what_stages_send_under_autocast_has_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "measure", FakeTimes())
+    monkeypatch.setattr(operator_passes, "measure", FakeTimes())
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
     def sent() -> list[int]:

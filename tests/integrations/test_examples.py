@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS = {"with_trainer": "accelerate", "with_accelerate": "accelerate", "with_lightning": "lightning"}
+NEEDS = {
+    "many_processes": "transformers",
+    "with_trainer": "accelerate",
+    "with_accelerate": "accelerate",
+    "with_lightning": "lightning",
+}
 
 
 def test_every_example_is_tested() -> None:
@@ -57,3 +62,20 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     found = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", killed.stdout)}
     alone = runpy.run_path(str(script), run_name="example")["main"](tmp_path / "b")
     assert found == pytest.approx(alone, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_the_example_of_many_processes_gives_the_losses_of_one() -> None:
+    found = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        done = subprocess.run(
+            [sys.executable, *launcher, str(EXAMPLES / "many_processes.py"), "3"],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
+        )
+        found.append([float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)])
+    assert len(found[0]) == 3
+    assert found[1] == pytest.approx(found[0], abs=1e-4)

@@ -131,6 +131,16 @@ def test_a_plan_runs_on_its_own_devices_in_any_order_and_on_no_fewer(plan: Plan,
         plan.on([name for name in offered if name != lost] + ["cuda:99"])
 
 
+def test_devices_of_a_cluster_take_their_places_among_as_many_offered() -> None:
+    names = [f"{node}.{index}:cpu" for node in range(2) for index in range(2)]
+    plan = Plan.from_split({"a": 0, "b": 1}, devices=[[names[2]], [names[1]]], n_microbatches=1)
+    offered, kinds = [f"cpu:{i}" for i in range(4)], ["AMD, 1 thread"] * 4
+    placed = replace(plan, devices=tuple(names)).on(offered, kinds)
+    assert [stage.devices for stage in placed.stages] == [("cpu:2",), ("cpu:1",)]
+    fewer = replace(plan, devices=tuple(names)).on(offered[:2], kinds[:2])  # in the cluster's order
+    assert [stage.devices for stage in fewer.stages] == [("cpu:1",), ("cpu:0",)]
+
+
 def test_devices_of_other_kinds_are_refused_with_both() -> None:
     made = replace(by_stage(2).on(["cuda:0", "cuda:1", "cuda:2"], ["H200", "H200", "L4"]), n_microbatches=4)
     assert made.device_kinds == ("H200", "H200", "L4")

@@ -15,7 +15,7 @@ from simulations import Case, cases
 
 import autopar
 from autopar.analysis.example import Example, capture_example
-from autopar.costs import measured
+from autopar.costs import operator_passes
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.measured import measure_costs
 from autopar.costs.python_overhead import ACTION_OVERHEAD
@@ -86,7 +86,7 @@ def costs(example: Example, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`costs(names)`: those of workers with these names, whose operators all take equally long."""
 
     def named(names: tuple[str, ...]) -> CostGraph:
-        monkeypatch.setattr(measured, "measure", FakeTimes())
+        monkeypatch.setattr(operator_passes, "measure", FakeTimes())
         devices = parse_devices(["cpu"] * len(names))
         found = measure_costs(example, devices, cache=False)
         renamed = tuple(

@@ -56,13 +56,13 @@ def test_what_is_left_over_is_that_of_kernels_that_slow_down_while_the_network_i
     assert left_over(seconds, room, bucket) >= left_over(seconds, room + 1, bucket) - 1e-12
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "serial"])
 def test_an_overlap_prints_as_it_is_named(name: str) -> None:
     assert str(overlap_named(name)) == name
     assert overlap_named("+".join(reversed(OVERLAPS))) == overlap_named("all") == Overlap(*[True] * len(OVERLAPS))
 
 
-@pytest.mark.parametrize("wrong", ["", "gradient", "gradients,sends", "sends+sends", "all+sends"])
+@pytest.mark.parametrize("wrong", ["", "gradient", "gradients,sends", "sends+sends", "all+sends", "serial+sends"])
 def test_an_unknown_overlap_is_refused_with_the_names(wrong: str) -> None:
     with pytest.raises(InputError, match=r"overlap cannot be used.*gradients, parameters, gathers, sends"):
         autopar.plan(Mlp(8), Cluster.preset("2xH100"), example_args=(torch.zeros(2, 4, 8),), overlap=wrong)

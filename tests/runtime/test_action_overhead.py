@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar import Plan
-from autopar.costs import measured
+from autopar.costs import operator_passes
 from autopar.costs.python_overhead import NOT_MEASURED, PythonOverhead
 from autopar.planner.predicted_step import ONE_WORKER, step_of_plan
 from autopar.runtime import action_overhead
@@ -86,7 +86,7 @@ def test_measuring_leaves_random_numbers_and_threads_as_they_were() -> None:
 
 def planned(monkeypatch: pytest.MonkeyPatch, per_row: float, python: PythonOverhead = GIVEN, **options: Any) -> Plan:
     """For eight layers, each operator of which takes `per_row` s a sample; 8 samples, 4 micro-batches."""
-    monkeypatch.setattr(measured, "measure", FakeTimes(per_row))
+    monkeypatch.setattr(operator_passes, "measure", FakeTimes(per_row))
     monkeypatch.setattr("autopar.runtime.planning.python_overhead", lambda devices, cache: python)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     fixed: dict[str, Any] = {"n_microbatches": 4, "max_replicas": 1, "tune": 0, "cache": False, **options}
@@ -112,7 +112,7 @@ def test_tiny_operators_stay_on_one_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_pipeline_that_one_worker_runs_takes_all_of_its_actions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = Plan.from_split({"0": 0, "4": 1}, n_microbatches=4)
-    monkeypatch.setattr(measured, "measure", FakeTimes(2e-6))
+    monkeypatch.setattr(operator_passes, "measure", FakeTimes(2e-6))
     monkeypatch.setattr("autopar.runtime.planning.python_overhead", lambda devices, cache: GIVEN)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     x = torch.zeros(8, 4)

@@ -206,12 +206,12 @@ def test_others_see_the_models_own_parameters_while_it_runs() -> None:
 
 
 def test_a_second_plan_takes_its_costs_from_the_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.costs import measured
+    from autopar.costs import operator_passes
 
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
     counted = []
-    real = measured.measure
-    monkeypatch.setattr(measured, "measure", lambda *a, **k: counted.append(1) or real(*a, **k))
+    real = operator_passes.measure
+    monkeypatch.setattr(operator_passes, "measure", lambda *a, **k: counted.append(1) or real(*a, **k))
     model = wrapped("twice")
     plans = []
     for _ in range(2):

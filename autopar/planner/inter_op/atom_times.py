@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
@@ -9,10 +10,11 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_table import CostTable, HostTimes
 from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atoms import Atoms
 from cost_models.collectives.overlap import CONTENTION, left_over, overlapped_pass
-from cost_models.kernels.launches import Seconds, overlapped_seconds
+from cost_models.kernels.launches import Seconds, overlapped_seconds, waits
 
 
 class PassSeconds(NamedTuple, Generic[Seconds]):
@@ -224,6 +226,8 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
         overlapped = OverlappedAtoms(networks, sums(*own.hidden), gradients, parameters, own.bucket)
     start = 0.0 if host is None else host.start
     forward, backward, loss = table.at(rows)
+    if host is not None and not costs.overlap.launches:
+        forward, backward = _serial(costs, atoms, table, host, forward, backward)
     network = nothing if table.overlapped is None else table.overlapped.network[0]
     launched = nothing if host is None else host.forward
     once_more = [forward, launched, network]
@@ -247,6 +251,22 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     factor = ratio.at(rows)
     compiled = PassSeconds(factor * kernels.forward, factor * kernels.backward, 0 * kernels.weight)
     return times._replace(kernels=compiled, captured=kernels, left_alone=ratio.left_alone)
+
+
+def _serial(
+    costs: CostGraph, atoms: Atoms, table: CostTable, host: HostTimes, forward: np.ndarray, backward: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """[nodes] s of both passes where the host launches nothing ahead of a layer: with what the device waits for it."""
+    run = {name for names in atoms.nodes for name in names}  # others do not run in every pass
+    inside = np.array([name in run for name in table.nodes], dtype=bool)
+    there, back = (0 * forward, 0 * backward) if table.collectives is None else table.collectives
+    layers = [costs.operators[name].block for name in table.nodes]
+    changes = np.array([a != b for a, b in itertools.pairwise(layers)], dtype=bool)
+    ahead, behind = np.concatenate([[True], changes]), np.concatenate([[True], changes[::-1]])
+    return (
+        forward + waits(inside * (forward - there), inside * host.forward, ahead),
+        backward + waits((inside * (backward - back))[::-1], (inside * host.backward)[::-1], behind)[::-1],
+    )
 
 
 def _summed(times: PassSeconds[np.ndarray], inside: Sequence[int]) -> PassSeconds[float]:

@@ -85,12 +85,13 @@ def _of_any_width(
     costs: CostGraph, pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]
 ) -> tuple[tuple[DeviceGroup, ...], ...]:
     """The groups of each stage, in order. `needs`: pool, width and replicas of each stage."""
-    if costs.cluster is None:  # one node, whose meshes may have any widths
+    cluster = costs.mesh_cluster
+    if cluster is None or (costs.shards is not None and cluster.nodes == 1):  # meshes may have any widths
         left = [[group.first for group in pool] for pool in pools]
         return tuple(tuple(costs.group(tuple(_first(left[pool], width))) for _ in range(n)) for pool, width, n in needs)
     free = []
     for index, pool in enumerate(pools):
-        nodes = [costs.cluster.node_of(group.first) if costs.cluster is not None else 0 for group in pool]
+        nodes = [cluster.node_of(group.first) for group in pool]
         widths = {width for of_pool, width, _ in needs if of_pool == index}
         free.append(FreeDevices(pool, nodes.count(nodes[0]), widths))
     return tuple(tuple(costs.group(free[pool].take(width)) for _ in range(n)) for pool, width, n in needs)

@@ -81,7 +81,9 @@ def _fastest(costs: CostGraph, meshes: Sequence[DeviceGroup], width: int) -> Lan
 
 def _all_reduce(costs: CostGraph, pool: Sequence[DeviceGroup]) -> Callable[[int], ReductionCurve] | None:
     """By their number, the curve of the first groups of `pool`; None where the groups are workers of one process."""
-    return None if costs.cluster is None else cache(lambda count: reduction_curve(costs, pool[:count]))
+    if costs.cluster is None and costs.ranks is None:
+        return None
+    return cache(lambda count: reduction_curve(costs, pool[:count]))
 
 
 def _exchange(costs: CostGraph, pool: Sequence[DeviceGroup]) -> ReductionCurve | None:

@@ -99,6 +99,7 @@ def mesh_configuration(
             _overlapped(solution, overlap, columns),
             weight=np.maximum(weight, 0.0),
             gathering=_gathering(program, solution, table, columns),
+            collectives=None if overlap.launches else (columns["network_forward"], columns["network_backward"]),
         ),
         operators_on_mesh(program, facts, solution, kind, task.cluster, m),
         program,
@@ -179,7 +180,7 @@ def _host(
         return _host_at_hand(program, facts, solution, table, program.costs.shards.launch_seconds(table.kind))
     whole, recipe, cluster = table.host, program.costs.recipe, program.costs.cluster
     host = None if recipe is None or cluster is None else recipe.host(cluster.specs[table.kind])
-    if whole is None or host is None:
+    if whole is None or host is None or not program.costs.overlap.launches:
         return whole
     counts: dict[bool, _ByNode] = {False: {}, True: {}}  # backward -> node
     for collective in solution.collectives:
@@ -214,7 +215,7 @@ def _gathering(
     recipe, cluster = program.costs.recipe, program.costs.cluster
     host = None if recipe is None or cluster is None else recipe.host(cluster.specs[table.kind])
     launched = np.zeros(len(table.nodes))
-    if host is not None and table.host is not None:
+    if host is not None and table.host is not None and program.costs.overlap.launches:
         counts: _ByNode = {}
         for one in solution.collectives:
             if one.regathered_for:

@@ -203,7 +203,8 @@ class Meshes:
         found = []
         for kind in dict.fromkeys(d.kind for d in self._devices):
             per_node = self._per_node(kind)
-            even = self._costs.shards is not None or per_node % width == 0 or width % per_node == 0
+            anywhere = self._costs.shards is not None and self._cluster.nodes == 1
+            even = anywhere or per_node % width == 0 or width % per_node == 0
             found += [kind] if even and width <= per_node * self._cluster.nodes else []
         return found
 

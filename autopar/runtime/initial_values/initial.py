@@ -114,7 +114,8 @@ def _origins(
     missing = [f"'{name}'" for name in shapes if name not in found]
     if missing:
         if weights is None:
-            raise InputError(f"{_few(missing)} has no values (it is on the meta device): {_ADVICE}")
+            more = f", as {len(missing) - 1} more are" if len(missing) > 1 else ""
+            raise InputError(f"{missing[0]} has no values (it is on the meta device{more}): {_ADVICE}")
         raise InputError(f"{str(weights)!r} lacks {_few(missing)}; give init_fn=, too, which makes what is not there")
     return found
 

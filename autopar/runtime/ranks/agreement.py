@@ -5,16 +5,26 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from autopar.capture import torch_private
+from autopar.capture.call_inputs import leaf_names
+from autopar.capture.program import flattened
 from autopar.errors import InputError
+from autopar.runtime.captures import CallArguments
+from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.world import World
 
 CHECK_EVERY = 100  # calls between two comparisons of the batch's content
+_CHECKED_FIRST = 2  # calls whose content is compared at the start: the first may be an example
+
+_WHOLE = (
+    "every rank must make the same calls with the whole batch: seed the data's order alike, and use no "
+    "DistributedSampler (or give parallelize data='per-rank', and every rank its own samples)"
+)
 
 
 def compare(world: World, facts: Mapping[str, tuple[str, str]]) -> None:
@@ -24,9 +34,13 @@ def compare(world: World, facts: Mapping[str, tuple[str, str]]) -> None:
         others = [rank for rank, theirs in enumerate(found) if theirs.get(name, ("", ""))[0] != value]
         if others:
             there = found[others[0]].get(name, ("nothing", ""))[0]
-            raise InputError(
-                f"ranks differ in {name}: {value} on rank 0, {there} on rank {', '.join(map(str, others))}; {advice}"
+            raise on_all_ranks(
+                InputError(f"ranks differ in {name}: {value} on rank 0, {there} on rank {listed(others)}; {advice}")
             )
+
+
+def listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def digest(text: str) -> str:
@@ -38,47 +52,114 @@ def weights_digest(model: nn.Module, without: Collection[str] = ()) -> str:
     crc = 0
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in without:
-            crc = _content(tensor.detach(), crc)
+            crc = content_of(tensor.detach(), crc)
     return f"{crc:08x}"
+
+
+class CallKind(NamedTuple):
+    """What a call is, beside its batch."""
+
+    trains: bool  # train_step
+    grad: bool  # mode of the thread
+    training: bool  # mode of the model
+    returns_outputs: bool
+    accumulates: bool  # inside pm.accumulate()
+
+    def __str__(self) -> str:
+        words = ["train_step" if self.trains else "a forward"]
+        words += ["with gradients" if self.grad else "without gradients"]
+        words += ["of the model in training mode" if self.training else "of the model in eval mode"]
+        words += ["that returns outputs"] * self.returns_outputs + ["inside accumulate()"] * self.accumulates
+        return " ".join(words)
+
+
+class CallLeaves(NamedTuple):
+    """The flat inputs and targets of a call, with names for messages."""
+
+    names: list[str]
+    values: list[Any]
+    structure: str
+
+    @classmethod
+    def of(cls, model: nn.Module, call: CallArguments) -> CallLeaves:
+        leaves, spec = flattened(call.args, call.kwargs)
+        inputs = leaf_names(model, call.args, dict(sorted(call.kwargs.items())))
+        targets, target_spec = torch_private.tree_flatten(call.target)
+        several = len(targets) > 1
+        names = [f"input '{name}'" for name in inputs]
+        names += [f"target {place}" if several else "the target" for place in range(len(targets))]
+        return cls(names, [*leaves, *targets], f"{spec} {target_spec}")
 
 
 class CallAgreement:
     """Compares every call of a module between the ranks: its kind and shapes always, its content now and then."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self._world, self._model = world, model
         self._n_calls = 0
 
-    def check(self, kind: Sequence[bool], inputs: Any, target: Any) -> None:
-        """Raise InputError on all ranks unless they make the same call.
-
-        `kind`: training step or forward, grad mode, mode of the model, whether outputs are returned.
-        """
-        leaves = torch_private.tree_leaves((inputs, target))
-        shapes = zlib.crc32(repr([*kind, *map(_described, leaves)]).encode())
-        content = 0
-        if self._n_calls % CHECK_EVERY == 0:
-            for leaf in leaves:
-                content = _content(leaf, content) if isinstance(leaf, torch.Tensor) else content
+    def is_content_due(self) -> bool:
+        """Whether this call's content is compared. Counts the calls."""
         self._n_calls += 1
-        own = torch.tensor([shapes, content], dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self._world.size)]
-        torch.distributed.all_gather(found, own, group=self._world.control)
-        for place, what in enumerate(("call (its kind, or the shapes of its batch)", "content of the batch")):
-            others = [str(rank) for rank, theirs in enumerate(found) if theirs[place] != found[0][place]]
-            if others:
-                raise InputError(
-                    f"ranks differ in the {what}: rank {', '.join(others)} from rank 0; every rank must make the same "
-                    "calls with the whole batch (seed the data's order alike, and use no DistributedSampler)"
-                )
+        return self._n_calls <= _CHECKED_FIRST or self._n_calls % CHECK_EVERY == 0
+
+    def check(self, kind: CallKind, call: CallArguments) -> None:
+        """Raise InputError on all ranks unless they make the same call with the same batch."""
+        leaves = CallLeaves.of(self._model, call)
+        shapes = zlib.crc32(repr([tuple(kind), leaves.structure, *map(described, leaves.values)]).encode())
+        due, content = self.is_content_due(), 0
+        if due:
+            for leaf in leaves.values:
+                content = content_of(leaf, content) if isinstance(leaf, torch.Tensor) else content
+        found = self._world.gathered_numbers([shapes, content])
+        if any(theirs != found[0] for theirs in found):
+            contents = [content_of(x, 0) if due and isinstance(x, torch.Tensor) else 0 for x in leaves.values]
+            self.refuse(kind, leaves, list(map(described, leaves.values)), contents, _WHOLE)
+
+    def refuse(
+        self, kind: CallKind, leaves: CallLeaves, shapes: Sequence[str], contents: Sequence[int], advice: str
+    ) -> None:
+        """Raise the InputError that names what differs. Collective.
+
+        `shapes` and `contents`: of every leaf, its description and the checksum of its values (0: not compared).
+        """
+        rows = list(zip(leaves.names, shapes, contents, strict=True))
+        found = self._world.gathered((str(kind), leaves.structure, rows))
+        raise on_all_ranks(InputError(f"ranks differ in {_difference(found)}; {advice}"))
 
 
-def _described(leaf: Any) -> str:
+def _difference(found: Sequence[tuple[str, str, list[tuple[str, str, int]]]]) -> str:
+    """What differs from rank 0 first, and on which ranks. `found`: by rank, the call's kind, structure and leaves."""
+
+    def others(values: Sequence[Any]) -> list[int]:
+        return [rank for rank, value in enumerate(values) if value != values[0]]
+
+    kinds = [kind for kind, _, _ in found]
+    if ranks := others(kinds):
+        return f"the call: {kinds[0]} on rank 0, {kinds[ranks[0]]} on rank {listed(ranks)}"
+    if ranks := others([(structure, [name for name, _, _ in rows]) for _, structure, rows in found]):
+        mine, theirs = ([name for name, _, _ in found[rank][2]] for rank in (0, ranks[0]))
+        return (
+            f"the arguments of the call: {', '.join(mine) or 'none'} on rank 0, {', '.join(theirs) or 'none'} on rank "
+            f"{listed(ranks)}"
+        )
+    for place, (name, shape, _) in enumerate(found[0][2]):
+        if ranks := others([rows[place][1] for _, _, rows in found]):
+            return f"{name}: {shape} on rank 0, {found[ranks[0]][2][place][1]} on rank {listed(ranks)}"
+    for place, (name, shape, _) in enumerate(found[0][2]):
+        if ranks := others([rows[place][2] for _, _, rows in found]):
+            return f"the content of {name} ({shape}): rank {listed(ranks)} from rank 0"
+    return "the batch"
+
+
+def described(leaf: Any) -> str:
+    """Shape and dtype of a tensor, a number, or the type of anything else."""
     if isinstance(leaf, torch.Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype}"
     return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
 
 
-def _content(tensor: torch.Tensor, before: int) -> int:
+def content_of(tensor: torch.Tensor, before: int) -> int:
+    """A checksum of the values, going on from `before`."""
     whole = tensor.detach().contiguous().reshape(-1)
     return zlib.crc32(whole.view(torch.uint8).numpy().data, before) if whole.numel() else before

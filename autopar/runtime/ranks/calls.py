@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.analysis.batch_proof import OutputCombination
+from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.call_runner import CallRunner
 from autopar.runtime.captures import BoundCall, CallArguments
-from autopar.runtime.ranks.agreement import CallAgreement
+from autopar.runtime.ranks.agreement import CallAgreement, CallKind
+from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.run import RankRun
+from autopar.runtime.ranks.shares import ShareAgreement, SharedCall
 from autopar.runtime.ranks.signatures import RankSignatures
 from autopar.runtime.ranks.world import World
 from autopar.runtime.run import Run
@@ -24,35 +28,65 @@ from cost_models.hardware.devices import Device
 class RankCalls(CallRunner):
     """Every call is compared between the ranks before it runs, so that none of them waits for another for ever."""
 
-    def __init__(self, world: World, model: nn.Module, devices: Sequence[Device], signatures: RankSignatures) -> None:
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        devices: Sequence[Device],
+        signatures: RankSignatures,
+        *,
+        per_rank: bool = False,
+    ) -> None:
+        """`per_rank`: every rank passes samples of its own, which make the batch together."""
         super().__init__(model, devices, signatures)
-        self._world, self._placed = world, signatures.parameters
-        self._agreement = CallAgreement(world)
+        self._world, self._on_rank, self._placed = world, signatures, signatures.parameters
+        self._agreement = CallAgreement(world, model)
+        self._shares = ShareAgreement(world, model, signatures.settings.batch_dim, self._agreement)
+        self._per_rank = per_rank
+        self._accumulates = False
+        self._shared: SharedCall | None = None  # the call that runs, where ranks share its batch
+        # Of the call that runs: how its outputs combine, its samples, and how many more meshes had it filled up with.
+        self._ways: Sequence[OutputCombination] = ()
+        self._batch_size = self._filled_up = 0
 
     def prepare(self, call: CallArguments) -> BoundCall:
-        with self._world.watcher.call("prepare"):
-            self._check(call)
-            with self._world.watcher.raised_calls.together():
-                return super().prepare(call)
+        with self._agreed(call, "prepare") as agreed:
+            return super().prepare(agreed)
 
     def forward(self, call: CallArguments) -> Any:
-        with self._world.watcher.call("forward"):
-            self._check(call)
-            with self._world.watcher.raised_calls.together():
-                return super().forward(call)
+        with self._agreed(call, "forward") as agreed:
+            return self._outputs(agreed, self._own_outputs)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        with self._world.watcher.call("train_step"):
-            self._check(call)
-            with self._world.watcher.raised_calls.together():
-                return super().train_step(call)
+        with self._agreed(call, "train_step") as agreed:
+            loss, outputs = super().train_step(agreed)
+            if outputs is None or self._shared is None:
+                return loss, outputs
+            flat, spec = torch_private.tree_flatten(outputs)
+            return loss, torch_private.tree_unflatten(self._own_outputs(flat, ()), spec)
 
     def unpipelined(self, what: str, why: str) -> AbstractContextManager[object]:
         raise InputError(
             f"{what} runs the model itself ({why}), and no rank has all of it; use one process for that (devices=)"
         )
 
-    def _check(self, call: CallArguments) -> None:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, calls leave gradients of ranks apart; the first call after it adds them up."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    @contextmanager
+    def _agreed(self, call: CallArguments, what: str) -> Iterator[CallArguments]:
+        """The call that all ranks make, with the whole batch. `what`: its name, for the watcher."""
+        with self._world.watcher.call(what), self._compared(call) as agreed:
+            yield agreed
+
+    @contextmanager
+    def _compared(self, call: CallArguments) -> Iterator[CallArguments]:
         if self._placed.failed:
             raise AutoparError(
                 "an earlier call failed on this rank, so that the ranks are out of step; end all and start again"
@@ -62,11 +96,37 @@ class RankCalls(CallRunner):
                 "autocast with one process a device is not supported so far: convert the model (model.bfloat16()), or "
                 "use one process (devices=)"
             )
-        kind = (call.loss is not None, torch.is_grad_enabled(), self._model.training, call.return_outputs)
+        if torch_private.inside_ddp():
+            raise InputError(
+                "the pipelined module is wrapped in DistributedDataParallel, as Accelerate and transformers' Trainer "
+                "do under torchrun. Its ranks are one model already: call the module itself in a loop of your own, "
+                "without accelerator.prepare(), or run Trainer or Accelerate in one process (devices=)"
+            )
+        kind = CallKind(
+            call.loss is not None,
+            torch.is_grad_enabled(),
+            self._model.training,
+            call.return_outputs,
+            self._accumulates,
+        )
         raised = self._world.watcher.raised_calls
         raised.wait_for_others()
-        self._agreement.check(kind, (call.args, call.kwargs), call.target)
+        if not self._per_rank:
+            self._agreement.check(kind, call)
+            raised.begin()
+            with raised.together():
+                yield call
+            return
+        self._shared = shared = self._shares.joined(kind, call)
         raised.begin()
+        try:
+            with raised.together():
+                known = self._on_rank.knows(shared.arguments)
+                if self._world.gathered_numbers([known]) != [[True]] * self._world.size:
+                    shared.complete(self._world)
+                yield shared.arguments
+        finally:
+            self._shared = None
 
     def _run(self, bound: BoundCall, step: CallArguments | None = None) -> Run:
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in bound.leaves):
@@ -74,8 +134,80 @@ class RankCalls(CallRunner):
                 "an input needs a gradient, which only the first stage's rank would have: detach() the inputs, or run "
                 "in one process (devices=)"
             )
+        self._batch_size = bound.batch_size
+        bound, self._filled_up = self._filled(bound)
+        shared = self._shared
+        trains = shared is not None and shared.arguments.loss is not None
+        if shared is not None and trains and step is None:  # the loss sees the whole batch, on every rank
+            shared.complete(self._world)
+        elif shared is not None:
+            shared.fetch(self._world, bound, self._sizes(bound), trains=trains)
+        self._ways = bound.signature.batching.outputs
         run = super()._run(bound, step)
         if run.call.seed is not None:  # every rank draws what one process would draw, and that of rank 0 counts
             (seed,) = self._world.broadcast_objects([run.call.seed], 0)
             run.call = replace(run.call, seed=seed)
-        return RankRun(run, self._placed)
+        shares = shared.shares if shared is not None and not trains else None
+        return RankRun(run, self._placed, shares=shares, accumulates=self._accumulates)
+
+    def _filled(self, bound: BoundCall) -> tuple[BoundCall, int]:
+        """A batch that the meshes cannot divide, filled up with copies of its last sample. Returns how many.
+
+        Raises InputError where the copies would change more than outputs of their own.
+        """
+        signature, n = bound.signature, bound.batch_size
+        assert signature.lowered is not None
+        multiple = signature.lowered.multiple
+        if n % multiple == 0:
+            return bound, 0
+        more = -n % multiple
+        apart = all(how.combine in ("cat", "first", "constant") for how in signature.batching.outputs)
+        if torch.is_grad_enabled() or signature.program.training or not apart:
+            raise on_all_ranks(
+                InputError(
+                    f"a batch of {n} samples cannot be cut over the meshes of this plan, whose shards stay on their "
+                    f"ranks: give batches of a multiple of {multiple} samples (DataLoader(drop_last=True)); under "
+                    "torch.no_grad(), a model in eval mode whose outputs are those of single samples takes any number"
+                )
+            )
+        if self._shared is not None:
+            self._shared.complete(self._world)
+        leaves = [
+            leaf if one.batch_dim is None else _with_copies(leaf, one.batch_dim, more)
+            for leaf, one in zip(bound.leaves, signature.program.inputs, strict=True)
+        ]
+        return bound._replace(leaves=leaves, batch_size=n + more), more
+
+    def _own_outputs(self, outputs: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
+        """Those of this rank's samples; outputs that belong to no sample are the batch's, the same on all ranks."""
+        if self._shared is None and not self._filled_up:
+            return outputs
+        return [self._own_part(place, value) for place, value in enumerate(outputs)]
+
+    def _own_part(self, place: int, value: Any) -> Any:
+        how, shared = self._ways[place], self._shared
+        if how.combine == "cat":
+            dim = how.batch_dim
+            assert dim is not None
+            if shared is None:
+                factor = value.shape[dim] // (self._batch_size + self._filled_up)
+                return value.narrow(dim, 0, factor * self._batch_size)
+            shares = shared.shares
+            factor = value.shape[dim] // (shares.total + self._filled_up)
+            return value.narrow(dim, factor * shares.start, factor * shares.own)
+        if shared is not None and shared.shares.total == 1 and isinstance(value, torch.Tensor):
+            # A single sample does not show which outputs are its own: those with one entry where the inputs have it.
+            dim = next((dim for dim in shared.input_dims if dim is not None), 0)
+            if value.dim() > dim and value.shape[dim] == 1:
+                return value.narrow(dim, 0, shared.shares.own)
+        if how.combine == "mixed" and isinstance(value, torch.Tensor) and value.dim():
+            raise InputError(
+                f"output {place} of the model, of shape {tuple(value.shape)}, mixes the samples of all ranks, so that "
+                "no part of it is this rank's own; call train_step, or use data='whole'"
+            )
+        return value
+
+
+def _with_copies(leaf: torch.Tensor, dim: int, more: int) -> torch.Tensor:
+    last = leaf.narrow(dim, leaf.shape[dim] - 1, 1)
+    return torch.cat([leaf, *[last] * more], dim)

@@ -131,6 +131,8 @@ class RankExecutable(Executable):
         """Gradients by id of this rank's parameters, added up over all ranks that read them. Collective."""
         found = self.sums.finish()
         self._holds_gradients = False
+        if self.sums.apart:
+            self._placed.apart.add({key: self._by_id[key] for key in self.sums.apart_keys}, found)
         return {key: self._placed.as_stored(key, gradient) for key, gradient in found.items()}
 
     def share_buffers(self) -> None:

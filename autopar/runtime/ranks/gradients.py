@@ -39,6 +39,10 @@ class GradientSums:
             for bucket in self._buckets
         ]
         self._in_buckets = {entry.key for bucket in self._buckets for entry in bucket.entries}
+        # Inside accumulate(), gradients of these stay as they are: ranks add them up, and store all of what they read.
+        self.apart = False
+        self.apart_keys = frozenset(e.key for bucket in self._buckets if bucket.row is None for e in bucket.entries)
+        self.waiting: dict[int, torch.Tensor] = {}  # by parameter, what accumulate() has left apart so far
         self._left: Counter[int] = Counter()  # by stage: backward actions to come
         self._next = 0  # bucket to start
         self._started: dict[int, torch.Tensor] = {}  # by bucket: what its first collective gives
@@ -74,7 +78,8 @@ class GradientSums:
             if number in flat:
                 _cut(bucket, flat.pop(number), found)
         for key, leaves in self._leaves.items():
-            if key not in self._in_buckets and (gradient := _taken(leaves)) is not None:
+            alone = key not in self._in_buckets or (self.apart and key in self.apart_keys)
+            if alone and (gradient := _taken(leaves)) is not None:
                 found[key] = gradient
         return found
 
@@ -85,6 +90,8 @@ class GradientSums:
             if not complete and any(self._left[stage] > 0 for stage in self._readers[number]):
                 return
             self._next += 1
+            if self.apart and bucket.row is None:
+                continue
             if bucket.scattered:
                 flat = self._sum(number)
                 if flat is None:  # no stage of this rank reads it in this execution
@@ -106,7 +113,9 @@ class GradientSums:
         gradients = []
         for entry in bucket.entries:
             leaves = self._leaves.get(entry.key, ())
-            gradients.append(_taken([(s, leaf) for s, leaf in leaves if stage is None or s == stage]))
+            own = _taken([(s, leaf) for s, leaf in leaves if stage is None or s == stage])
+            before = self.waiting.pop(entry.key, None)
+            gradients.append(own if before is None else before if own is None else before + own)
         has = torch.tensor([float(g is not None) for g in gradients], dtype=bucket.dtype)
         whole = [
             torch.zeros(entry.shape, dtype=bucket.dtype) if g is None else g

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +12,19 @@ from torch import nn
 
 from autopar.analysis.example import Example
 from autopar.errors import InputError
-from autopar.options import PlanOptions
+from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.captures import CallArguments
 from autopar.runtime.module import PipelinedModule
+from autopar.runtime.ranks.agreement import compare
 from autopar.runtime.ranks.calls import RankCalls
+from autopar.runtime.ranks.parameters import RankParameters
+from autopar.runtime.ranks.planning import DecideTogether, plan_together
 from autopar.runtime.ranks.signatures import RankSignatures
 from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures import Decide
+from autopar.version import __version__
 from cost_models.hardware.devices import Device
 
 
@@ -32,17 +37,39 @@ class RankedModule(PipelinedModule):
         world: World,
         model: nn.Module,
         devices: Sequence[Device],
-        decide: Decide,
+        decide: DecideTogether,
         *,
         plan: Plan | None = None,
         settings: RunSettings | None = None,
+        data: Data = "whole",
     ) -> None:
-        """`devices`: one a rank. `decide(example)` plans on rank 0."""
-        super().__init__(model, devices, decide, plan=plan, settings=settings)
+        """`devices`: one a rank. `decide(example, measurements)` plans on rank 0, and all ranks measure. `data`: what
+        every rank passes to a call."""
+        agreed = _agreed(world, devices, decide)
+        super().__init__(model, devices, agreed, plan=plan, settings=settings)
         used = RunSettings() if settings is None else settings
-        self._on_rank = RankSignatures(world, model, devices, _agreed(world, decide), plan, used)
+        self._world, self._settings = world, f"data={data!r}, {used}"
+        self._on_rank = RankSignatures(world, model, devices, agreed, plan, used)
         self._signatures = self._on_rank
-        self._calls = RankCalls(world, model, devices, self._on_rank)
+        self._calls: RankCalls = RankCalls(world, model, devices, self._on_rank, per_rank=data == "per-rank")
+
+    def agree(self) -> None:
+        """Raise InputError on all ranks where they were made with other options. Collective."""
+        facts = {
+            "the version of torch": (torch.__version__, "install the same everywhere"),
+            "the version of autopar": (__version__, "install the same everywhere"),
+            "the model": (type(self.unwrap()).__name__, "run the same script on every rank"),
+            "the options of parallelize": (self._settings, "give the same on every rank"),
+        }
+        compare(self._world, facts)
+
+    @property
+    def placed_parameters(self) -> RankParameters | None:
+        """What this rank holds; None before the first call."""
+        return self._on_rank.parameters if self._on_rank.parameters.placed else None
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self._calls.accumulating()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         raise TypeError("a module whose parameters are spread over ranks cannot be copied")
@@ -102,23 +129,13 @@ def check_options(options: PlanOptions) -> PlanOptions:
     return replace(options, tune=0)  # plans to compare would run as threads of rank 0
 
 
-def _agreed(world: World, decide: Decide) -> Decide:
+def _agreed(world: World, devices: Sequence[Device], decide: DecideTogether) -> Decide:
     """A plan made on rank 0 and sent to all. Once made, it stays: the parameters lie as it says."""
     known: list[Plan] = []
 
     def agreed(example: Example) -> Plan:
         if not known:
-            made: list[Plan] = []
-            known.append(Plan.from_json(world.from_first(_planning(decide, example, made))))
-            known[:] = made or known
+            known.append(plan_together(world, devices, example, decide))
         return known[0]
 
     return agreed
-
-
-def _planning(decide: Decide, example: Example, made: list[Plan]) -> Callable[[], str]:
-    def plan() -> str:
-        made.append(decide(example))
-        return made[0].to_json()
-
-    return plan

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.errors import InputError
 
 # torch's steps of these write into tensors whose placement the operator would have to change.
-_WHOLE_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
+WHOLE_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
 
 
 def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_groups: int) -> None:
@@ -29,8 +29,8 @@ def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_gr
             "torch.optim.LBFGS measures one step along all parameters, and these ranks hold different stages: use "
             "another optimizer, or a plan of one stage (Plan.by_hand(data=...))"
         )
-    if isinstance(optimizer, _WHOLE_ONLY):
-        cut = next((p for p in parameters if _is_cut(p)), None)
+    if isinstance(optimizer, WHOLE_ONLY):
+        cut = next((p for p in parameters if is_cut(p)), None)
         if cut is not None:
             raise InputError(
                 f"torch.optim.{kind} cannot step parts of a parameter, and this rank stores '{names[id(cut)]}' as "
@@ -40,7 +40,8 @@ def check_works(optimizer: torch.optim.Optimizer, names: Mapping[int, str], n_gr
             )
 
 
-def _is_cut(parameter: torch.Tensor) -> bool:
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether a rank has a part of it only."""
     if not isinstance(parameter, DTensor):
         return False
     sizes = parameter.device_mesh.shape

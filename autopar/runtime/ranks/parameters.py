@@ -10,33 +10,34 @@ A mesh has one device where a stage is not sharded: optimizers take lists of DTe
 Captures need the whole model's shapes. While a call is bound to its program (`whole`), the tables have the parameters
 that the model was built with again, but without memory: one NaN stands for all of a tensor's entries.
 
-An optimizer that was made before the parameters were placed has the old ones. It gets the new ones at its first step.
+An optimizer that was made before the parameters were placed has the old ones. It gets the new ones then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
 from autopar.runtime.initial_values.missing_values import follow, hollow, is_hollow
+from autopar.runtime.ranks.apart_gradients import ApartGradients
 from autopar.runtime.ranks.buckets import Bucket, buckets_of
 from autopar.runtime.ranks.gathered import GatheredValues
 from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
+from autopar.runtime.ranks.optimizer_watch import OptimizerWatch
 from autopar.runtime.ranks.optimizers import check_works
-from autopar.runtime.ranks.world import World
+from autopar.runtime.ranks.world import World, current
 from autopar.sharding.layouts import placements
 
 
@@ -49,11 +50,26 @@ class _Entry(NamedTuple):
     after: torch.Tensor | None  # None: this rank does not have it
 
 
+_of_this_process: WeakSet[RankParameters] = WeakSet()
+
+
+def known_by(tensors: Sequence[torch.Tensor]) -> RankParameters | None:
+    """The ranks' parameters that some of `tensors` are of, or were before they were placed.
+
+    None in one process. Without any tensor, as where a rank has nothing of a layer: those of the only model on ranks.
+    """
+    placed = [one for one in _of_this_process if one.placed]
+    if not tensors:
+        return placed[0] if len(placed) == 1 and placed[0].world is current() else None
+    return next((one for one in placed if any(map(one.has, tensors))), None)
+
+
 class RankParameters:
     """What this rank holds of the model, once a plan has placed it."""
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world, self._model = world, model
+        _of_this_process.add(self)
         self._meshes: dict[StageGrid, DeviceMesh] = {}
         self._entries: list[_Entry] = []
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
@@ -61,7 +77,14 @@ class RankParameters:
         self._gathered = GatheredValues()
         self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
         self.parameters: dict[int, nn.Parameter] = {}  # this rank's, by id
+        self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
+        self.apart = ApartGradients()
+        self._watch = OptimizerWatch(world, self)
         self.failed = False  # a call failed here, so that the ranks may be out of step
+
+    @property
+    def world(self) -> World:
+        return self._world
 
     @property
     def placed(self) -> bool:
@@ -95,8 +118,8 @@ class RankParameters:
         self._free(lowered, {id(t): t for t in tensors.values()})
         self.buckets = buckets_of(self._world.rank, self._holdings, self._new, groups)
         self._gathered.follow(self.buckets)
-        _follow(self)
         self._show(lambda entry: entry.after)
+        self._watch.placed(self)
 
     def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:
         for stage, grid in zip(plan.stages, stages, strict=True):
@@ -131,6 +154,7 @@ class RankParameters:
         whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
         new = nn.Parameter(whole, tensor.requires_grad)
         self.parameters[id(new)] = new
+        self._old[id(new)] = id(tensor)
         if len(mine.row) > 1:
             self._gathered.add(id(new), read)
         return new
@@ -202,13 +226,14 @@ class RankParameters:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer that has parameters from before the placing this rank's instead.
 
-        Raises InputError if it has made steps with them, and for optimizers that cannot step this rank's.
+        Raises InputError if it has made steps with them.
         """
         follow(optimizer)
         for group in optimizer.param_groups:
             old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
             if not old:
                 continue
+            self._restart(optimizer, old)
             if any(optimizer.state.get(p) for p in old):
                 raise InputError(
                     "the optimizer has states of parameters that have since been placed on ranks; make it anew from "
@@ -216,7 +241,55 @@ class RankParameters:
                 )
             # In place: LBFGS keeps the list.
             group["params"][:] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
+
+    def check_works(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise InputError for an optimizer that cannot step this rank's parameters."""
         check_works(optimizer, self._names, len(self._meshes))
+
+    def _restart(self, optimizer: torch.optim.Optimizer, old: Sequence[torch.Tensor]) -> None:
+        """Have this rank's parameters begin with what those from before have of no step: Adagrad's first sums, and the
+        counters that L-BFGS keeps with its first parameter."""
+        for p in old:
+            new, state = self._new[id(p)], optimizer.state.get(p)
+            if not state:
+                continue
+            if not any(isinstance(value, torch.Tensor) for value in state.values()):
+                del optimizer.state[p]
+                if new is not None:
+                    optimizer.state[new] = state
+            elif isinstance(optimizer, torch.optim.Adagrad) and not state["step"]:
+                del optimizer.state[p]
+                if new is not None:
+                    start = state["sum"].flatten()[0].item() if p.numel() else 0.0
+                    optimizer.state[new] = {"step": state["step"], "sum": torch.full_like(new.detach(), start)}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is this model's, from before or after the placing."""
+        return id(tensor) in self._new or id(tensor) in self.parameters
+
+    def has_any(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model, from before or after the placing."""
+        own = {id(p) for p in self._model.parameters()} if not self.placed else ()
+        return any(id(p) in own or self.has(p) for group in optimizer.param_groups for p in group["params"])
+
+    def present(self, given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parameters in the places of `given`, which may be from before the placing; each once."""
+        found = {id(p): p for p in (self._new.get(id(g), g) for g in given) if p is not None}
+        return list(found.values())
+
+    def is_first_holder(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank's stage is the first of those that hold a parameter: several do if it is tied."""
+        by_rank = self._holdings[self._old[id(parameter)]]
+        return by_rank[self._world.rank].stage == min(held.stage for held in by_rank.values())
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """This rank's parameters, once placed."""
+        return list(self._model.named_parameters())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank has a part of every parameter."""
+        return all(entry.after is not None for entry in self._entries if isinstance(entry.before, nn.Parameter))
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -242,15 +315,3 @@ def hollow_stages(lowered: Lowered) -> None:
         for parameter in stage.module.parameters():
             if parameter.untyped_storage().nbytes() > parameter.element_size():
                 parameter.data = hollow(parameter.shape, parameter.dtype)
-
-
-def _follow(parameters: RankParameters) -> None:
-    """Have every optimizer's next step begin with `adopt`. torch keeps the hook; it holds nothing alive."""
-    alive = ref(parameters)
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = alive()
-        if found is not None:
-            found.adopt(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)

@@ -20,6 +20,7 @@ from autopar.runtime.outputs import OutputCollector
 from autopar.runtime.ranks.executable import RankExecutable
 from autopar.runtime.ranks.gradients import GradientSums
 from autopar.runtime.ranks.parameters import RankParameters
+from autopar.runtime.ranks.shares import Shares
 from autopar.runtime.ranks.wire import Spec, Wire
 from autopar.runtime.ranks.world import World
 from autopar.runtime.run import Acts, Run
@@ -35,11 +36,16 @@ class RankRun(Run):
 
     executable: RankExecutable
 
-    def __init__(self, run: Run, placed: RankParameters) -> None:
-        """`run`: the call as one process would run it, not started."""
+    def __init__(
+        self, run: Run, placed: RankParameters, *, shares: Shares | None = None, accumulates: bool = False
+    ) -> None:
+        """`run`: the call as one process would run it, not started. `shares`: of a forward, where ranks share the
+        batch, so that each starts the backward from its own samples. `accumulates`: leave gradients of ranks apart."""
         assert isinstance(run.executable, RankExecutable)
         super().__init__(run.executable, run.call, run.lock, device_context=run._device_context)
         self._placed = placed
+        self._shares, self._accumulates = shares, accumulates
+        self._made: dict[int, tuple[torch.Size, torch.dtype]] = {}  # the outputs of the forward that are tensors
         self._wire: Wire | None = None
         self._may_go_back = False
         self._trained: dict[tuple[int, int, int], tuple[int, ...]] = {}
@@ -62,6 +68,36 @@ class RankRun(Run):
             return one
 
         return {phase: watched(phase, act) for phase, act in acts.items()}
+
+    def forward(self) -> list[Any]:
+        outputs = super().forward()
+        self._made = {i: (x.shape, x.dtype) for i, x in enumerate(outputs) if isinstance(x, torch.Tensor)}
+        return outputs
+
+    def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> None:
+        if self._shares is not None:
+            gradients = self._of_all_ranks(gradients, self._shares)
+        super().backward(gradients, keep_graph)
+
+    def _of_all_ranks(self, gradients: Sequence[torch.Tensor | None], shares: Shares) -> list[torch.Tensor | None]:
+        """The gradients of the outputs of the whole batch: the loss is the mean of the ranks' losses, weighted by
+        their samples, as if each were a mean over its own.
+
+        Where a rank has no samples, its loss may be a mean over nothing, whose gradient is NaN and counts nothing.
+        """
+        world = self.executable.world
+        share = shares.own / shares.total if shares.total else 1 / world.size
+        has = [gradient is not None and share > 0 for gradient in gradients]
+        found = world.gathered_numbers([*map(int, has)])
+        joined: list[torch.Tensor | None] = []
+        for place, gradient in enumerate(gradients):
+            if not any(theirs[place] for theirs in found):
+                joined.append(None)
+                continue
+            shape, dtype = self._made[place]
+            own = gradient * share if gradient is not None and has[place] else torch.zeros(shape, dtype=dtype)
+            joined.append(world.all_reduced(own.contiguous()))
+        return joined
 
     def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
         one = self.executable
@@ -97,6 +133,10 @@ class RankRun(Run):
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
         self._placed.failed = True  # unless it gets to the end
+        if training:
+            sums, one = self.executable.sums, self._placed
+            sums.apart = self._accumulates
+            sums.waiting = {} if sums.apart else one.apart.take({key: one.parameters[key] for key in sums.apart_keys})
         watcher = self.executable.world.watcher
         with watcher.call("backward" if only_backward else "train_step" if training else "forward"):
             try:

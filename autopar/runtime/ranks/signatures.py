@@ -5,11 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.analysis.loss import LossSplit
+from autopar.capture.program import flattened
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.runtime.bound_signature import (
@@ -19,12 +21,16 @@ from autopar.runtime.bound_signature import (
     check_follows_hints,
     keeps_batch_whole,
     lowered_by,
+    model_state,
 )
-from autopar.runtime.captures import BoundCall, CallArguments
+from autopar.runtime.captures import BoundCall, CallArguments, Captures
 from autopar.runtime.executable import StagePlacement
+from autopar.runtime.loss_splits import default_target_dims
 from autopar.runtime.ranks.agreement import compare, digest, weights_digest
+from autopar.runtime.ranks.dense_gradients import check_dense
 from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
 from autopar.runtime.ranks.holders import StageGrid, check_supported, grids
+from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.parameters import RankParameters, hollow_stages, named_tensors
 from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures import Decide, Signatures
@@ -33,6 +39,20 @@ from autopar.version import __version__
 from cost_models.hardware.devices import Device
 
 _SAME_SCRIPT = "run the same script with the same data on every rank"
+
+
+class RankCaptures(Captures):
+    """The captures of one model on one rank. All ranks capture at the same time, or all raise."""
+
+    def __init__(self, world: World, *args: Any) -> None:
+        super().__init__(*args)
+        self._world = world
+
+    def _captured(self, *args: Any) -> BoundSignature:
+        signature: BoundSignature = self._world.outcome(
+            "capturing the model", lambda: super(RankCaptures, self)._captured(*args)
+        )
+        return signature
 
 
 class RankSignatures(Signatures):
@@ -50,6 +70,7 @@ class RankSignatures(Signatures):
         """`decide(example)`: on all ranks at once, the same plan on all."""
         super().__init__(model, devices, decide, user_plan, settings)
         self.parameters = RankParameters(world, model)
+        self._captures = RankCaptures(world, model, devices, settings, self.warnings)
         self.to_be_filled: frozenset[str] = frozenset()  # tensors that have no values before they are placed
         self.after_placing: list[Callable[[], None]] = []  # what waits for that
         self._world = world
@@ -65,6 +86,21 @@ class RankSignatures(Signatures):
                 self.after_placing.pop(0)  # unless it failed: a later call must not go on without it
         return bound
 
+    def knows(self, call: CallArguments) -> bool:
+        """Whether `bind` needs no values of the call's tensors: its signature is placed, and its loss studied."""
+        with self.parameters.whole():
+            state = model_state(self._model)
+            leaves, spec = flattened(call.args, call.kwargs)
+            fits = (s for s in reversed(self._captures.known) if s.state == state)
+            signature = next((s for s in fits if s.program.bind_flat(leaves, spec) is not None), None)
+        if signature is None or signature.executable is None or signature.reused:
+            return False
+        if call.loss is None:
+            return True
+        dims = default_target_dims(self.settings.batch_dim)
+        splits = signature.loss_splits
+        return splits is not None and splits.knows(call.loss, call.target, call.target_dim, dims)
+
     def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
         """How the loss splits. Raises InputError on all ranks where one alone cannot capture it."""
         split = super()._loss_split(bound, call)
@@ -74,8 +110,10 @@ class RankSignatures(Signatures):
         if self._world.differ(own):
             reasons = self._world.gathered(f"'{split.combine}'" + (f" ({split.why})" if split.why else ""))
             texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
-            raise InputError(
-                f"ranks differ in how the loss of micro-batches makes that of the batch: {texts}; {_SAME_SCRIPT}"
+            raise on_all_ranks(
+                InputError(
+                    f"ranks differ in how the loss of micro-batches makes that of the batch: {texts}; {_SAME_SCRIPT}"
+                )
             )
         return split
 
@@ -92,6 +130,7 @@ class RankSignatures(Signatures):
         lowered = lowered_by(plan, signature, stage_of, self.settings)
         whole, stages = named_tensors(self._model), grids(plan, self._rank_of)
         check_supported(plan, lowered, stages, whole)
+        check_dense(lowered)
         if self.parameters.placed:
             hollow_stages(lowered)
         else:
@@ -145,12 +184,7 @@ class RankSignatures(Signatures):
         ]
 
     def _divisible(self, signature: BoundSignature, batch_size: int) -> BoundSignature:
-        assert signature.lowered is not None
-        if batch_size % signature.lowered.multiple:
-            raise InputError(
-                f"a batch of {batch_size} samples cannot be cut over the meshes of this plan, whose shards stay on "
-                f"their ranks: give batches of a multiple of {signature.lowered.multiple} samples"
-            )
+        """The signature itself: `RankCalls` fills such a batch up, or refuses it."""
         return signature
 
 

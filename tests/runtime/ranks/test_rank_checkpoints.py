@@ -51,11 +51,13 @@ def of_square(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, undistu
         (CHAIN, 3, {}),
         (CHAIN, 3, {"placed_first": True}),
         (Job("gpt2", "replicas 2"), 2, {}),
+        (Job("gpt2", "hand data=2 zero=1"), 2, {}),
+        (Job("gpt2", "hand tensor=2 data=2 zero=2"), 4, {}),
         (SQUARE, 4, {}),
         (CHAIN, None, {"plain": True}),
         (CHAIN, None, {}),
     ],
-    ids=["1x3", "1x3, placed first", "replicas", "2x2", "the plain model", "one process"],
+    ids=["1x3", "1x3, placed first", "replicas", "zero=1", "2x2 zero=2", "2x2", "the plain model", "one process"],
 )
 def test_two_by_two_goes_on_as(
     ranks: RankPool, of_square: Path, undisturbed: list[float], then: Job, n: int | None, options: dict[str, bool]
@@ -64,7 +66,11 @@ def test_two_by_two_goes_on_as(
     assert run(ranks, part, n) == pytest.approx(undisturbed[4:], rel=1e-4)
 
 
-@pytest.mark.parametrize(("then", "n"), [(SQUARE, 4), (CHAIN, 2)], ids=["2x2", "1x2"])
+@pytest.mark.parametrize(
+    ("then", "n"),
+    [(SQUARE, 4), (CHAIN, 2), (Job("gpt2", "hand data=2 zero=1"), 2)],
+    ids=["2x2", "1x2", "zero=1"],
+)
 @pytest.mark.parametrize("plain", [True, False], ids=["the plain model", "one process"])
 def test_ranks_go_on_with_the_checkpoint_of(
     ranks: RankPool, tmp_path: Path, undisturbed: list[float], then: Job, n: int, plain: bool

@@ -1,0 +1,114 @@
+"""The norm of all gradients, and clipping by it, over stages, meshes, replicas and tied weights.
+
+```
+   rank 0   embed (stage 0)              |g|: 1         counted here
+   rank 1   embed (tied, stage 1), head  |g|: 1, 2      embed is stage 0's, head is counted here      sqrt(1 + 4)
+```
+Every entry of every parameter counts once: on the first stage that holds the parameter, and there on the first rank
+along each axis of its mesh over which it is not cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar.errors import InputError
+from autopar.runtime.ranks.module import RankedModule
+from autopar.runtime.ranks.parameters import RankParameters, known_by
+from autopar.runtime.ranks.world import World
+
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients so that their norm, over all of them as one vector, is at most `max_norm`. Returns the norm
+    before, the same on all ranks.
+
+    Like `torch.nn.utils.clip_grad_norm_`, which would take each rank's part of a pipelined module for the whole. Every
+    rank calls it, with the parameters that it holds: a pipelined module, some of its parameters (also those that the
+    model had before they were placed), or in one process any module or parameters.
+
+    Raises:
+        InputError: `norm_type` is not positive on ranks, or gradients of `accumulate()` are not added up yet.
+        RuntimeError: `error_if_nonfinite`, and the norm is inf or NaN.
+    """
+    if isinstance(parameters, torch.Tensor):
+        given = [parameters]
+    elif isinstance(parameters, nn.Module):
+        given = list(parameters.parameters())
+    else:
+        given = list(parameters)
+    placed = parameters.placed_parameters if type(parameters) is RankedModule else known_by(given)
+    if placed is None:
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    if not norm_type > 0:
+        raise InputError(f"norm_type must be positive for parameters on ranks, got {norm_type!r}")
+    placed.apart.refuse("clip_grad_norm_")
+    return _clipped(placed, placed.present(given), max_norm, float(norm_type), error_if_nonfinite, foreach)
+
+
+@torch.no_grad()
+def _clipped(
+    placed: RankParameters,
+    parameters: Sequence[torch.Tensor],
+    max_norm: float,
+    p: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:
+    with_gradient = [(parameter, _local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
+    counted = [gradient for parameter, gradient in with_gradient if _counts_here(placed, parameter)]
+    own = float(torch.nn.utils.get_total_norm(counted, p, foreach=foreach)) if counted else 0.0
+    total = _joined(placed.world, own, p)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {p} of the gradients is {total}, so it cannot be clipped. To scale the gradients "
+            "by it anyway, set error_if_nonfinite=False"
+        )
+    factor = min(max_norm / (total + _TINY), 1.0) if not math.isnan(total) else math.nan
+    for _, gradient in with_gradient:
+        gradient.mul_(factor)
+    return torch.tensor(total, dtype=torch.float64).to(torch.get_default_dtype())
+
+
+def _counts_here(placed: RankParameters, parameter: torch.Tensor) -> bool:
+    """Whether this rank's part of a parameter counts here: other ranks may hold the same."""
+    if not isinstance(parameter, DTensor):
+        return placed.world.rank == 0  # no stage reads it, so that every rank keeps it
+    if not placed.is_first_holder(parameter):
+        return False
+    place = parameter.device_mesh.get_coordinate()
+    assert place is not None, "this rank is on the mesh of its parameters"
+    gradient: Any = parameter.grad
+    return all(
+        at == 0 or isinstance(placement, Shard) for at, placement in zip(place, gradient.placements, strict=True)
+    )
+
+
+def _joined(world: World, own: float, p: float) -> float:
+    """The norm of all ranks' norms. The same sum in the same order on every rank."""
+    norms = world.gathered_floats(own)
+    largest = max(norms)
+    if any(map(math.isnan, norms)):
+        return math.nan
+    if largest in (0.0, math.inf) or math.isinf(p):
+        return largest
+    total: float = largest * sum((norm / largest) ** p for norm in norms) ** (1 / p)
+    return total
+
+
+def _local(gradient: Any) -> torch.Tensor:
+    found: torch.Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return found

@@ -1,0 +1,95 @@
+"""Gradients of `accumulate()`: each rank's own stay apart in `.grad` until a backward outside of it adds them up.
+
+```
+   with accumulate():   backward    .grad = own gradient of micro-batches 0, 1     on every rank another one
+                        backward    .grad + own
+   backward                         all-reduce of (.grad + own), once
+```
+Until then `.grad` is no gradient of the model: clipping, an optimizer's step, and gradients that come from elsewhere
+(a penalty on the parameters) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autopar.errors import InputError
+
+
+class ApartGradients:
+    """What this rank's parameters have in `.grad` that other ranks' parts are still missing from."""
+
+    def __init__(self) -> None:
+        self._waiting = False
+        self._hooks: dict[int, RemovableHandle] = {}  # by id of the parameter, while gradients wait
+        self._given: dict[int, int] = {}  # by id of the parameter, the address of the gradient that autograd gets
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a backward outside of `accumulate()` has to follow."""
+        return self._waiting
+
+    def add(self, parameters: Mapping[int, nn.Parameter], local: Mapping[int, torch.Tensor]) -> None:
+        """A backward inside `accumulate()` is about to give autograd the gradients `local`, by id of the parameter.
+
+        Raises InputError where `.grad` has gradients of all ranks already: sums of both cannot be told apart.
+        """
+        if not parameters:
+            return
+        if not self._waiting:
+            for p in parameters.values():
+                if p.grad is not None and bool(_local(p.grad).any()):
+                    raise InputError(
+                        "accumulate() begins while parameters have gradients of a backward outside of it: call "
+                        "zero_grad() first, and have the last backward of a step, not the first, outside"
+                    )
+                p.grad = None
+        for key, p in parameters.items():
+            if key not in self._hooks and p.requires_grad:
+                self._hooks[key] = p.register_hook(self._check(key))
+        self._waiting = True
+        self._given = {key: gradient.data_ptr() for key, gradient in local.items() if key in parameters}
+
+    def take(self, parameters: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
+        """What waits in `.grad`, by id of the parameter, which then has none: a backward outside adds it up."""
+        if not self._waiting:
+            return {}
+        found = {key: _local(p.grad) for key, p in parameters.items() if p.grad is not None}
+        for p in parameters.values():
+            p.grad = None
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._waiting = False
+        self._given = {}
+        return found
+
+    def refuse(self, what: str) -> None:
+        """Raise InputError if gradients wait."""
+        if self._waiting:
+            raise InputError(
+                f"{what} needs the gradients of all ranks, and those of accumulate() are still apart: have the last "
+                "backward before it outside of accumulate()"
+            )
+
+    def _check(self, key: int) -> Callable[[torch.Tensor], None]:
+        def check(gradient: torch.Tensor) -> None:
+            if self._waiting and self._given.pop(key, None) != _local(gradient).data_ptr():
+                raise InputError(
+                    "a parameter gets a gradient inside accumulate() that is not the pipeline's own, such as that of a "
+                    "penalty on parameters, or one that a hook has changed; it would count once for every rank that "
+                    "holds the parameter: leave accumulate() out"
+                )
+
+        return check
+
+
+def _local(gradient: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return found

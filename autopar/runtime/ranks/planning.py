@@ -1,0 +1,184 @@
+"""One plan for all ranks: rank 0 searches, and all ranks measure what it asks for.
+
+    rank 0     plan_at_hand ──> passes? links? collectives? ──> search ──> the plan as JSON
+                                  │ order      ^ results                     │
+    others     wait ──────────────┴─> measure ─┘  wait ...  ─────────────────┴─> Plan.from_json
+
+Rank 0 knows what the cache on its disk has, so it alone decides what is measured. Every order is one broadcast and one
+gather on the control group; an order that fails on a rank fails the plan, on all ranks with the same error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from autopar.analysis.example import Example
+from autopar.costs.measured import passes_of
+from autopar.costs.rank_costs import RankMeasurements
+from autopar.errors import AutoparError
+from autopar.plan.plan import Plan
+from autopar.runtime.ranks.places import Place, cores_of, numbered
+from autopar.runtime.ranks.world import World
+from cost_models import Collective, Device, MeasuredCollectives, measure_collectives
+from cost_models.measuring.operator_times import GraphTimes
+from cost_models.measuring.process_links import LONGEST, ProcessLinks, measure_process_links, probe_process_links
+
+
+class DecideTogether(Protocol):
+    """Makes a plan for a call like the example. `ranks`: the processes of the devices, if each has one."""
+
+    def __call__(self, example: Example, ranks: RankMeasurements | None = None) -> Plan: ...
+
+
+_ROUNDS = 3  # of an all-reduce that several groups do at once
+
+
+def plan_together(world: World, devices: Sequence[Device], example: Example, decide: DecideTogether) -> Plan:
+    """What `decide(example, measurements)` returns on rank 0, on all ranks. What it raises there, every rank raises.
+
+    Collective. Rank 0 gets its plan back as it is, with what explains it; the others what JSON keeps of it.
+    """
+    with ExitStack() as stack:
+        tasks = _Tasks(world, devices, example, stack)
+        if world.rank:
+            return _followed(world, tasks)
+        try:
+            plan = decide(example, _Asking(world, tasks))
+            last: tuple[Any, ...] = ("plan", plan.to_json())
+        except Exception as error:
+            world.broadcast_objects([("failed", error)], 0)
+            raise
+        world.broadcast_objects([last], 0)
+        return plan
+
+
+def _followed(world: World, tasks: _Tasks) -> Plan:
+    """Do what rank 0 asks for, until it sends the plan."""
+    while True:
+        ((order, *given),) = world.broadcast_objects([None], 0)
+        if order == "plan":
+            return Plan.from_json(given[0])
+        if order == "failed":
+            raise given[0]
+        world.gathered(_attempted(tasks, order, given))
+
+
+def _attempted(tasks: _Tasks, order: str, given: Sequence[Any]) -> tuple[Any, str]:
+    """The result, or the text of the error."""
+    try:
+        return getattr(tasks, order)(*given), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+class _Asking:
+    """Rank 0's `RankMeasurements`: every rank, this one included, does the task."""
+
+    def __init__(self, world: World, tasks: _Tasks) -> None:
+        self._world, self._tasks = world, tasks
+        self.hosts = numbered([place.host for place in world.places])
+        self.machines = numbered([place.machine for place in world.places])
+        self.cores = _fewest_cores(world.places)
+
+    def passes(self, ranks: Sequence[int], workers: int, rows: int) -> GraphTimes:
+        found = [times for times in self._asked("passes", tuple(ranks), workers, rows) if times is not None]
+        return sorted(found, key=lambda times: times.total)[(len(found) - 1) // 2]
+
+    def links(self) -> ProcessLinks:
+        found: ProcessLinks = self._asked("links", self.hosts)[0]
+        return found
+
+    def differ(self, known: ProcessLinks) -> float:
+        return float(self._asked("differ", self.hosts, known)[0])
+
+    def collectives(self, ranks: Sequence[int], which: Sequence[Collective]) -> MeasuredCollectives:
+        found: MeasuredCollectives = self._asked("collectives", tuple(ranks), tuple(which), self.hosts)[ranks[0]]
+        return found
+
+    def at_once(self, groups: Sequence[Sequence[int]], nbytes: int) -> float:
+        return max(self._asked("at_once", tuple(map(tuple, groups)), nbytes))
+
+    def _asked(self, order: str, *given: Any) -> list[Any]:
+        """The results by rank."""
+        self._world.broadcast_objects([(order, *given)], 0)
+        results = self._world.gathered(_attempted(self._tasks, order, given))
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
+        if failed:
+            raise AutoparError(f"measuring the {order} for a plan failed: {'; '.join(failed)}")
+        return [result for result, _ in results]
+
+
+def _fewest_cores(places: Sequence[Place]) -> int:
+    """Of the machine that has the fewest for each of its ranks."""
+    by_machine = [[place for place in places if place.machine == name] for name in {p.machine for p in places}]
+    return len(cores_of(min(by_machine, key=lambda some: len(cores_of(some)) / len(some))))
+
+
+class _Tasks:
+    """What one rank does when it is asked to. All ranks do the same task at the same time."""
+
+    def __init__(self, world: World, devices: Sequence[Device], example: Example, stack: ExitStack) -> None:
+        self._world, self._devices, self._example, self._stack = world, devices, example, stack
+        self._passes: Callable[..., GraphTimes] | None = None
+
+    def passes(self, ranks: tuple[int, ...], workers: int, rows: int) -> GraphTimes | None:
+        groups = self._world.groups([ranks])
+        if self._world.rank not in ranks:
+            return None
+        if self._passes is None:
+            self._passes = self._stack.enter_context(passes_of(self._example, self._devices))
+        companions = _Companions(groups[ranks]) if len(ranks) > 1 else None
+        return self._passes(self._devices[self._world.rank], workers, rows, companions)
+
+    def links(self, hosts: Sequence[int]) -> ProcessLinks:
+        return measure_process_links(hosts, self._world.control)
+
+    def differ(self, hosts: Sequence[int], known: ProcessLinks) -> float:
+        return probe_process_links(hosts, known, self._world.control)
+
+    def collectives(
+        self, ranks: tuple[int, ...], which: tuple[Collective, ...], hosts: Sequence[int]
+    ) -> MeasuredCollectives | None:
+        groups = self._world.groups([ranks])
+        if self._world.rank not in ranks:
+            return None
+        return measure_collectives(groups[ranks], which=which, hosts=[hosts[rank] for rank in ranks], longest=LONGEST)
+
+    def at_once(self, groups: tuple[tuple[int, ...], ...], nbytes: int) -> float:
+        mine = self._world.groups(groups)
+        own = next((mine[ranks] for ranks in groups if self._world.rank in ranks), None)
+        seconds = []
+        for _ in range(_ROUNDS):
+            dist.barrier(self._world.control)
+            if own is not None:
+                seconds.append(measured_all_reduce(own, nbytes))
+        return sorted(seconds)[len(seconds) // 2] if seconds else 0.0
+
+
+def measured_all_reduce(group: Any, nbytes: int) -> float:
+    """Seconds of one all-reduce."""
+    whole = torch.zeros(nbytes // 4)
+    start = time.perf_counter()
+    dist.all_reduce(whole, group=group)
+    return time.perf_counter() - start
+
+
+class _Companions:
+    """The other ranks of a machine that run the same passes."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        dist.barrier(self._group)
+
+    def largest(self, value: float) -> float:
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return float(found)

@@ -1,0 +1,85 @@
+"""A network that gets ten times slower: the plan changes, and the new one is faster there.
+
+Two hosts on this machine are network namespaces with a core each, joined by links that tc limits (`benchmarks.hosts`).
+Under torchrun, one rank a host, autopar plans at both bandwidths; then both plans run in turn at both bandwidths.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autopar import Plan
+from benchmarks.hosts import Hosts, hosts, why_not
+from benchmarks.output import Report, Table
+from benchmarks.timing import ratio
+
+log = logging.getLogger(__name__)
+
+_JOB = Path(__file__).parent / "network_job.py"
+FAST, SLOW = 1000.0, 100.0  # Mbit/s
+
+
+def run_network(quick: bool) -> Report:
+    """Raises RuntimeError where the machine allows no namespaces, or a rank fails."""
+    reason = why_not()
+    if reason:
+        raise RuntimeError(f"hosts as network namespaces: {reason}")
+    rounds = 2 if quick else 9
+    with tempfile.TemporaryDirectory() as folder, hosts(2, FAST) as network:
+        rates = (FAST, SLOW)
+        found = [planned(network, rate, Path(folder)) for rate in rates]
+        measured = [compared(network, rate, found, rounds, Path(folder)) for rate in rates]
+    return _report(found, measured)
+
+
+def planned(network: Hosts, megabits: float, folder: Path) -> Plan:
+    """What autopar plans where the links carry `megabits` Mbit/s."""
+    log.info("planning at %g Mbit/s", megabits)
+    network.limit(megabits)
+    out = folder / f"plan-{megabits:g}.json"
+    network.torchrun(_JOB, "plan", str(out), env={"AUTOPAR_CACHE_DIR": str(folder / "cache")})
+    return Plan.from_json(out.read_text())
+
+
+def compared(network: Hosts, megabits: float, plans: list[Plan], rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """Seconds of steps by each plan, in turn."""
+    log.info("comparing at %g Mbit/s", megabits)
+    network.limit(megabits)
+    out, files = folder / f"compared-{megabits:g}.json", [folder / f"{i}.json" for i in range(len(plans))]
+    for file, plan in zip(files, plans, strict=True):
+        file.write_text(plan.to_json())
+    network.torchrun(_JOB, "compare", str(out), str(rounds), *map(str, files), env={"OMP_NUM_THREADS": "1"})
+    found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+def _report(plans: list[Plan], measured: list[list[dict[str, Any]]]) -> Report:
+    rows, data = [], []
+    for rate, steps in zip((FAST, SLOW), measured, strict=True):
+        for made_for, plan, one in zip((FAST, SLOW), plans, steps, strict=True):
+            over = ratio(one["seconds"], steps[(FAST, SLOW).index(rate)]["seconds"])
+            predicted = plan.predicted_step_time if made_for == rate else None
+            rows.append(
+                (
+                    f"{rate:g} Mbit/s",
+                    f"{made_for:g} Mbit/s",
+                    f"{plan.places}, {plan.schedule}, {plan.n_microbatches} micro-batches",
+                    f"{predicted * 1e3:.0f}" if predicted else "",
+                    f"{median(one['seconds']) * 1e3:.0f}",
+                    f"{over:.2f}",
+                )
+            )
+            data.append({"rate": rate, "made_for": made_for, "plan": str(plan.places), "predicted": predicted, **one})
+    table = Table(
+        "Steps of the plans made for two bandwidths, at both",
+        ("network", "plan made for", "plan", "predicted ms", "measured ms", "/ the plan made for it"),
+        tuple(rows),
+        "Two ranks over gloo, a core each, in network namespaces; medians, and of the ratios in each round.",
+    )
+    same = plans[0].without_predictions("compared") == plans[1].without_predictions("compared")
+    return Report("A network ten times slower", (table,), {"steps": data, "plans_differ": not same})

@@ -1,0 +1,80 @@
+"""What `benchmarks.network` runs under torchrun: a plan for the network there is, or plans in turn.
+
+torchrun ... network_job.py plan OUT.json                       OUT: the plan that autopar makes
+torchrun ... network_job.py compare OUT.json ROUNDS A.json ..   OUT: seconds of a training step by each plan
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import autopar
+from autopar import Plan
+from benchmarks.timing import interleave
+
+WIDTH, WAIST, BATCH = 512, 8, 4096
+BEFORE, AFTER = 2, 4  # layers before and after the waist
+
+
+def model() -> nn.Module:
+    """Layers with a narrow waist after a third of the work.
+
+    Replicas balance perfectly, but add up 6 MB of gradients each step. A pipeline can only be cut cheaply at the
+    waist, where it sends 8 numbers a sample, and then has two thirds of the work in one stage.
+    """
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for index in range(BEFORE + AFTER):
+        if index == BEFORE:
+            layers += [nn.Linear(WIDTH, WAIST), nn.Linear(WAIST, WIDTH)]
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def plan() -> Plan:
+    """What autopar plans here; the same on all ranks."""
+    x = torch.randn(BATCH, WIDTH)
+    return autopar.plan(model(), example_args=(x,), target=x, loss_fn=functional.mse_loss)
+
+
+def compare(plans: Sequence[Plan], rounds: int) -> list[dict[str, object]]:
+    """Seconds of a training step by each plan, in turn, and the loss of the first one."""
+    original, x = model(), torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+    losses: dict[str, float] = {}
+    steps: dict[str, Callable[[], object]] = {}
+
+    def step(name: str, module: autopar.PipelinedModule) -> None:
+        module.zero_grad()
+        loss = module.train_step(x, target=x, loss_fn=functional.mse_loss)
+        losses.setdefault(name, loss.item())
+
+    for index, one in enumerate(plans):
+        steps[str(index)] = partial(step, str(index), autopar.parallelize(copy.deepcopy(original), plan=one))
+    seconds = interleave(steps, rounds, before=dist.barrier)
+    return [{"seconds": list(seconds[name]), "loss": losses[name]} for name in steps]
+
+
+def main(what: str, out: str, *arguments: str) -> None:
+    torch.set_num_threads(1)
+    if what == "plan":
+        text = plan().to_json()
+    else:
+        rounds, *files = arguments
+        dist.init_process_group("gloo")
+        text = json.dumps(compare([Plan.from_json(Path(file).read_text()) for file in files], int(rounds)))
+    if dist.get_rank() == 0:
+        Path(out).write_text(text)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

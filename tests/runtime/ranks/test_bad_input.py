@@ -1,0 +1,113 @@
+"""What does not fit on ranks ends all of them, with one message, on rank 0, that names what differs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, sys, warnings
+rank, what = int(os.environ["RANK"]), sys.argv[1]
+import torch
+if what == "torch" and rank == 1:
+    torch.__version__ = "2.11.0"
+import autopar
+from autopar import Plan
+from torch import nn
+from torch.nn import functional
+
+torch.manual_seed(rank if what == "seeds" else 0)
+width = 16 if what == "models" and rank else 12
+model = nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 12), nn.Tanh())
+if what == "layers" and rank:
+    model.append(nn.Linear(12, 12))
+class Fails(nn.Module):
+    def forward(self, x):
+        if rank:
+            raise ValueError("this rank's own mistake")
+        return x
+if what == "capture":
+    model.append(Fails())
+torch.manual_seed(rank if what == "batches" else 1)
+x = torch.randn(8, 12)
+plan = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)
+options = {}
+if what == "world":
+    plan = Plan.from_split({"0": 0, "1": 1, "2": 2}, n_microbatches=2)
+if what == "options":
+    options["batch_norm"] = ("per-microbatch", "exact")[rank]
+if what == "wrong option":
+    options["schedule"] = "fastest"
+if what in ("data", "columns", "per-rank"):
+    options["data"] = "per-rank" if rank or what != "data" else "whole"
+if what == "columns":
+    x = torch.randn(4, 12 + rank)
+pm = autopar.parallelize(model, plan=plan, **options)
+optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+for step in range(3):
+    batch = x[: 4 + rank] if what == "lengths" else x
+    if what == "per-rank" and rank:
+        batch = x[:5]
+    if what == "calls" and rank:
+        pm(batch)
+    else:
+        pm.train_step(batch, target=batch, loss_fn=functional.mse_loss)
+    optimizer.step()
+print("trained", flush=True)
+"""
+
+WANTED = {
+    "world": "PlanError: .*3.*2",
+    "models": "InputError: ranks differ in the captured program|InputError: ranks differ in the model's weights",
+    "layers": "InputError: ranks differ in the captured program",
+    "seeds": "InputError: ranks differ in the model's weights: .* on rank 0, .* on rank 1; build the model from",
+    "batches": r"InputError: ranks differ in the content of input 'input' \(\(8, 12\) .*\): rank 1 from rank 0",
+    "lengths": r"InputError: ranks differ in input 'input': \(4, 12\) torch.float32 on rank 0, \(5, 12\) .* on rank 1",
+    "calls": "InputError: ranks differ in the call: train_step .* on rank 0, a forward .* on rank 1",
+    "torch": "InputError: ranks differ in the version of torch: .* on rank 0, 2.11.0 on rank 1; install the same",
+    "options": "InputError: ranks differ in the options of parallelize: .*per-microbatch.* on rank 0, .*exact.* on",
+    "wrong option": "InputError: schedule must be one of",
+    "data": "InputError: ranks differ in the options of parallelize: data='whole'.* on rank 0, data='per-rank'",
+    "columns": r"InputError: ranks differ in input 'input': \(samples, 12\) .* on rank 0, \(samples, 13\) .* on rank 1",
+    "capture": "InputError: capturing the model failed on rank 1 alone: .*this rank's own mistake",
+}
+
+
+def run(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), what],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("what", WANTED)
+def test_every_rank_ends_and_rank_0_says_why(tmp_path: Path, what: str) -> None:
+    begin = time.monotonic()
+    done = run(tmp_path, what)
+    assert done.returncode != 0
+    assert "trained" not in done.stdout
+    messages = re.findall(r"^.*autopar\.errors\.(\w+Error: .*)$", done.stderr, re.MULTILINE)
+    assert len(messages) == (2 if what == "capture" else 1), done.stderr  # the failing rank shows its own error, too
+    assert any(re.match(WANTED[what], message) for message in messages), done.stderr
+    assert time.monotonic() - begin < 100  # no rank waited for another until a timeout
+
+
+def test_shares_of_other_lengths_are_no_mistake(tmp_path: Path) -> None:
+    done = run(tmp_path, "per-rank")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2

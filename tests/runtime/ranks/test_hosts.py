@@ -1,0 +1,69 @@
+"""Several hosts, as network namespaces of this machine joined by links of limited bandwidth (`benchmarks.hosts`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import hosts, losses, why_not
+from benchmarks.network import FAST, SLOW, planned
+
+REASON = why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+
+SCRIPT = """
+import sys
+import autopar, torch
+from autopar import Plan
+from torch import nn
+from torch.nn import functional
+
+kind, n = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+x = torch.randn(24, 64)
+names = [f"cpu:{i}" for i in range(n)]
+if kind == "pipeline":
+    plan = Plan.from_split({str(i): i * n // 12 for i in range(12)}, n_microbatches=4)
+else:
+    plan = Plan.from_split({"": 0}, devices=[names], n_microbatches=n)
+pm = model if kind == "plain" else autopar.parallelize(model, plan=plan)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = functional.mse_loss(pm(x), x)
+    loss.backward()
+    optimizer.step()
+    print(f"loss {loss.item():.6f}", flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(("n", "per_host"), [(2, 2), (3, 1)])
+def test_hosts_train_as_one_process_does(script: Path, n: int, per_host: int) -> None:
+    ranks = n * per_host
+    with hosts(n, FAST) as network:
+        alone = losses(network.torchrun(script, "plain", "1"))[0][:3]
+        for kind in ("pipeline", "replicas"):
+            for found in losses(network.torchrun(script, kind, str(ranks), per_host=per_host)):
+                assert sorted(found) == pytest.approx(sorted(per_host * alone), abs=2e-6)
+
+
+def test_a_network_ten_times_slower_changes_the_plan(tmp_path: Path) -> None:
+    """Replicas, which add up gradients, where the network is fast; a pipeline cut at the waist where it is slow. The
+    second plan is made although the cache knows the fast network. `python -m benchmarks network` measures both."""
+    with hosts(2, FAST) as network:
+        fast, slow = planned(network, FAST, tmp_path), planned(network, SLOW, tmp_path)
+    assert fast.predicted_step_time is not None
+    assert slow.predicted_step_time is not None
+    assert [stage.replicas for stage in fast.stages] == [2]
+    assert [stage.replicas for stage in slow.stages] == [1, 1]
+    assert fast.predicted_step_time < slow.predicted_step_time < fast.single_device_time

@@ -1,0 +1,48 @@
+"""Planning under torchrun: measured by all ranks, decided by rank 0, the same on all."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from rank_planning import followed, links, plans, too_large_a_plan, wrapped_in_ddp
+from rank_pool import RankPool
+
+
+@pytest.mark.slow
+def test_all_ranks_get_the_plan_of_rank_0(ranks: RankPool) -> None:
+    (made, followed, _), other = ranks.run(plans, 2)
+    assert (made, followed) == other[:2]
+    assert made == followed  # the second time from the cache
+
+
+@pytest.mark.slow
+def test_links_between_all_pairs_of_ranks_are_measured(ranks: RankPool) -> None:
+    for hosts in ([0, 0], [0, 1, 2], [0, 0, 1, 1]):
+        (found, shared, factor), *others = ranks.run(links, len(hosts), hosts)
+        assert factor >= 1
+        assert set(found) == set(itertools.permutations(range(len(hosts)), 2))
+        assert all(other[:2] == (found, shared) for other in others)
+        assert all(1e-6 < link.latency + 1e6 / link.bandwidth < 1 for link in found.values())
+
+
+@pytest.mark.slow
+def test_a_plan_made_ahead_is_followed_by_ranks_and_theirs_in_one_process(ranks: RankPool) -> None:
+    for n in (2, 3):
+        for plain, on_ranks, in_threads in ranks.run(followed, n):
+            assert on_ranks == pytest.approx(plain, rel=1e-6)
+            assert in_threads == on_ranks
+
+
+@pytest.mark.slow
+def test_a_plan_for_more_devices_than_ranks_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(too_large_a_plan, 2):
+        assert "the plan uses 3 devices, but 2 are given" in message
+        assert "one rank for each device, 2 of them" in message
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel_around_ranks_is_refused(ranks: RankPool) -> None:
+    """As Accelerate and transformers' Trainer wrap it under torchrun."""
+    for message in ranks.run(wrapped_in_ddp, 2):
+        assert message.startswith("the pipelined module is wrapped in DistributedDataParallel")

@@ -10,14 +10,13 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
+from autopar.analysis.example import LossFunction, capture_example, example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.history import recall
 from autopar.costs.measured import measure_costs
 from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
-from autopar.costs.rank_costs import RankMeasurements
-from autopar.errors import InputError, PlanError, each_warning_once
+from autopar.errors import InputError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Data, Dynamic, PlanKeywords, PlanOptions, Tune
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
@@ -35,17 +34,16 @@ from autopar.runtime.arguments import (
     need_target,
     refuse_estimated,
 )
-from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.building import deciding, pipelined, pricing
 from autopar.runtime.compare import compare_at_hand
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.initial_values.initial import Weights, initial_values
 from autopar.runtime.initial_values.sources import InitFunction
 from autopar.runtime.module import PipelinedModule
-from autopar.runtime.planning import plan_at_hand, priced_at_hand
 from autopar.runtime.ranks.module import RankedModule, check_options
-from autopar.runtime.ranks.planning import DecideTogether, plan_together
-from autopar.runtime.ranks.world import World, joined
-from cost_models import Cluster, Device
+from autopar.runtime.ranks.planning import plan_together
+from autopar.runtime.ranks.world import joined
+from cost_models import Cluster
 
 
 def parallelize(
@@ -179,7 +177,7 @@ def parallelize(
     here = devices_at_hand(model, devices, optimizer, world)
 
     def made() -> PipelinedModule:
-        return _pipelined(model, here, options, plan, world, data)
+        return pipelined(model, here, options, progress_bar, plan, world, data)
 
     module = made() if world is None else world.outcome("parallelize", made)
     if isinstance(module, RankedModule):
@@ -270,9 +268,11 @@ def plan(
             batch_dim=chosen.batch_dim,
             strict=chosen.strict,
         )
-        decide = _pricing(plan, parsed, chosen) if plan is not None else _deciding(parsed, chosen)
+        decide = (
+            pricing(plan, parsed, chosen, progress_bar) if plan is not None else deciding(parsed, chosen, progress_bar)
+        )
         return decide(example) if world is None else plan_together(world, parsed, example, decide)
-    module = _pipelined(model, parsed, chosen)
+    module = pipelined(model, parsed, chosen, progress_bar)
     try:
         return module.prepare(args, kwargs, loss_fn=loss_fn, target=target)
     finally:
@@ -414,56 +414,3 @@ def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy
         kind: only plans on device types whose name contains this text, such as "H200".
     """
     return Accuracy.of(recall(), since=since, kind=kind)
-
-
-def _on_devices(plan: Plan, devices: tuple[Device, ...], world: World | None) -> Plan:
-    """`plan` on these devices. Raises PlanError."""
-    try:
-        return plan.on([d.name for d in devices], [d.kind for d in devices])
-    except PlanError as error:
-        if world is None:
-            raise
-        raise PlanError(f"{error}. There is one rank for each device, {world.size} of them; rank i is cpu:i") from error
-
-
-def _deciding(devices: tuple[Device, ...], options: PlanOptions) -> DecideTogether:
-    """Makes a plan; with measurements of ranks, for one process a device."""
-
-    def decide(example: Example, ranks: RankMeasurements | None = None) -> Plan:
-        with progress_bar() as progress:
-            return plan_at_hand(example, devices, options, progress, ranks)
-
-    return decide
-
-
-def _pricing(plan: Plan, devices: tuple[Device, ...], options: PlanOptions) -> DecideTogether:
-    """Predicts what the user's plan takes."""
-
-    def price(example: Example, ranks: RankMeasurements | None = None) -> Plan:
-        with progress_bar() as progress:
-            return priced_at_hand(plan, example, devices, options, progress, ranks)
-
-    return price
-
-
-def _pipelined(
-    model: nn.Module,
-    devices: tuple[Device, ...],
-    options: PlanOptions,
-    plan: Plan | None = None,
-    world: World | None = None,
-    data: Data = "whole",
-) -> PipelinedModule:
-    """The model as a module that plans by `options` on its first call, or follows `plan`; with `world`, one rank's."""
-    if plan is not None:
-        n_microbatches, schedule = options.n_microbatches or plan.n_microbatches, options.schedule or plan.schedule
-        plan = plan.with_decision(
-            "the plan's n_microbatches or schedule was replaced", n_microbatches=n_microbatches, schedule=schedule
-        )
-        plan = _on_devices(plan, devices, world)
-        plan.check_model(model)
-
-    decide, settings = _deciding(devices, options), RunSettings.of(options)
-    if world is not None:
-        return RankedModule(world, model, devices, decide, plan=plan, settings=settings, data=data)
-    return PipelinedModule(model, devices, decide, plan=plan, settings=settings, record=options.cache)

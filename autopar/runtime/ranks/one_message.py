@@ -19,6 +19,10 @@ def on_all_ranks(error: _Error) -> _Error:
     return error
 
 
+def is_on_all_ranks(error: BaseException) -> bool:
+    return bool(getattr(error, "on_all_ranks", False))
+
+
 def shown_once(rank: int) -> None:
     """From now on, this process shows errors that all ranks raise only if it is rank 0."""
     first = not _installed
@@ -28,7 +32,7 @@ def shown_once(rank: int) -> None:
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-        if not _installed[0] or not getattr(error, "on_all_ranks", False):
+        if not _installed[0] or not is_on_all_ranks(error):
             return before(kind, error, traceback)
         time.sleep(_HEAD_START)
         print(f"rank {_installed[0]} ends for the reason that rank 0 gives", file=sys.stderr, flush=True)

@@ -35,6 +35,7 @@ from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.error_context import PHASE_NAMES
 from autopar.runtime.ranks.failure import Failure, LostRankError, Position, described, is_lost_connection, names
+from autopar.runtime.ranks.one_message import is_on_all_ranks
 from autopar.runtime.ranks.raised_calls import RaisedCalls
 from autopar.schedule.clock import Phase
 
@@ -105,7 +106,7 @@ def _watch_uncaught_errors() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if _watcher is not None:
+        if _watcher is not None and not is_on_all_ranks(error):
             _watcher.script_failed(error)
         before(kind, error, trace)
 

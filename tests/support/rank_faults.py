@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan
+from autopar.runtime.ranks.parameters import RankParameters
 
 N_STEPS = 6
 TIMEOUT = "8"  # s without a sign of life: captures on a busy machine can hold up a beat for some
@@ -103,18 +104,22 @@ def caught_on_all_ranks() -> list[float]:
 
 
 def caught_on_one_rank(folder: Path) -> None:
-    """Rank 1 raises while it captures, catches that, and calls again; rank 0 waits in the call before."""
+    """Rank 1 lacks memory to place its parameters, catches that, and calls again; rank 0 waits in the call before."""
     own = dist.get_rank()
     os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
     os.environ["AUTOPAR_RANK_TIMEOUT"] = TIMEOUT
     torch.manual_seed(0)
     model, x = mlp(), torch.randn(8, 12)
     pm = autopar.parallelize(model, plan=Plan.from_split(SPLITS["mlp"][2], n_microbatches=4), cache=False)
-    original = model[0].forward
+    place = RankParameters.place
+
+    def without_memory(*_: Any) -> None:
+        raise MemoryError("no memory left")
+
     if own == 1:
-        model[0].forward = lambda *_: 1 / 0
+        RankParameters.place = without_memory  # type: ignore[method-assign]
     try:
         pm(x)
-    except Exception:
-        model[0].forward = original
+    except MemoryError:
+        RankParameters.place = place  # type: ignore[method-assign]
     pm(x)

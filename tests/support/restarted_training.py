@@ -48,7 +48,7 @@ def main(folder: Path, what: str, steps: int) -> None:
     torch.manual_seed(0)
     net = Net(0.2 if what in ("never", "anywhere") else 0.0)
     split = {f"layers.{i}": i * size // 8 for i in range(8)} | {"norm": size - 1, "head": size - 1}
-    searches = what == "waiting" and size < 3  # what is left after a machine is lost gets a plan of its own
+    searches = what == "waiting" and size < 2  # what is left after a machine is lost gets a plan of its own
     plan = None if searches else autopar.Plan.from_split(split, n_microbatches=2)
     options = {"n_microbatches": 2, "max_replicas": 1} if searches else {}
     model = autopar.parallelize(net, plan=plan, cache=False, **options)

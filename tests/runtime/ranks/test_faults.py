@@ -51,10 +51,13 @@ def test_all_ranks_end_and_name_the_failure(
         assert found[other] not in ("still runs", "returned"), texts
         if other == rank and what == "kill":
             continue
-        heard = ", last heard of " if what == "stop" or where == "between" else ""
-        phase = "(forward|backward)" if what == "kill" else where if where == "backward" else "forward"
-        action = rf"in the {phase}( \(inputs\))? of stage {rank}, micro-batch 0"
-        place = rf"{heard}.*" if heard else rf" {action} \(call 4, train_step\)"
+        phase = "backward" if where == "backward" else "forward"
+        place = rf" in the {phase}( \(inputs\))? of stage {rank}, micro-batch 0 \(call 4, train_step\)"
+        if what == "stop" or where == "between":
+            place = ", last heard of .*"
+        elif what == "kill":  # the action that another rank waited for, or the last beat where it waited for no message
+            action = rf" in the (forward|backward) of stage {rank}, micro-batch \d \(call 4, train_step\)"
+            place = f"({action}|, last heard of .*)"
         wanted = rf"rank {rank} failed{place}: {CAUSES[what]}"
         assert re.search(wanted, texts[other] + found[other]), (wanted, texts[other], found[other])
 

@@ -278,7 +278,9 @@ class PipelinedModule(Pipelined, nn.Module):
         loss is captured once to prove how the losses of micro-batches make the loss of the batch: a mean over samples,
         a sum, or a sum divided by what the targets count (ignored targets, class weights, masks). Any other loss runs
         on the outputs of the whole batch, between all forwards and all backwards, and a warning says so once. Gradients
-        are accumulated in `.grad` as by `loss.backward()`. Hooks of the root module do not run.
+        are accumulated in `.grad` as by `loss.backward()`, and hooks on parameters run; those on autograd's
+        accumulation nodes need a hook on a parameter, or an input that requires a gradient. Hooks of the root module
+        do not run.
 
         Without `target` and `loss_fn`, the loss is the one that the model returns: its output's `loss`, the first
         entry of a tuple, or the output itself. InputError if there is none.

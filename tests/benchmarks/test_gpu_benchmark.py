@@ -279,6 +279,7 @@ def test_bytes_in_use_are_those_of_tensors_that_live() -> None:
     assert in_use(CPU) == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_core")
 def test_a_step_that_leaves_something_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     leaked: list[torch.Tensor] = []

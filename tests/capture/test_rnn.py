@@ -177,6 +177,7 @@ def test_new_nodes_are_described_like_their_neighbours(kind: str) -> None:
     assert [operator_keys(program)[n] for n in recurrent(program)] == [f"rnn/{kind}#0", f"rnn/{kind}#1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 @pytest.mark.parametrize(
     ("bidirectional", "batch_first"), [(False, False), (True, False), (True, True)], ids=["one", "both", "batch first"]

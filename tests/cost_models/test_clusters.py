@@ -333,6 +333,7 @@ def test_kinds_of_one_name_must_agree() -> None:
         Cluster((spec, other), 1, network, network)
 
 
+@pytest.mark.slow
 def test_devices_at_hand_are_measured() -> None:
     cluster = Cluster.from_devices(["cpu", "cpu"])
     first, second = cluster.devices

@@ -90,6 +90,7 @@ def flops(work: dict[str, OperatorWork]) -> tuple[int, int]:
     return forward, sum(kernel.flops for one in work.values() for kernel in one.backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
 def test_flops_of_a_model_are_those_that_torch_counts_when_it_runs(case: Case) -> None:
     program = captured(case)
@@ -119,6 +120,7 @@ def test_every_operator_is_handled(case: Case) -> None:
     assert [name for name in kernels - {"attention"} if not hasattr(aten, name)] in ([], ["grouped_mm_fallback"])
 
 
+@pytest.mark.slow
 def test_the_number_of_samples_may_be_any() -> None:
     case = next(case for case in CASES if case.name == "bert")
     program = captured(case)

@@ -220,6 +220,7 @@ def test_a_corruption_of_one_field_is_reported_alone(corrupt: Callable[[Data], N
     assert len(text.splitlines()) == 2, "the heading and one violation"
 
 
+@pytest.mark.slow
 def test_of_any_two_corruptions_both_are_reported() -> None:
     for (place, first, said), (other, second, also) in itertools.combinations(CORRUPTIONS, 2):
         if place != other:

@@ -289,6 +289,7 @@ def _burn(stop: threading.Event) -> None:
         sum(range(1000))
 
 
+@pytest.mark.slow
 def test_the_planner_has_no_clock() -> None:
     """A result that depends on how fast the machine is cannot be repeated."""
     package = Path(autopar.planner.__path__[0])

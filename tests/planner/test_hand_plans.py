@@ -158,6 +158,7 @@ def test_sequence_parallelism_gathers_and_scatters_in_place_of_adding_up() -> No
     assert all(text.split()[0] == "S1" for text in norms)  # of samples, tokens, numbers
 
 
+@pytest.mark.slow
 def test_every_matrix_is_cut_by_the_tensor_degree() -> None:
     plan = by_hand(Cluster.preset("4xH100"), tensor=4)
     (stage,) = plan.stages

@@ -90,6 +90,7 @@ def test_a_model_made_under_fake_tensor_mode_is_planned_for() -> None:
     assert not any(p.is_meta for p in fake.parameters())  # planned for on a copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [gpt2, llama, bert, t5])
 def test_layers_captured_once_are_the_layers_of_a_whole_capture(build: Any) -> None:
     model = on_meta(build)

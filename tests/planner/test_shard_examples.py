@@ -217,6 +217,7 @@ def test_a_transformer_with_hints_on_its_blocks_computes_the_same() -> None:
     assert Counter(borders)["S0R -> S0R"] == 2 * len(model.transformer.h)
 
 
+@pytest.mark.slow
 def test_plans_that_are_compared_follow_the_hints() -> None:
     model = nn.Sequential(nn.Linear(8, 8), autopar.shard(nn.Linear(8, 8), ((2, 1),)))
     found = autopar.compare(model, ["cpu"] * 2, example_args=(torch.randn(8, 8),), repeats=1, cache=False)

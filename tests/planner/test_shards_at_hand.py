@@ -58,7 +58,7 @@ CALL: dict[str, Any] = {
 SHORT: dict[str, Any] = {"memory_limit": 3 * BIG, "optimizer": "adamw"}  # weight, gradient and state are 4 * BIG
 
 
-LONG = ("gru", "gpt2 with labels", "t5", "llama", "mixtral")
+LONG = ("gru", "gpt2 with labels", "t5", "llama", "mixtral", "resnet", "vit")
 
 
 @pytest.fixture
@@ -221,6 +221,7 @@ def test_workers_of_one_cpu_gain_no_time_by_sharding_and_are_not_sharded_unasked
     assert set(shards(asked)) == {1}
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(4), deadline=None)
 @given(st.sampled_from([32, 128, 512]), st.sampled_from([2, 4]), st.booleans())
 def test_a_shard_takes_its_part_of_the_measured_operator_and_whole_ones_all_of_it(

@@ -334,6 +334,7 @@ def held_bytes(mode: str, **degrees: Any) -> int:
     return sum(n for key, n in held.items() if key not in parameters)
 
 
+@pytest.mark.slow
 def test_layers_that_keep_products_hold_the_results_of_every_second_one_beside() -> None:
     ups = 6 * 64 * 2 * WIDTH * 4  # the first of the two products of each layer
     assert held_bytes("selective-op") - held_bytes("full") == ups

@@ -205,6 +205,7 @@ def test_others_see_the_models_own_parameters_while_it_runs() -> None:
     pm.close()
 
 
+@pytest.mark.slow
 def test_a_second_plan_takes_its_costs_from_the_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from autopar.costs import operator_passes
 

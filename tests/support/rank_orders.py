@@ -135,13 +135,3 @@ def over_pairs(order: Order) -> tuple[CollectiveLog, float, str]:
         return exchanged(order)
     finally:
         World.channel = before  # type: ignore[method-assign]
-
-
-def checked_by_torch(order: Order) -> tuple[CollectiveLog, float, str]:
-    """The same with torch's own comparison of every collective between the ranks of its group."""
-    level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        return exchanged(order)
-    finally:
-        dist.set_debug_level(level)

@@ -27,7 +27,6 @@ from autopar.runtime.captures import BoundCall, CallArguments, Captures
 from autopar.runtime.executable import StagePlacement
 from autopar.runtime.loss_splits import default_target_dims
 from autopar.runtime.ranks.agreement import compare, digest, weights_digest
-from autopar.runtime.ranks.dense_gradients import check_dense
 from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
 from autopar.runtime.ranks.holders import StageGrid, check_supported, grids
 from autopar.runtime.ranks.one_message import on_all_ranks
@@ -130,7 +129,6 @@ class RankSignatures(Signatures):
         lowered = lowered_by(plan, signature, stage_of, self.settings)
         whole, stages = named_tensors(self._model), grids(plan, self._rank_of)
         check_supported(plan, lowered, stages, whole)
-        check_dense(lowered)
         if self.parameters.placed:
             hollow_stages(lowered)
         else:

@@ -135,3 +135,14 @@ def over_pairs(order: Order) -> tuple[CollectiveLog, float, str]:
         return exchanged(order)
     finally:
         World.channel = before  # type: ignore[method-assign]
+
+
+def checked_by_torch(order: Order) -> tuple[CollectiveLog, float, str]:
+    """The same as with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch compares every collective between the ranks of its group,
+    and starts it once all of them have come to it."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        return exchanged(order)
+    finally:
+        dist.set_debug_level(level)

@@ -8,7 +8,7 @@ import pytest
 from collective_log import CollectiveLog, disagreements
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_orders import Order, exchanged, over_pairs
+from rank_orders import Order, checked_by_torch, exchanged, over_pairs
 from rank_pool import RankPool
 
 CASES = [
@@ -44,8 +44,18 @@ def test_a_log_that_differs_is_noticed() -> None:
     assert len(disagreements(logs)) == 2
 
 
+def test_groups_in_another_order_are_noticed() -> None:
+    logs = [CollectiveLog({"all": (0, 1), "wire": (0, 1)}) for _ in range(2)]
+    for log, order in zip(logs, (["all", "wire"], ["wire", "all"]), strict=True):
+        log.order += order
+        for name in order:
+            log.calls[name].append(("all_reduce", ((4,), "float32")))
+    (found,) = disagreements(logs)
+    assert found == "collective 0 of both is in all on rank 0, in wire on rank 1"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [exchanged, over_pairs], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [exchanged, over_pairs, checked_by_torch], ids=lambda job: job.__name__)
 @pytest.mark.parametrize(("n", "order"), CASES, ids=str)
 def test_ranks_exchange_the_same_in_the_same_order(ranks: RankPool, n: int, order: Order, job: Any) -> None:
     found = ranks.run(job, n, order)

@@ -71,7 +71,7 @@ class ShardCosts:
 
     def holds_whole_parameters(self, kind: str) -> bool:
         """Whether a mesh's first device holds whole parameters, gradients and optimizer states."""
-        return self.cluster.specs[kind].device_type != "cpu"
+        return not self.separate and self.cluster.specs[kind].device_type != "cpu"
 
 
 def measure_shards_of_ranks(

@@ -65,23 +65,27 @@ def _weights(program: SplitProgram, solution: Sharding, kind: str) -> dict[str |
     """By storage: what the solution says of a parameter on devices of a kind, as fields of `Weight`."""
     shards = program.costs.shards
     whole = shards is not None and shards.holds_whole_parameters(kind)  # the first device, which has most
+    apart = shards is not None and shards.separate
     mesh = solution.mesh.shape
     once: dict[str, float] = defaultdict(float)
     for collective in solution.collectives:
         if collective.shared:
             once[collective.tensor] += collective.seconds / collective.times
     return {
-        program.storages[name]: ({} if whole else _stored_parts(stored, mesh)) | {"once": once[name]}
+        program.storages[name]: ({} if whole else _stored_parts(stored, mesh, apart)) | {"once": once[name]}
         for name, stored in solution.stored.items()
         if name in program.storages
     }
 
 
-def _stored_parts(stored: Stored, mesh: Sequence[int]) -> dict[str, int]:
-    """As fields of `Weight`."""
+def _stored_parts(stored: Stored, mesh: Sequence[int], apart: bool) -> dict[str, int]:
+    """As fields of `Weight`. `apart`: every device has a process of its own, which stores the part whose state it
+    updates beside what its stages read (`runtime/ranks/gathered.py`)."""
+    read, state = parts(stored.layout, mesh), parts(stored.state, mesh)
     return {
-        "parts": parts(stored.layout, mesh),
-        "state_parts": parts(stored.state, mesh),
+        "parts": read,
+        "state_parts": state,
+        "beside": state if apart and state > read else 0,
         "gradient_parts": parts(stored.state if stored.scattered else stored.layout, mesh),
     }
 

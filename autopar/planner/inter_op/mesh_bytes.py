@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.sends import Sent
+from autopar.costs.shard_costs import ShardCosts
 from autopar.planner.inter_op.scattering import Scattering
 from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.intra_op.sharding_task import GraphFacts
@@ -65,27 +66,25 @@ def _weights(program: SplitProgram, solution: Sharding, kind: str) -> dict[str |
     """By storage: what the solution says of a parameter on devices of a kind, as fields of `Weight`."""
     shards = program.costs.shards
     whole = shards is not None and shards.holds_whole_parameters(kind)  # the first device, which has most
-    apart = shards is not None and shards.separate
     mesh = solution.mesh.shape
     once: dict[str, float] = defaultdict(float)
     for collective in solution.collectives:
         if collective.shared:
             once[collective.tensor] += collective.seconds / collective.times
     return {
-        program.storages[name]: ({} if whole else _stored_parts(stored, mesh, apart)) | {"once": once[name]}
+        program.storages[name]: ({} if whole else _stored_parts(stored, mesh, shards)) | {"once": once[name]}
         for name, stored in solution.stored.items()
         if name in program.storages
     }
 
 
-def _stored_parts(stored: Stored, mesh: Sequence[int], apart: bool) -> dict[str, int]:
-    """As fields of `Weight`. `apart`: every device has a process of its own, which stores the part whose state it
-    updates beside what its stages read (`runtime/ranks/gathered.py`)."""
+def _stored_parts(stored: Stored, mesh: Sequence[int], shards: ShardCosts | None) -> dict[str, int]:
+    """As fields of `Weight`. `shards`: of devices at hand."""
     read, state = parts(stored.layout, mesh), parts(stored.state, mesh)
     return {
         "parts": read,
         "state_parts": state,
-        "beside": state if apart and state > read else 0,
+        "beside": 0 if shards is None else shards.beside(read, state),
         "gradient_parts": parts(stored.state if stored.scattered else stored.layout, mesh),
     }
 

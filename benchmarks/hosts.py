@@ -93,8 +93,8 @@ class Hosts:
         timeout: float = 240.0,
         env: dict[str, str] | None = None,
     ) -> list[str]:
-        """What `torchrun --nnodes` of the script prints in every host. `per_host`: ranks of each, or of all alike. Raises
-        RuntimeError where one fails."""
+        """What `torchrun --nnodes` of the script prints in every host. `per_host`: ranks of each host, or of every one.
+        Raises RuntimeError where one fails."""
         counts = [per_host] * len(self.names) if isinstance(per_host, int) else per_host
         cores = sorted(os.sched_getaffinity(0))
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "eth0", **(env or {})}

@@ -139,7 +139,9 @@ def parameters_held(zero: int) -> int:
     before = live_bytes()
     original, pm, x = ready(zero, wide)
     del original
-    return live_bytes() - before - x.nbytes
+    found = live_bytes() - before - x.nbytes
+    pm.close()
+    return found
 
 
 def gradients_between(zero: int) -> list[float]:

@@ -1,8 +1,8 @@
 """A training that is killed again and again, to be run by torchrun: FOLDER WHAT STEPS.
 
 WHAT: "never", "never without dropout", "anywhere" (in every attempt but the last, at a random point of a random rank),
-or "waiting" (from step 4 on every step takes a second while there are four ranks, so that a test can kill what it wants to;
-without dropout).
+or "waiting" (from step 4 on every step takes a second while there are four ranks, so that a test can kill what it wants
+to; without dropout).
 Appends "attempt world-size step loss" to FOLDER/losses.
 """
 

@@ -56,7 +56,7 @@ class GradientSums:
         """An execution starts. `backwards`: the stage of every backward action that this rank will do."""
         self._drop()
         self._left = Counter(backwards)
-        self._start_at_end = dist.get_debug_level() is dist.DebugLevel.DETAIL
+        self._start_at_end = dist.get_debug_level() == dist.DebugLevel.DETAIL
 
     def after_backward(self, stage: int) -> None:
         """A backward action of a stage has ended: start what is complete."""

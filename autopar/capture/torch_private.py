@@ -208,6 +208,20 @@ def have_gradient_hooks(tensors: Sequence[torch.Tensor]) -> bool:
     return False
 
 
+def keep_hooks_and_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give `new`, which takes the place of the leaf `old`, its hooks on gradients and its attributes.
+
+    Handles of the hooks go on to remove them: the tables themselves are handed on, for which torch has no public way.
+    """
+    if old._backward_hooks:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    for name, value in vars(old).items():
+        if name not in vars(new):
+            vars(new)[name] = value
+
+
 @contextlib.contextmanager
 def no_global_hooks() -> Iterator[None]:
     """Inside, global module hooks are off (torch.nn.modules.module has no public switch)."""

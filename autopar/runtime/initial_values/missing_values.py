@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar.capture import torch_private
 from autopar.capture.torch_private import is_fake
 from autopar.errors import InputError
 
@@ -35,8 +36,9 @@ def tensors_without_values(model: nn.Module) -> dict[str, torch.Tensor]:
 def make_hollow(model: nn.Module, lacking: Iterable[torch.Tensor]) -> None:
     """Put tensors on the CPU, without values, in the place of the model's tensors on the meta device.
 
-    An optimizer that was made from those gets the new parameters when it first meets this model (`follow`), at the
-    latest at its first step. Buffers get memory: a capture may write them, which a hollow one does not allow.
+    Parameters keep their hooks and attributes. An optimizer that was made from those before gets the new ones when it
+    first meets this model (`follow`), at the latest at its first step. Buffers get memory: a capture may write them,
+    which a hollow one does not allow.
     """
     new = {id(tensor): _hollow_like(tensor) for tensor in lacking}
     if not new:
@@ -53,7 +55,9 @@ def make_hollow(model: nn.Module, lacking: Iterable[torch.Tensor]) -> None:
 def _hollow_like(tensor: torch.Tensor) -> torch.Tensor:
     new = hollow(tensor.shape, tensor.dtype)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(new, tensor.requires_grad)
+        parameter = nn.Parameter(new, tensor.requires_grad)
+        torch_private.keep_hooks_and_attributes(tensor, parameter)
+        return parameter
     return new.clone(memory_format=torch.contiguous_format)
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.capture import torch_private
 from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
@@ -153,6 +154,7 @@ class RankParameters:
         local = mine.taken(read).clone() if len(mine.row) > 1 else read
         whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
         new = nn.Parameter(whole, tensor.requires_grad)
+        torch_private.keep_hooks_and_attributes(tensor, new)
         self.parameters[id(new)] = new
         self._old[id(new)] = id(tensor)
         if len(mine.row) > 1:

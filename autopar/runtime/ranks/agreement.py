@@ -15,6 +15,7 @@ from autopar.capture.call_inputs import leaf_names
 from autopar.capture.program import flattened
 from autopar.errors import InputError
 from autopar.runtime.captures import CallArguments
+from autopar.runtime.ranks.model_changes import ModelChanges
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.world import World
 
@@ -94,9 +95,18 @@ class CallLeaves(NamedTuple):
 class CallAgreement:
     """Compares every call of a module between the ranks: its kind and shapes always, its content now and then."""
 
-    def __init__(self, world: World, model: nn.Module) -> None:
-        self._world, self._model = world, model
+    def __init__(self, world: World, model: nn.Module, changes: ModelChanges) -> None:
+        """`changes`: of the model, which ranks agree on with every call."""
+        self._world, self._model, self._changes = world, model, changes
         self._n_calls = 0
+
+    def gathered_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers, by rank, once all agree on what they changed of the model. Raises InputError on all
+        ranks where they do not."""
+        n = len(numbers)
+        found = self._world.gathered_numbers([*numbers, *self._changes.numbers()])
+        self._changes.agree([theirs[n:] for theirs in found])
+        return [theirs[:n] for theirs in found]
 
     def is_content_due(self) -> bool:
         """Whether this call's content is compared. Counts the calls."""
@@ -111,7 +121,7 @@ class CallAgreement:
         if due:
             for leaf in leaves.values:
                 content = content_of(leaf, content) if isinstance(leaf, torch.Tensor) else content
-        found = self._world.gathered_numbers([shapes, content])
+        found = self.gathered_numbers([shapes, content])
         if any(theirs != found[0] for theirs in found):
             contents = [content_of(x, 0) if due and isinstance(x, torch.Tensor) else 0 for x in leaves.values]
             self.refuse(kind, leaves, list(map(described, leaves.values)), contents, _WHOLE)

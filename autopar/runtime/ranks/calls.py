@@ -40,7 +40,7 @@ class RankCalls(CallRunner):
         """`per_rank`: every rank passes samples of its own, which make the batch together."""
         super().__init__(model, devices, signatures)
         self._world, self._on_rank, self._placed = world, signatures, signatures.parameters
-        self._agreement = CallAgreement(world, model)
+        self._agreement = CallAgreement(world, model, self._placed.changes)
         self._shares = ShareAgreement(world, model, signatures.settings.batch_dim, self._agreement)
         self._per_rank = per_rank
         self._accumulates = False

@@ -8,17 +8,17 @@
 A mesh has one device where a stage is not sharded: optimizers take lists of DTensors, or of plain tensors, not both.
 
 Captures need the whole model's shapes. While a call is bound to its program (`whole`), the tables have the parameters
-that the model was built with again, but without memory: one NaN stands for all of a tensor's entries.
+that the model was built with again, but hollow: a single NaN in memory, which every entry of the tensor reads.
 
 An optimizer that was made before the parameters were placed has the old ones. It gets the new ones then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -36,20 +36,12 @@ from autopar.runtime.ranks.apart_gradients import ApartGradients
 from autopar.runtime.ranks.buckets import Bucket, buckets_of
 from autopar.runtime.ranks.gathered import GatheredValues
 from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
+from autopar.runtime.ranks.model_changes import ModelChanges
+from autopar.runtime.ranks.model_tables import ModelTables
 from autopar.runtime.ranks.optimizer_watch import OptimizerWatch
 from autopar.runtime.ranks.optimizers import check_works
 from autopar.runtime.ranks.world import World, current
 from autopar.sharding.layouts import placements
-
-
-class _Entry(NamedTuple):
-    """One name in the tables of the model's modules."""
-
-    table: dict[str, Any]
-    name: str
-    before: torch.Tensor
-    after: torch.Tensor | None  # None: this rank does not have it
-
 
 _of_this_process: WeakSet[RankParameters] = WeakSet()
 
@@ -72,7 +64,8 @@ class RankParameters:
         self._world, self._model = world, model
         _of_this_process.add(self)
         self._meshes: dict[StageGrid, DeviceMesh] = {}
-        self._entries: list[_Entry] = []
+        self._tables = ModelTables()
+        self.changes = ModelChanges(world, self._tables)
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
         self._holdings: dict[int, dict[int, Holding]] = {}
         self._gathered = GatheredValues()
@@ -89,7 +82,7 @@ class RankParameters:
 
     @property
     def placed(self) -> bool:
-        return bool(self._entries)
+        return bool(self._tables)
 
     # -- placing ----------------------------------------------------------------------------------------------------
 
@@ -110,16 +103,10 @@ class RankParameters:
         groups = self._world.groups([ranks for h in every for ranks in (h.row, h.together)])
         for key, tensor in {id(t): t for t in tensors.values()}.items():
             self._new[key] = self._kept(tensor, stages)
-        both: list[dict[str, Any]] = [table for m in self._model.modules() for table in (m._parameters, m._buffers)]
-        tables = [(table, name) for table in both for name in table]
-        for table, name in tables:
-            before: Any = table[name]
-            if before is not None:
-                self._entries.append(_Entry(table, name, before, self._new[id(before)]))
         self._free(lowered, {id(t): t for t in tensors.values()})
         self.buckets = buckets_of(self._world.rank, self._holdings, self._new, groups)
         self._gathered.follow(self.buckets)
-        self._show(lambda entry: entry.after)
+        self._tables.place(self._model, self._new)
         self._watch.placed(self)
 
     def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:
@@ -168,22 +155,14 @@ class RankParameters:
                 tensor.data = hollow(tensor.shape, tensor.dtype)
         hollow_stages(lowered)
 
-    def _show(self, of: Callable[[_Entry], torch.Tensor | None]) -> None:
-        for entry in self._entries:
-            value = of(entry)
-            if value is None:
-                entry.table.pop(entry.name, None)
-            else:
-                entry.table[entry.name] = value
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> AbstractContextManager[None]:
         """Inside, the model has all the parameters that it was built with, those that were placed without values."""
-        self._show(lambda entry: entry.before)
-        try:
-            yield
-        finally:
-            self._show(lambda entry: entry.after)
+        return self._tables.whole()
+
+    def check_known(self) -> None:
+        """Inside `whole`, raise InputError for parameters that the model did not have when they were placed."""
+        if self._tables:
+            self._tables.check_known(self._model)
 
     # -- use --------------------------------------------------------------------------------------------------------
 
@@ -291,7 +270,7 @@ class RankParameters:
     @property
     def is_complete(self) -> bool:
         """Whether this rank has a part of every parameter."""
-        return all(entry.after is not None for entry in self._entries if isinstance(entry.before, nn.Parameter))
+        return self._tables.is_complete
 
     @cached_property
     def _names(self) -> dict[int, str]:

@@ -231,7 +231,7 @@ class ShareAgreement:
         world = self._world
         split, common = _contents(leaves.values, dims) if due else (0, 0)
         shapes = zlib.crc32(repr([tuple(kind), leaves.structure, *map(_shape, leaves.values, dims)]).encode())
-        found = world.gathered_numbers([shapes, common, n, split])
+        found = self._agreement.gathered_numbers([shapes, common, n, split])
         if n < 0 or any(theirs[:2] != found[0][:2] or theirs[2] < 0 for theirs in found):
             dims = self._common_dims(kind, leaves, dims, error)
             shapes_of = list(map(_shape, leaves.values, dims))

@@ -43,14 +43,16 @@ _SAME_SCRIPT = "run the same script with the same data on every rank"
 class RankCaptures(Captures):
     """The captures of one model on one rank. All ranks capture at the same time, or all raise."""
 
-    def __init__(self, world: World, *args: Any) -> None:
+    def __init__(self, world: World, parameters: RankParameters, *args: Any) -> None:
         super().__init__(*args)
-        self._world = world
+        self._world, self._placed = world, parameters
 
     def _captured(self, *args: Any) -> BoundSignature:
-        signature: BoundSignature = self._world.outcome(
-            "capturing the model", lambda: super(RankCaptures, self)._captured(*args)
-        )
+        def captured() -> BoundSignature:
+            self._placed.check_known()
+            return super(RankCaptures, self)._captured(*args)
+
+        signature: BoundSignature = self._world.outcome("capturing the model", captured)
         return signature
 
 
@@ -69,7 +71,7 @@ class RankSignatures(Signatures):
         """`decide(example)`: on all ranks at once, the same plan on all."""
         super().__init__(model, devices, decide, user_plan, settings)
         self.parameters = RankParameters(world, model)
-        self._captures = RankCaptures(world, model, devices, settings, self.warnings)
+        self._captures = RankCaptures(world, self.parameters, model, devices, settings, self.warnings)
         self.to_be_filled: frozenset[str] = frozenset()  # tensors that have no values before they are placed
         self.after_placing: list[Callable[[], None]] = []  # what waits for that
         self._world = world

@@ -1,0 +1,75 @@
+"""Models that are changed before and after their placing on ranks: followed as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from rank_changes import (
+    assigned_buffers,
+    changes_refused,
+    goes_on_after_a_refusal,
+    hooks_from_before,
+)
+from rank_pool import RankPool
+from torch import nn
+
+from autopar.runtime.initial_values.missing_values import give_memory, make_hollow
+
+TOLERANCE = 1e-9  # in float64
+
+slow = pytest.mark.slow
+
+
+@slow
+@pytest.mark.parametrize("call", ["train_step", "backward"])
+@pytest.mark.parametrize("plan", ["chain", "replicas 2", "hand data=2 zero=2"])
+def test_parameters_keep_hooks_and_attributes_when_they_are_placed(ranks: RankPool, plan: str, call: str) -> None:
+    for found in ranks.run(hooks_from_before, 2, plan, call):
+        assert max(found["errors"]) < TOLERANCE
+        assert found["seen"] == found["wanted"] != []
+
+
+def test_parameters_without_values_keep_hooks_and_attributes() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    model.weight.tag = "mine"
+    handle = model.weight.register_hook(torch.zeros_like)
+    make_hollow(model, list(model.parameters()))
+    assert model.weight.tag == "mine"
+    for parameter in model.parameters():
+        give_memory(parameter)
+    model(torch.ones(1, 3)).sum().backward()
+    assert not model.weight.grad.any()
+    handle.remove()
+    model(torch.ones(1, 3)).sum().backward()
+    assert bool((model.weight.grad == 1).all())
+
+
+@slow
+def test_buffers_that_are_assigned_anew_count(ranks: RankPool) -> None:
+    for errors in ranks.run(assigned_buffers, 2):
+        assert max(errors) < 1e-5
+
+
+@slow
+def test_changes_of_a_placed_model_are_refused_by_name_on_all_ranks(ranks: RankPool) -> None:
+    wanted = {
+        "parameter": "InputError: parameter 'b.weight' was assigned anew after the plan had placed it on ranks: write",
+        "on one rank": "InputError: parameter 'b.weight' was assigned anew .*; seen on rank 1$",
+        "module": "InputError: module 'b' was assigned after the plan had placed the model on ranks",
+        "dtype": "InputError: parameter '.*' is torch.float64 and was torch.float32 when the plan placed it",
+        "shape": r"InputError: buffer 'scale' is \(12,\) torch.float32 and was \(\) torch.float32",
+        "removed": "InputError: buffer 'scale' was removed",
+    }
+    for found in ranks.run(changes_refused, 2):
+        assert set(found) == set(wanted)
+        for what, pattern in wanted.items():
+            assert re.match(pattern, found[what]), f"{what}: {found[what]!r}"
+
+
+@slow
+def test_a_change_that_is_taken_back_leaves_the_model_usable(ranks: RankPool) -> None:
+    for error in ranks.run(goes_on_after_a_refusal, 2):
+        assert error < 1e-5

@@ -7,16 +7,18 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_behaviour import message_of
-from rank_cases import Job
-from rank_training import gradient_error, ready
+from rank_cases import Job, mlp
+from rank_training import gradient_error, parameter_error, ready
 from torch import nn
 from torch.nn import functional
 
 import autopar
 from autopar import Plan
+from autopar.lower import process_groups
 
 
 class Scaled(nn.Module):
@@ -136,3 +138,146 @@ def goes_on_after_a_refusal() -> float:
     assert "'a.weight'" in message or "'b.weight'" in message, message
     pm.float()
     return both_step(pm, original, x)
+
+
+def numbers_reduced(act: Callable[[], Any]) -> int:
+    """Numbers that `act` all-reduces or scatters, on this rank."""
+    counts: list[int] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        before = getattr(process_groups, name)
+
+        def start(tensor: torch.Tensor, *args: Any) -> Any:
+            counts.append(tensor.numel())
+            return before(tensor, *args)
+
+        return start
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("started_all_reduce", "started_reduce_scatter"):
+            patch.setattr(process_groups, name, counted(name))
+        act()
+    return sum(counts)
+
+
+def frozen_for_some_steps(plan: str, call: str) -> dict[str, Any]:
+    """Three of six layers are frozen at first, then one other, then none."""
+    torch.manual_seed(3)
+    build = mlp()
+    for layer in (0, 4, 8):
+        build[layer].requires_grad_(False)
+    build = build.double()
+    original, x = copy.deepcopy(build), torch.randn(8, 12).double()
+    n = dist.get_world_size()
+    made: Any = {"n_microbatches": 4}
+    if plan == "replicas":
+        split = Plan.from_split({"": 0}, devices=[[f"cpu:{i}" for i in range(n)]], **made)
+    else:
+        split = Plan.by_hand(
+            copy.deepcopy(build), ["cpu"] * n, example_args=(x,), micro_batch=2, data=n, zero=int(plan)
+        )
+    pm = autopar.parallelize(build, plan=split)
+    ours, theirs = torch.optim.SGD(pm.parameters(), lr=0.1), torch.optim.SGD(original.parameters(), lr=0.1)
+
+    def backward() -> None:
+        if call == "train_step":
+            step(pm, x)
+        else:
+            functional.mse_loss(pm(x), x).backward()
+
+    errors, reduced = [], []
+    for frozen in ((0, 4, 8), (2,), (), ()):
+        for model in (pm.unwrap(), original):
+            for layer in range(0, 12, 2):
+                model[layer].requires_grad_(layer not in frozen)
+        ours.zero_grad()
+        theirs.zero_grad()
+        reduced.append(numbers_reduced(backward))
+        functional.mse_loss(original(x), x).backward()
+        errors.append(gradient_error(pm, original))
+        ours.step()
+        theirs.step()
+        errors.append(parameter_error(pm, original))
+    return {"errors": errors, "reduced": reduced}
+
+
+def frozen_between() -> list[float]:
+    """Errors of gradients after parameters were frozen between a forward and its backward, between two forwards, and
+    while gradients of accumulate() wait."""
+    errors = []
+    for what in ("before backward", "two calls", "accumulating"):
+        original, pm, x = ready(Job("mlp", "replicas 2"))
+
+        def freeze(frozen: bool, pm: Any = pm, original: nn.Module = original) -> None:
+            for model in (pm.unwrap(), original):
+                model[2].requires_grad_(not frozen)
+
+        if what == "accumulating":
+            with pm.accumulate():
+                both_step(pm, original, x)
+            freeze(True)
+            errors.append(both_step(pm, original, x))
+            freeze(False)
+        else:
+            losses = [functional.mse_loss(model(x), x) for model in (pm, original)]
+            freeze(True)
+            if what == "two calls":
+                losses += [functional.mse_loss(model(x[:4]), x[:4]) for model in (pm, original)]
+            for loss in losses:
+                loss.backward()
+            errors.append(gradient_error(pm, original))
+            freeze(False)
+        errors.append(both_step(pm, original, x))
+    return errors
+
+
+def frozen_on_one_rank() -> list[str]:
+    """Messages where ranks freeze different parameters, before and after the placing."""
+    found = []
+    for placed in (False, True):
+        _, pm, x = ready(Job("mlp", "replicas 2"))
+        if placed:
+            step(pm, x)
+        if dist.get_rank() == 1:
+            pm.unwrap()[2].weight.requires_grad_(False)
+        found.append(message_of(lambda pm=pm, x=x: step(pm, x)))
+    return found
+
+
+def names_of_groups() -> dict[str, Any]:
+    """The names that an optimizer has of its parameters, made of named ones before the placing."""
+    _, pm, x = ready(Job("mlp", "chain"))
+    named = list(pm.named_parameters())
+    groups = [{"params": named[::2]}, {"params": named[1::2], "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    step(pm, x)
+    optimizer.step()
+    by_id = {id(p): name for name, p in pm.named_parameters()}
+    return {
+        "names": [group["param_names"] for group in optimizer.param_groups],
+        "wanted": [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+    }
+
+
+def sparse_after_evaluation() -> dict[str, str]:
+    """Messages for an embedding with sparse gradients, in a model that is evaluated first."""
+    found = {}
+    for call in ("train_step", "backward"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(32, 8, sparse=True), nn.Linear(8, 8)).eval()
+        pm = autopar.parallelize(model, n_microbatches=2)
+        x = torch.randint(0, 32, (4, 3))
+        with torch.no_grad():
+            found[f"evaluated, {call}"] = message_of(lambda pm=pm, x=x: pm(x))
+
+        def train(pm: Any = pm, x: torch.Tensor = x, call: str = call) -> None:
+            target = torch.zeros(4, 3, 8)
+            if call == "train_step":
+                pm.train_step(x, target=target, loss_fn=functional.mse_loss)
+            else:
+                functional.mse_loss(pm(x), target).backward()
+
+        found[call] = message_of(train)
+        pm.unwrap()[0].requires_grad_(False)
+        found[f"frozen, {call}"] = message_of(train)
+    return found

@@ -133,7 +133,11 @@ class RankExecutable(Executable):
         self._holds_gradients = False
         if self.sums.apart:
             self._placed.apart.add({key: self._by_id[key] for key in self.sums.apart_keys}, found)
-        return {key: self._placed.as_stored(key, gradient) for key, gradient in found.items()}
+        stored = {key: self._placed.as_stored(key, gradient) for key, gradient in found.items()}
+        for key in stored.keys() & self.sums.frozen if self.sums.waited and not self.sums.apart else ():
+            # Frozen while its gradient waited: autograd does not give it back.
+            self._placed.parameters[key].grad = stored.pop(key)
+        return stored
 
     def share_buffers(self) -> None:
         """Have all replicas of a stage continue with the buffers that its first replica wrote. Collective."""

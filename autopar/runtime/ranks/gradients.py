@@ -10,7 +10,7 @@
 Every rank of a group starts the same collectives in the same order: buckets start in their fixed order, each once it
 and those before it are complete, and what follows (over columns, after rows) starts after all of them. A rank without a
 gradient takes part with zeros. The last numbers of every bucket count the ranks that have one: a parameter for which no
-rank has a gradient gets none, as in one process.
+rank has a gradient gets none, as in one process. Parameters that all ranks have frozen take no part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from autopar.lower import process_groups
 from autopar.runtime.device_tensors import ParameterLeaf
-from autopar.runtime.ranks.buckets import Bucket, joined
+from autopar.runtime.ranks.buckets import Bucket, Entry, joined
 
 
 class GradientSums:
@@ -39,6 +39,10 @@ class GradientSums:
             frozenset(stage for entry in bucket.entries for stage, _ in self._leaves.get(entry.key, ()))
             for bucket in self._buckets
         ]
+        self._entries = [bucket.entries for bucket in self._buckets]  # that take part, of every bucket
+        self._left_out: frozenset[int] = frozenset()  # by parameter, all others of the buckets
+        self.frozen: frozenset[int] = frozenset()  # by parameter
+        self.waited = False  # the execution adds up gradients of accumulate(), of frozen parameters, too
         self._in_buckets = {entry.key for bucket in self._buckets for entry in bucket.entries}
         # Inside accumulate(), gradients of these stay as they are: ranks add them up, and store all of what they read.
         self.apart = False
@@ -51,6 +55,23 @@ class GradientSums:
         self._next = 0  # bucket to start
         self._started: dict[int, torch.Tensor] = {}  # by bucket: what its first collective gives
         self._scattered: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (sum so far, in progress)
+
+    def leave_out(self, frozen: frozenset[int], *, waiting: bool) -> None:
+        """In the next execution, leave out parameters that are frozen, the same on all ranks that have them.
+
+        `waiting`: gradients of `accumulate()` are to be added up, of parameters that may be frozen by now.
+        """
+        if (frozen, waiting) == (self.frozen, self.waited):
+            return
+        self.frozen, self.waited = frozen, waiting
+        left_out = frozenset(
+            entry.key
+            for bucket in self._buckets
+            for entry in bucket.entries
+            if entry.key in frozen and not (waiting and bucket.row is None)
+        )
+        self._left_out = left_out
+        self._entries = [tuple(e for e in bucket.entries if e.key not in left_out) for bucket in self._buckets]
 
     def begin(self, backwards: Iterable[int]) -> None:
         """An execution starts. `backwards`: the stage of every backward action that this rank will do."""
@@ -80,17 +101,19 @@ class GradientSums:
         over_columns = {
             number: process_groups.started_all_reduce(flat[number], bucket.column.name)
             for number, bucket in enumerate(self._buckets)
-            if bucket.column is not None and bucket.row is not None and not bucket.scattered
+            if number in flat and bucket.column is not None and bucket.row is not None and not bucket.scattered
         }
         found: dict[int, torch.Tensor] = {}
         for number, bucket in enumerate(self._buckets):
             if number in over_columns:
                 process_groups.finished(over_columns[number])
             if number in flat:
-                _cut(bucket, flat.pop(number), found)
+                _cut(bucket, self._entries[number], flat.pop(number), found)
         for key, leaves in self._leaves.items():
             alone = key not in self._in_buckets or (self.apart and key in self.apart_keys)
-            if alone and (gradient := _taken(leaves)) is not None:
+            if key in self._left_out:
+                _taken(leaves)  # as above
+            elif alone and (gradient := _taken(leaves)) is not None:
                 found[key] = gradient
         return found
 
@@ -101,52 +124,58 @@ class GradientSums:
             if not complete and any(self._left[stage] > 0 for stage in self._readers[number]):
                 return
             self._next += 1
-            if self.apart and bucket.row is None:
+            entries = self._entries[number]
+            if not entries or (self.apart and bucket.row is None):
                 continue
             if bucket.scattered:
                 flat = self._sum(number)
                 if flat is None:  # no stage of this rank reads it in this execution
-                    numel = sum(entry.shape.numel() // bucket.n for entry in bucket.entries)
-                    flat = torch.zeros(numel + len(bucket.entries), dtype=bucket.dtype)
+                    numel = sum(entry.shape.numel() // bucket.n for entry in entries)
+                    flat = torch.zeros(numel + len(entries), dtype=bucket.dtype)
             else:
-                flat = self._flat(bucket, None)
+                flat = self._flat(number, None)
             if bucket.row is not None and not bucket.scattered:
                 flat = process_groups.started_reduce_scatter(flat, bucket.row.size, bucket.row.name)
             elif bucket.column is not None:
                 flat = process_groups.started_all_reduce(flat, bucket.column.name)
             self._started[number] = flat
 
-    def _flat(self, bucket: Bucket, stage: int | None) -> torch.Tensor:
+    def _flat(self, number: int, stage: int | None) -> torch.Tensor:
         """This rank's gradients of a bucket, which leaves then no longer have: one block for each rank of its row.
 
         `stage`: of its leaves alone.
         """
+        bucket, entries = self._buckets[number], self._entries[number]
         gradients = []
-        for entry in bucket.entries:
+        for entry in entries:
             leaves = self._leaves.get(entry.key, ())
             own = _taken([(s, leaf) for s, leaf in leaves if stage is None or s == stage])
+            if entry.key in self.frozen:
+                own = None  # frozen since the forward: the graph had it, and nobody gets it
             before = self.waiting.pop(entry.key, None)
             gradients.append(own if before is None else before if own is None else before + own)
         has = torch.tensor([float(g is not None) for g in gradients], dtype=bucket.dtype)
         whole = [
             torch.zeros(entry.shape, dtype=bucket.dtype) if g is None else g
-            for entry, g in zip(bucket.entries, gradients, strict=True)
+            for entry, g in zip(entries, gradients, strict=True)
         ]
         del gradients
         if bucket.row is None:
             return joined([*whole, has])
         parts = []
-        for number in range(bucket.row.size):
-            parts += [entry.part(g, number) for entry, g in zip(bucket.entries, whole, strict=True)]
+        for place in range(bucket.row.size):
+            parts += [entry.part(g, place) for entry, g in zip(entries, whole, strict=True)]
             parts.append(has)
         return joined(parts)
 
     def _scatter(self, number: int, stage: int) -> None:
         """Start to scatter the gradients of one micro-batch, once those of the micro-batch before have arrived."""
         bucket = self._buckets[number]
+        if not self._entries[number]:
+            return
         assert bucket.row is not None
         before = self._sum(number)
-        flat = self._flat(bucket, stage)
+        flat = self._flat(number, stage)
         self._scattered[number] = before, process_groups.started_reduce_scatter(flat, bucket.row.size, bucket.row.name)
 
     def _sum(self, number: int) -> torch.Tensor | None:
@@ -176,10 +205,10 @@ def _taken(leaves: Iterable[tuple[int, ParameterLeaf]]) -> torch.Tensor | None:
     return total
 
 
-def _cut(bucket: Bucket, flat: torch.Tensor, found: dict[int, torch.Tensor]) -> None:
-    """The gradients in a bucket's flat sum, of parameters that have one on some rank."""
-    sizes = [entry.shape.numel() // bucket.n for entry in bucket.entries]
+def _cut(bucket: Bucket, entries: Sequence[Entry], flat: torch.Tensor, found: dict[int, torch.Tensor]) -> None:
+    """The gradients in the flat sum of a bucket's `entries`, of parameters that have one on some rank."""
+    sizes = [entry.shape.numel() // bucket.n for entry in entries]
     *sums, counts = flat.split([*sizes, len(sizes)])
-    for entry, total, count in zip(bucket.entries, sums, counts.tolist(), strict=True):
+    for entry, total, count in zip(entries, sums, counts.tolist(), strict=True):
         if count:
             found[entry.key] = total.view([stop - start for start, stop in entry.holding.own])

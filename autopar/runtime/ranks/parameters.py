@@ -34,6 +34,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.initial_values.missing_values import follow, hollow, is_hollow
 from autopar.runtime.ranks.apart_gradients import ApartGradients
 from autopar.runtime.ranks.buckets import Bucket, buckets_of
+from autopar.runtime.ranks.frozen_parameters import FrozenParameters
 from autopar.runtime.ranks.gathered import GatheredValues
 from autopar.runtime.ranks.holders import Holding, StageGrid, holdings
 from autopar.runtime.ranks.model_changes import ModelChanges
@@ -106,6 +107,10 @@ class RankParameters:
         self._free(lowered, {id(t): t for t in tensors.values()})
         self.buckets = buckets_of(self._world.rank, self._holdings, self._new, groups)
         self._gathered.follow(self.buckets)
+        own = {key: new for key, new in self._new.items() if new is not None}
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        frozen = {id(p) for p in self._model.parameters() if not p.requires_grad}
+        self.changes.placed(FrozenParameters(names, self._holdings, own, frozen))
         self._tables.place(self._model, self._new)
         self._watch.placed(self)
 

@@ -161,6 +161,9 @@ class RankSignatures(Signatures):
         }
         if not self.parameters.placed:
             same = "build the model from the same seed (torch.manual_seed) or the same checkpoint on every rank"
+            trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
+            text = f"{len(trained)} ({digest(' '.join(trained))})"
+            facts["the parameters that are trained"] = (text, "call requires_grad_() alike on every rank")
             facts["the model's weights"] = (weights_digest(self._model, self.to_be_filled), same)
         compare(self._world, facts)
 

@@ -9,8 +9,13 @@ import torch
 from rank_changes import (
     assigned_buffers,
     changes_refused,
+    frozen_between,
+    frozen_for_some_steps,
+    frozen_on_one_rank,
     goes_on_after_a_refusal,
     hooks_from_before,
+    names_of_groups,
+    sparse_after_evaluation,
 )
 from rank_pool import RankPool
 from torch import nn
@@ -73,3 +78,52 @@ def test_changes_of_a_placed_model_are_refused_by_name_on_all_ranks(ranks: RankP
 def test_a_change_that_is_taken_back_leaves_the_model_usable(ranks: RankPool) -> None:
     for error in ranks.run(goes_on_after_a_refusal, 2):
         assert error < 1e-5
+
+
+# Of each of the six layers 12 * 12 + 12 numbers, and of every parameter one count of the ranks that have a gradient.
+_LAYER = 12 * 12 + 12 + 2
+
+
+@slow
+@pytest.mark.parametrize("call", ["train_step", "backward"])
+@pytest.mark.parametrize("plan", ["replicas", "1", "2"])
+def test_frozen_parameters_take_no_part_in_reductions(ranks: RankPool, plan: str, call: str) -> None:
+    for found in ranks.run(frozen_for_some_steps, 2, plan, call):
+        assert max(found["errors"]) < TOLERANCE
+        if plan == "replicas":
+            assert found["reduced"] == [3 * _LAYER, 5 * _LAYER, 6 * _LAYER, 6 * _LAYER]
+        else:  # ZeRO cuts no states of the three layers that are frozen at first; it scatters counts of both ranks
+            cut = (_LAYER + 2) * (2 if plan == "2" else 1)  # ZeRO 2 scatters for each of two micro-batches
+            assert found["reduced"] == [3 * cut, 2 * cut + 3 * _LAYER, 3 * (cut + _LAYER), 3 * (cut + _LAYER)]
+
+
+@slow
+def test_parameters_frozen_between_calls_have_the_gradients_of_one_process(ranks: RankPool) -> None:
+    for errors in ranks.run(frozen_between, 2):
+        assert max(errors) < TOLERANCE
+
+
+@slow
+def test_ranks_that_freeze_different_parameters_are_refused(ranks: RankPool) -> None:
+    for before, after in ranks.run(frozen_on_one_rank, 2):
+        assert re.match(r"InputError: ranks differ in the parameters that are trained: 12 .* on rank 0, 11 ", before)
+        assert re.match(
+            "InputError: ranks differ in whether '2.weight' is trained: frozen on rank 1, not on rank 0", after
+        )
+
+
+@slow
+def test_groups_of_an_optimizer_name_the_parameters_that_the_rank_has(ranks: RankPool) -> None:
+    for found in ranks.run(names_of_groups, 2):
+        assert found["names"] == found["wanted"]
+        assert sum(map(len, found["names"])) == 6
+
+
+@slow
+def test_sparse_gradients_are_refused_after_an_evaluation(ranks: RankPool) -> None:
+    for found in ranks.run(sparse_after_evaluation, 2):
+        for what, message in found.items():
+            if "," in what:
+                assert message == "", what
+            else:
+                assert re.match("PlanError: .*'0.weight' .*sparse gradients", message), (what, message)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import compress
 from typing import Any
 from weakref import WeakSet
 
@@ -225,8 +226,11 @@ class RankParameters:
                     "the optimizer has states of parameters that have since been placed on ranks; make it anew from "
                     "pm.parameters() after the first call, or give parallelize example_args= and make it then"
                 )
+            present = [self._new.get(id(p), p) is not None for p in group["params"]]
+            if "param_names" in group:
+                group["param_names"] = list(compress(group["param_names"], present))
             # In place: LBFGS keeps the list.
-            group["params"][:] = [new for p in group["params"] if (new := self._new.get(id(p), p)) is not None]
+            group["params"][:] = [self._new.get(id(p), p) for p in compress(group["params"], present)]
 
     def check_works(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError for an optimizer that cannot step this rank's parameters."""

@@ -280,3 +280,47 @@ def on_two_meshes(optimizer: str) -> str:
     square(pm, x).backward()
     closure: Callable[[], Any] = lambda: square(pm, x)  # noqa: E731
     return message_of(lambda: one.step(closure))
+
+
+class TwiceTied(nn.Module):
+    """Two tables, each read by the first stage and by the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(64, 16), nn.Embedding(64, 16)
+        self.mix, self.out = nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
+        self.more = nn.Linear(16, 64, bias=False)
+        self.out.weight, self.more.weight = self.first.weight, self.second.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.mix(self.first(ids) + self.second(ids)))
+        logits = self.out(hidden) + self.more(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def tied_with_other_scattering(stage: int) -> float:
+    """The error of gradients where one `stage` of two that share weights scatters the gradient of one of them."""
+    torch.manual_seed(0)
+    model, x = TwiceTied().double(), torch.randint(64, (8, 6))
+    original = copy.deepcopy(model)
+    plan = Plan.by_hand(copy.deepcopy(model), ["cpu"] * 4, example_args=(x,), pipeline=2, data=2, zero=1)
+    one = plan.stages[stage]
+    assert one.sharding is not None
+    names = {"first.weight", "out.weight"}
+    assert names & dict(one.sharding.parameters).keys()
+    parameters = tuple(
+        (name, replace(stored, scattered=True) if name in names else stored) for name, stored in one.sharding.parameters
+    )
+    stages = list(plan.stages)
+    stages[stage] = replace(one, sharding=replace(one.sharding, parameters=parameters))
+    pm = autopar.parallelize(model, plan=replace(plan, stages=tuple(stages)))
+    errors = []
+    for _ in range(2):
+        pm.train_step(x, target=x, loss_fn=lambda loss, _: loss)
+        original(x).backward()
+        wanted = dict(original.named_parameters(remove_duplicate=False))
+        for name, p in pm.named_parameters():
+            whole = wanted[name].grad
+            assert whole is not None
+            errors.append((p.grad.full_tensor() - whole).abs().max().item())
+    return max(errors)

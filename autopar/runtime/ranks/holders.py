@@ -128,12 +128,11 @@ def holdings(
                 raise _cut_differently(name, first[0], stage_index)
     whole = {id(tensor): tensor for tensor in tensors.values()}
     return {
-        key: _holdings_of(whole[key], by_rank, stages, finer, frozenset(parts_in[key]))
-        for key, by_rank in found.items()
+        key: holdings_of(whole[key], by_rank, stages, finer, frozenset(parts_in[key])) for key, by_rank in found.items()
     }
 
 
-def _holdings_of(
+def holdings_of(
     tensor: torch.Tensor,
     by_rank: Mapping[int, tuple[int, Piece, Part]],
     stages: Sequence[StageGrid],
@@ -149,6 +148,11 @@ def _holdings_of(
     for rank in sorted(by_rank):
         reading[by_rank[rank][2]].append(rank)
         storing[own[rank][0]].append(rank)
+    # All ranks that share the tensor reduce its gradient in one way: where a stage does not scatter it, or a row has one
+    # rank alone, none does. That costs memory alone.
+    cuts = {stage: finer[stage].get(id(tensor)) for stage, _, _ in by_rank.values()}
+    scattered = all(cut is not None and cut.scattered for cut in cuts.values())
+    scattered = scattered and all(len(row) > 1 for _, row in own.values())
     found = {}
     for rank, (stage, piece, part) in by_rank.items():
         mine, row = own[rank]
@@ -159,8 +163,8 @@ def _holdings_of(
                 f"stages {a} and {b} share '{piece.name}' and cut its optimizer's state differently, which one process "
                 "a device does not do; give zero=0, or put them into one stage"
             )
-        cut = finer[stage].get(id(tensor))
-        layout, scattered = (piece.layout, False) if cut is None else (cut.state, cut.scattered)
+        cut = cuts[stage]
+        layout = piece.layout if cut is None else cut.state
         found[rank] = Holding(stage, piece, part, mine, layout, row, together, readers, scattered)
     return found
 

@@ -23,6 +23,7 @@ from rank_states import (
     seen_changes,
     stepped_by,
     tied_values,
+    tied_with_other_scattering,
     tied_with_other_states,
     wide,
 )
@@ -30,9 +31,11 @@ from test_ranks import assert_as_one_process
 
 from autopar.analysis.example import capture_example
 from autopar.costs.measured import measure_costs, with_shards
+from autopar.lower.sharded import Piece
 from autopar.planner.arrangement import Conditions
 from autopar.planner.price_sharded import predict_any
-from autopar.runtime.ranks.state_parts import axis_orders
+from autopar.runtime.ranks.holders import StageGrid, holdings_of
+from autopar.runtime.ranks.state_parts import Finer, axis_orders
 from autopar.sharding.layouts import layouts
 from autopar.sharding.stage_sharding import Stored
 from cost_models import parse_devices
@@ -166,6 +169,26 @@ def test_states_that_cannot_be_stored_are_refused_by_name(ranks: RankPool) -> No
 def test_stages_that_cut_the_state_of_a_tied_weight_differently_are_refused(ranks: RankPool) -> None:
     for message in ranks.run(tied_with_other_states, 4):
         assert re.match("PlanError: stages 0 and 1 share '.*' and cut its optimizer's state differently", message)
+
+
+@pytest.mark.parametrize(("mesh", "scattered"), [((2,), True), ((1,), False)])
+def test_a_row_of_one_rank_scatters_nothing(mesh: tuple[int, ...], scattered: bool) -> None:
+    tensor, n = torch.zeros(4, 4), mesh[0]
+    grid = StageGrid((tuple(range(n)), tuple(range(n, 2 * n))), mesh, (0,))
+    part = ((0, 4), (0, 4))
+    pieces = [Piece("w", "w", i, (-1,), mesh, (i,)) for i in range(n)]
+    by_rank = {rank: (0, pieces[rank % n], part) for rank in grid.all}
+    finer = [{id(tensor): Finer((0,), frozenset({0}), scattered=True)}]
+    found = holdings_of(tensor, by_rank, [grid], finer, frozenset({0}))
+    assert {held.scattered for held in found.values()} == {scattered}
+    assert {len(held.row) for held in found.values()} == {n}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_may_scatter_gradients_of_a_tied_weight_or_not(ranks: RankPool, stage: int) -> None:
+    for error in ranks.run(tied_with_other_scattering, 4, stage):
+        assert error < 1e-12
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -265,7 +266,8 @@ def sparse_after_evaluation() -> dict[str, str]:
     for call in ("train_step", "backward"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(32, 8, sparse=True), nn.Linear(8, 8)).eval()
-        pm = autopar.parallelize(model, n_microbatches=2)
+        plan = replace(Plan.from_split({"0": 0, "1": 1}, n_microbatches=2), training=False)
+        pm = autopar.parallelize(model, plan=plan)
         x = torch.randint(0, 32, (4, 3))
         with torch.no_grad():
             found[f"evaluated, {call}"] = message_of(lambda pm=pm, x=x: pm(x))

@@ -12,10 +12,12 @@ from torch import nn
 
 from autopar.analysis.batch_proof import OutputCombination
 from autopar.capture import torch_private
-from autopar.errors import AutoparError, InputError
+from autopar.errors import AutoparError, InputError, PlanError
 from autopar.runtime.call_runner import CallRunner
 from autopar.runtime.captures import BoundCall, CallArguments
 from autopar.runtime.ranks.agreement import CallAgreement, CallKind
+from autopar.runtime.ranks.executable import RankExecutable
+from autopar.runtime.ranks.holders import sparse_problem
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.run import RankRun
 from autopar.runtime.ranks.shares import ShareAgreement, SharedCall
@@ -134,6 +136,8 @@ class RankCalls(CallRunner):
                 "an input needs a gradient, which only the first stage's rank would have: detach() the inputs, or run "
                 "in one process (devices=)"
             )
+        if torch.is_grad_enabled():
+            self._refuse_sparse_gradients(bound)
         self._batch_size = bound.batch_size
         bound, self._filled_up = self._filled(bound)
         shared = self._shared
@@ -149,6 +153,21 @@ class RankCalls(CallRunner):
             run.call = replace(run.call, seed=seed)
         shares = shared.shares if shared is not None and not trains else None
         return RankRun(run, self._placed, shares=shares, accumulates=self._accumulates)
+
+    def _refuse_sparse_gradients(self, bound: BoundCall) -> None:
+        """Raise PlanError, on all ranks, for parameters that are trained with sparse gradients. The plan may have been
+        made for calls without gradients, and parameters may have been frozen then."""
+        executable, frozen = bound.signature.executable, self._placed.changes.frozen.names
+        assert isinstance(executable, RankExecutable)
+        for number, names in enumerate(executable.sparse):
+            for name in names:
+                if name not in frozen:
+                    raise on_all_ranks(
+                        PlanError(
+                            f"one process a device does not run this plan: stage {number} {sparse_problem(name)}; or "
+                            "give devices="
+                        )
+                    )
 
     def _filled(self, bound: BoundCall) -> tuple[BoundCall, int]:
         """A batch that the meshes cannot divide, filled up with copies of its last sample. Returns how many.

@@ -20,7 +20,7 @@ from autopar.lower.stages import Lowered, StageProgram, replica
 from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf
 from autopar.runtime.executable import Executable, ReplicaAction, StagePlacement, StageReplica, Work
 from autopar.runtime.ranks.gradients import GradientSums
-from autopar.runtime.ranks.holders import StageGrid
+from autopar.runtime.ranks.holders import StageGrid, with_sparse_gradients
 from autopar.runtime.ranks.look_ahead import look_ahead
 from autopar.runtime.ranks.messages import Message, messages
 from autopar.runtime.ranks.parameters import RankParameters
@@ -81,6 +81,12 @@ class RankExecutable(Executable):
         for row, grid in zip(self._replicas, self.grids, strict=True):
             slots |= {one.slot: group for one, group in zip(row, grid.ranks, strict=True)}
         self.routes = Routes(tuple(slots[slot] for slot in range(len(self.workers))))
+        first_names = parameters.changes.frozen.first_names
+        # For every stage, the parameters whose gradients are sparse where they are trained, by their first names.
+        self.sparse = [
+            [first_names[id(whole[name])] for name in with_sparse_gradients(stage) if id(whole[name]) in first_names]
+            for stage in lowered.stages
+        ]
         self.shapes = StageShapes(lowered, self._whole_tensor, program.device)
 
     def owner(self, microbatch: int) -> int:

@@ -28,6 +28,7 @@ class FrozenParameters:
         """`names`, `holdings` and `own` (this rank's parameters): by id of the one that the model was built with.
         `names` has all parameters, in an order that is the same on all ranks. `frozen`: the ids of those that are
         frozen now, on all ranks."""
+        self.first_names = dict(names)
         self._names = list(names.values())
         self._holders = [frozenset(holdings[key]) if key in holdings else None for key in names]  # None: every rank
         self._own = [(1 << place, own[key]) for place, key in enumerate(names) if key in own]

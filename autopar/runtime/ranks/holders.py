@@ -148,8 +148,8 @@ def holdings_of(
     for rank in sorted(by_rank):
         reading[by_rank[rank][2]].append(rank)
         storing[own[rank][0]].append(rank)
-    # All ranks that share the tensor reduce its gradient in one way: where a stage does not scatter it, or a row has one
-    # rank alone, none does. That costs memory alone.
+    # All ranks that share the tensor reduce its gradient in one way: where a stage does not scatter it, or a row has
+    # one rank alone, none does. That costs memory alone.
     cuts = {stage: finer[stage].get(id(tensor)) for stage, _, _ in by_rank.values()}
     scattered = all(cut is not None and cut.scattered for cut in cuts.values())
     scattered = scattered and all(len(row) > 1 for _, row in own.values())
@@ -206,10 +206,9 @@ def check_supported(
     problems = []
     for number, (stage, one, grid) in enumerate(zip(plan.stages, lowered.stages, stages, strict=True)):
         problems += [f"stage {number} {text}" for text in finer_states(stage, one, grid.order, tensors)[1]]
-        if plan.training and (name := _sparse(one, tensors)):
-            problems.append(
-                f"stage {number} trains '{name}' with sparse gradients, which DTensors do not have (sparse=False does)"
-            )
+        sparse = [name for name in with_sparse_gradients(one) if name in tensors and tensors[name].requires_grad]
+        if plan.training and sparse:
+            problems.append(f"stage {number} {sparse_problem(sparse[0])}")
         if one.uncaptured:
             problems.append(f"stage {number} runs code that is not captured")
         cut = [p.name for p in one.pieces if p.name in one.written_buffers and math.prod(_lengths(p, tensors)) > 1]
@@ -224,15 +223,20 @@ def check_supported(
         raise PlanError("one process a device does not run this plan: " + "; ".join(problems) + "; or give devices=")
 
 
-def _sparse(stage: StageProgram, tensors: Mapping[str, torch.Tensor]) -> str:
-    """An embedding's weight that is trained with sparse gradients; "" if there is none."""
+def with_sparse_gradients(stage: StageProgram) -> list[str]:
+    """The names of embeddings' weights whose gradients are sparse where they are trained."""
     names = {piece.attribute: piece.name for piece in stage.pieces}
-    for node in filter(has_sparse_gradient, stage.module.graph.nodes):
-        read = {names.get(str(n.target), "") for n in node.all_input_nodes if n.op == "get_attr"}
-        found = [name for name in read if name in tensors and tensors[name].requires_grad]
-        if found:
-            return found[0]
-    return ""
+    read = [
+        names.get(str(n.target), "")
+        for node in filter(has_sparse_gradient, stage.module.graph.nodes)
+        for n in node.all_input_nodes
+        if n.op == "get_attr"
+    ]
+    return [name for name in read if name]
+
+
+def sparse_problem(name: str) -> str:
+    return f"trains '{name}' with sparse gradients, which DTensors do not have (sparse=False does)"
 
 
 def _lengths(piece: Piece, tensors: Mapping[str, torch.Tensor]) -> list[int]:

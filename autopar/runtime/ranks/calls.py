@@ -46,6 +46,7 @@ class RankCalls(CallRunner):
         self._shares = ShareAgreement(world, model, signatures.settings.batch_dim, self._agreement)
         self._per_rank = per_rank
         self._accumulates = False
+        self._has_gradients = False  # the call that runs, as all ranks have agreed
         self._shared: SharedCall | None = None  # the call that runs, where ranks share its batch
         # Of the call that runs: how its outputs combine, its samples, and how many more meshes had it filled up with.
         self._ways: Sequence[OutputCombination] = ()
@@ -111,6 +112,7 @@ class RankCalls(CallRunner):
             call.return_outputs,
             self._accumulates,
         )
+        self._has_gradients = kind.grad
         raised = self._world.watcher.raised_calls
         raised.wait_for_others()
         if not self._per_rank:
@@ -136,7 +138,7 @@ class RankCalls(CallRunner):
                 "an input needs a gradient, which only the first stage's rank would have: detach() the inputs, or run "
                 "in one process (devices=)"
             )
-        if torch.is_grad_enabled():
+        if self._has_gradients:
             self._refuse_sparse_gradients(bound)
         self._batch_size = bound.batch_size
         bound, self._filled_up = self._filled(bound)

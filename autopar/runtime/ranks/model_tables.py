@@ -87,7 +87,8 @@ class ModelTables:
         """Take over the buffers that were assigned since the last call. Returns why the call must be refused; "" if it
         need not."""
         for entry in self._entries:
-            after, found = entry.after, entry.table.get(entry.name)
+            after = entry.after
+            found: Any = entry.table.get(entry.name)
             if found is after and (after is None or after.dtype is entry.dtype):
                 # Without its name in a table, a module keeps what is assigned to it as any other attribute.
                 if after is not None or entry.name not in entry.module.__dict__:
@@ -127,7 +128,7 @@ class ModelTables:
 def _problem(entry: _Entry, found: Any) -> str:
     """Why what is found under a name cannot take its place; "" if it can."""
     what = f"{'parameter' if entry.is_parameter else 'buffer'} '{entry.path}'"
-    if found is not None and found is entry.after and entry.is_parameter:
+    if isinstance(found, torch.Tensor) and found is entry.after:
         return (
             f"{what} is {found.dtype} and was {entry.dtype} when the plan placed it on ranks: convert the model before "
             "its first call"

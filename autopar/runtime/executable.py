@@ -25,6 +25,7 @@ from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
 from autopar.capture.program import Program
 from autopar.costs.python_overhead import one_worker_suffices
+from autopar.lower.direct_calls import with_direct_calls
 from autopar.lower.regather import with_shards_kept
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.size_values import split_by_sizes
@@ -36,7 +37,6 @@ from autopar.runtime.stage_code import (
     CompiledStage,
     KeptSizeValues,
     code_text,
-    found_at_once,
     left_alone_because,
 )
 from autopar.runtime.workers import Worker
@@ -76,7 +76,7 @@ class StageReplica:
     predicted_bytes: int | None  # the most that its device holds, by the plan
     is_last: bool  # no stage follows
     graphs: GraphedStage | None = None  # what `compute` is, where the stage is recorded
-    code: fx.GraphModule | None = None  # what of `module` runs for every micro-batch, where that is not all of it
+    code: fx.GraphModule | None = None  # what runs for every micro-batch, where that is not `module` itself
 
     @cached_property
     def device(self) -> torch.device:
@@ -393,7 +393,8 @@ class Executable:
             one.compute = _captured_code(one)
         elif self.compiled == GRAPHS:
             leaves, buffers = [leaf.tensor for leaf in one.leaves], [buffer.tensor for buffer in one.buffers]
-            one.graphs = GraphedStage(found_at_once(one.module), leaves, buffers, one.device, name)
+            one.code = with_direct_calls(one.module)
+            one.graphs = GraphedStage(one.code.forward, leaves, buffers, one.device, name)
             one.compute = one.graphs
         else:
             one.compute = CompiledStage(one.module, self.compiled, name)
@@ -403,10 +404,11 @@ def _captured_code(one: StageReplica) -> Callable[..., tuple[Any, ...]]:
     """The code of a stage as it was captured. A mesh has values of its own for every device, and stays as it is."""
     split = split_by_sizes(one.module) if one.stage.shards == 1 else None
     if split is not None:
-        one.code = split.rest
-        return KeptSizeValues(split)
-    code = found_at_once(one.module)
-    return with_shards_kept(code) if one.stage.regathers else code
+        kept = KeptSizeValues(split)
+        one.code = kept.module
+        return kept
+    one.code = with_direct_calls(one.module)
+    return with_shards_kept(one.code.forward) if one.stage.regathers else one.code.forward
 
 
 def _consumers(lowered: Lowered) -> list[tuple[int, ...]]:

@@ -166,11 +166,13 @@ def test_direct_calls_reach_the_same_operators_with_the_same_results(autocast: b
 
 
 class Own(nn.Module):
-    """Code of its own, which may replace its tensor."""
+    """Code of its own, which replaces its tensor."""
+
+    shift: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = torch.zeros(4)
+        self.register_buffer("shift", torch.zeros(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.shift = self.shift + 1

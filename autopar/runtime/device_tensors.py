@@ -10,8 +10,10 @@ The gradient of a whole parameter is the sum of its leaves' gradients, each adde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,11 +40,12 @@ class ParameterLeaf:
         leaf = self.tensor
         if leaf.requires_grad != parameter.requires_grad:
             leaf.requires_grad_(parameter.requires_grad)
-        if self.piece.whole and leaf.data_ptr() == parameter.data_ptr() and leaf.device == parameter.device:
+        here = leaf.device == parameter.device
+        if here and self.piece.whole and _place(leaf) == _place(parameter):
             return  # the usual case, without making a view of the parameter
         current = self.piece.taken(parameter)
-        if parameter.device == leaf.device:
-            if leaf.data_ptr() != current.data_ptr():
+        if here:
+            if _place(leaf) != _place(current):
                 leaf.data = current
             return
         if parameter.requires_grad or self.copied != _state(parameter):
@@ -53,6 +56,61 @@ class ParameterLeaf:
         """The gradient, which the leaf then no longer has."""
         gradient, self.tensor.grad = self.tensor.grad, None
         return gradient
+
+
+class ParameterLeaves:
+    """All leaves of an executable, each with the model's parameter that it follows."""
+
+    def __init__(self, leaves: Iterable[ParameterLeaf], parameters: Mapping[int, nn.Parameter]) -> None:
+        """`parameters`: the model's, by id."""
+        self._pairs = [(leaf, parameters[leaf.key]) for leaf in leaves]
+        self._leaves = [leaf.tensor for leaf, _ in self._pairs]
+        self._parameters = [parameter for _, parameter in self._pairs]
+        self._views = all(leaf.piece.whole for leaf, _ in self._pairs)  # where they are on their parameters' devices
+        self._one_each = self._views and len({leaf.key for leaf, _ in self._pairs}) == len(self._pairs)
+
+    def refresh(self) -> None:
+        """Follow the model's parameters, which may have been changed, moved or frozen."""
+        if not (self._views and self._equal_views()):
+            for leaf, parameter in self._pairs:
+                leaf.refresh(parameter)
+
+    def take_gradients(self) -> dict[int, torch.Tensor]:
+        """`sum_gradients` of all leaves."""
+        if not self._one_each:
+            return sum_gradients(self._pairs)
+        total: dict[int, torch.Tensor] = {}
+        for leaf, parameter in zip(self._leaves, self._parameters, strict=True):
+            gradient = leaf.grad
+            if gradient is not None:
+                leaf.grad = None
+                total[id(parameter)] = (
+                    gradient if gradient.device == parameter.device else gradient.to(parameter.device)
+                )
+        return total
+
+    def drop_gradients(self) -> None:
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def _equal_views(self) -> bool:
+        """Whether every leaf is a view of all of its parameter, and trained if that is: the usual case. Comparing lists
+        takes a third of the time of comparing one parameter after the other."""
+        mine, theirs = self._leaves, self._parameters
+        return all(list(map(what, mine)) == list(map(what, theirs)) for what in _WHAT_LEAVES_SHARE)
+
+
+_WHAT_LEAVES_SHARE: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    attrgetter("requires_grad"),
+    attrgetter("device"),
+)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """Where its entries are: `p.data = p.data.t()` changes only their order."""
+    return tensor.data_ptr(), tensor.stride()
 
 
 def _state(parameter: nn.Parameter) -> tuple[int, int]:

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from autopar.capture import torch_private
+from autopar.capture.direct_calls import with_direct_calls
 from autopar.errors import InputError
-from autopar.lower.direct_calls import with_direct_calls
 from autopar.lower.random_operators import from_global_generator, keep_from_compiler
 from autopar.lower.size_values import Split
 from autopar.lower.stages import StageProgram

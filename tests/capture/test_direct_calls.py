@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.lower.direct_calls import direct_functions, with_direct_calls
+from autopar.capture.direct_calls import direct_functions, with_direct_calls
 
 aten = torch.ops.aten
 NOT_DISPATCHED = {"aten::contiguous", "aten::sym_size"}  # by the bindings, where there is nothing to compute

@@ -107,6 +107,7 @@ def samples() -> dict[Operator, list[tuple[Any, ...]]]:
         aten.stack.default: [([x, y],), ([x, y], -1)],
         aten.chunk.default: [(x, 2), (x, 2, 1)],
         aten.unbind.int: [(x,), (x, 1)],
+        aten.split.Tensor: [(x, 3, 1), (x, 1)],
         aten.split_with_sizes.default: [(x, [1, 1]), (x, [1, 3], 1)],
         aten.sym_size.int: [(x, 1)],
     }

@@ -38,7 +38,7 @@ _OF_TORCH = """
     chunk unbind.int split_with_sizes
 """
 _OF_FUNCTIONAL = "linear gelu scaled_dot_product_attention avg_pool2d avg_pool3d"
-_OF_NONE_PUBLIC = "silu silu_ leaky_relu hardswish hardtanh elu adaptive_avg_pool2d split.Tensor"
+_OF_PRIVATE_NN = "silu silu_ leaky_relu hardswish hardtanh elu adaptive_avg_pool2d"
 _OF_TENSOR = "view expand contiguous add_.Tensor mul_.Tensor view_as expand_as"
 
 
@@ -77,7 +77,7 @@ def direct_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
     sources = [
         (_OF_TORCH, lambda name: getattr(torch, name, None)),
         (_OF_FUNCTIONAL, lambda name: getattr(nn.functional, name, None)),
-        (_OF_NONE_PUBLIC, torch_private.operator_binding),
+        (_OF_PRIVATE_NN, torch_private.functional_binding),
         (_OF_TENSOR, lambda name: getattr(torch.Tensor, name, None)),
     ]
     found: dict[Callable[..., Any], Callable[..., Any]] = {aten.sym_size.int: torch.Tensor.size}

@@ -183,10 +183,12 @@ def run_gradients(
     return found
 
 
-def operator_binding(name: str) -> Callable[..., Any] | None:
-    """torch's binding of an operator for which torch and torch.nn.functional have a Python function around it, or none;
-    None where this version has none of that name."""
-    found: Callable[..., Any] | None = getattr(torch._C._nn, name, None) or getattr(torch._VF, name, None)
+def functional_binding(name: str) -> Callable[..., Any] | None:
+    """torch's binding of an operator of torch.nn.functional; None where this version has none of that name.
+
+    The public function is sometimes this binding, and sometimes a Python function around it.
+    """
+    found: Callable[..., Any] | None = getattr(torch._C._nn, name, None)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,7 +108,6 @@ def samples() -> dict[Operator, list[tuple[Any, ...]]]:
         aten.stack.default: [([x, y],), ([x, y], -1)],
         aten.chunk.default: [(x, 2), (x, 2, 1)],
         aten.unbind.int: [(x,), (x, 1)],
-        aten.split.Tensor: [(x, 3, 1), (x, 1)],
         aten.split_with_sizes.default: [(x, [1, 1]), (x, [1, 3], 1)],
         aten.sym_size.int: [(x, 1)],
     }
@@ -164,6 +164,17 @@ def test_direct_calls_reach_the_same_operators_with_the_same_results(autocast: b
                 assert direct_rest == rest, operator
                 for direct, number in zip(direct_numbers, numbers, strict=True):
                     assert torch.equal(direct, number), operator
+
+
+def test_generated_code_calls_just_these_functions() -> None:
+    """The code of a graph calls functions by name, and torch may have another function of that name."""
+    for function in direct_functions().values():
+        graph = fx.Graph()
+        graph.output(graph.call_function(function, (graph.placeholder("x"),), name="y"))
+        forward: Any = fx.GraphModule({}, graph).forward
+        (line,) = (line for line in inspect.getsource(forward).splitlines() if line.strip().startswith("y = "))
+        name = line.partition("=")[2].partition("(")[0].strip()
+        assert eval(name, forward.__globals__) is function
 
 
 class Own(nn.Module):

@@ -145,8 +145,8 @@ def micro_batch_memory(
         rehearsal.forward()
         later = rehearsal.backward()
     sent, keeps = rehearsal.input_gradients, rehearsal.keeps_gradients
-    casts, shared = rehearsal.casts, rehearsal.shared
-    return MicroBatchMemory(forward, first, later, rehearsal.outputs, sent, keeps, rehearsal.keeps_sent, casts, shared)
+    known = rehearsal.keeps_sent, rehearsal.casts, rehearsal.shared
+    return MicroBatchMemory(forward, first, later, rehearsal.outputs, sent, keeps, *known)
 
 
 class _Rehearsal:

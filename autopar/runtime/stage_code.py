@@ -22,7 +22,7 @@ from autopar.capture import torch_private
 from autopar.capture.direct_calls import with_direct_calls
 from autopar.errors import InputError
 from autopar.lower.random_operators import from_global_generator, keep_from_compiler
-from autopar.lower.size_values import Split
+from autopar.lower.size_values import SizeSplit
 from autopar.lower.stages import StageProgram
 from cost_models.hardware.devices import Device
 
@@ -86,7 +86,7 @@ class KeptSizeValues:
     It keeps that for the last few sizes: a plan has one or two micro-batch sizes, for every length of its samples.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: SizeSplit) -> None:
         self._sizes, self._values = split.sizes, split.values.forward
         self.module = with_direct_calls(split.rest)
         self._code = self.module.forward

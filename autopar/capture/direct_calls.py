@@ -103,7 +103,7 @@ def _returns_its_input(node: fx.Node) -> bool:
     if node.target is not aten.dropout.default or node.kwargs or len(node.args) != 3:
         return False
     _, p, train = node.args
-    return p == 0 or train is False
+    return train is False or (isinstance(p, (int, float)) and p == 0)
 
 
 def _may_be_replaced(module: fx.GraphModule, path: str) -> bool:

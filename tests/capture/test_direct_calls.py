@@ -149,6 +149,7 @@ def outcome(function: Operator, arguments: tuple[Any, ...]) -> tuple[list[str], 
     return events, ([x.to_dense() for x in numbers], views, [x.grad is None for x in read], rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_direct_calls_reach_the_same_operators_with_the_same_results(autocast: bool) -> None:
     torch.manual_seed(0)

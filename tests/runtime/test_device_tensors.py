@@ -119,11 +119,11 @@ def test_batch_norms_train_by_two_calls_and_one_backward(devices: list[str]) -> 
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]], ids=str)
 def test_steps_follow_parameters_whose_memory_is_read_in_another_order(devices: list[str]) -> None:
     """`p.data = p.data.t()` leaves the first entry where it was."""
-    model, x, y = nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), torch.randn(8, 4)
+    layer, x, y = nn.Linear(4, 4), torch.randn(8, 4), torch.randn(8, 4)
+    model, weight = nn.Sequential(layer), layer.weight
     plan = Plan.from_split({"0": 0}, n_microbatches=2, devices=[devices])
     pm = autopar.parallelize(model, ["cpu"] * len(devices), plan=plan)
     pm.train_step(x, target=y, loss_fn=mse_loss)
-    weight = model[0].weight
     weight.data = weight.data.t()
     pm.zero_grad()
     loss = pm.train_step(x, target=y, loss_fn=mse_loss)

@@ -89,11 +89,13 @@ class Hosts:
         self,
         script: Path,
         *arguments: str,
-        per_host: int = 1,
+        per_host: int | Sequence[int] = 1,
         timeout: float = 240.0,
         env: dict[str, str] | None = None,
     ) -> list[str]:
-        """What `torchrun --nnodes` of the script prints in every host. Raises RuntimeError where one fails."""
+        """What `torchrun --nnodes` of the script prints in every host. `per_host`: ranks of each host, or of every one.
+        Raises RuntimeError where one fails."""
+        counts = [per_host] * len(self.names) if isinstance(per_host, int) else per_host
         cores = sorted(os.sched_getaffinity(0))
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "eth0", **(env or {})}
         for i, name in enumerate(self.names):
@@ -101,7 +103,7 @@ class Hosts:
             command = [
                 *("ip", "netns", "exec", name, "taskset", "-c", ",".join(map(str, mine))),
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.names))),
-                *("--nproc-per-node", str(per_host), "--node-rank", str(i)),
+                *("--nproc-per-node", str(counts[i]), "--node-rank", str(i)),
                 *("--master-addr", "10.77.0.1", "--master-port", "29511", str(script), *arguments),
             ]
             pipe = subprocess.PIPE

@@ -26,6 +26,7 @@ class Weight(NamedTuple):
     once: float = 0.0  # s once a step on a mesh, for all operators of a stage that read it together
     gradient_parts: int | None = None  # shards of its gradient; None: as many as of the tensor
     precision: Precision | None = None  # of its tensors in training; None: all have its own dtype
+    beside: int = 0  # each device stores one of this number of shards beside what it reads; 0: it stores what it reads
 
     @property
     def elements(self) -> int:
@@ -35,7 +36,7 @@ class Weight(NamedTuple):
     @property
     def held(self) -> float:
         """Bytes on each device."""
-        return self.nbytes / self.parts
+        return self.nbytes / self.parts + (self.nbytes / self.beside if self.beside else 0.0)
 
     @property
     def gradient(self) -> float:

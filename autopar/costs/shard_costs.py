@@ -71,7 +71,12 @@ class ShardCosts:
 
     def holds_whole_parameters(self, kind: str) -> bool:
         """Whether a mesh's first device holds whole parameters, gradients and optimizer states."""
-        return self.cluster.specs[kind].device_type != "cpu"
+        return not self.separate and self.cluster.specs[kind].device_type != "cpu"
+
+    def beside(self, parts: int, state_parts: int) -> int:
+        """`Weight.beside` of a parameter that stages read in `parts` shards: a process stores the part whose state it
+        updates in memory of its own, where that is finer."""
+        return state_parts if self.separate and state_parts > parts else 0
 
 
 def measure_shards_of_ranks(

@@ -215,6 +215,22 @@ EVEN: dict[str, Callable[[], Call]] = {
 }
 
 
+@pytest.mark.parametrize("name", EVEN)
+def test_shapes_of_results_are_known_without_values(name: str) -> None:
+    """Ranks derive the shapes of what they send each other from stages on the meta device."""
+    target, args, kwargs = EVEN[name]()
+    rule = ruled((target, args, kwargs))
+    for one in special_strategies(rule, (2,)):
+        calls: dict[str, list[Any]] = {"cpu": [], "meta": []}
+        for place in devices_of((2,)):
+            own = {id(t): leaf(part(t, one.inputs[i], (2,), place)) for i, t in enumerate(rule.operands)}
+            for device, made in calls.items():
+                given = [own.get(id(a), a).detach().to(device) if isinstance(a, torch.Tensor) else a for a in args]
+                made.append((target, given, kwargs))
+        real, known = (run(one.special, made, strategy=one, mesh=(2,)) for made in calls.values())
+        assert [tuple(x.shape) for x in known] == [tuple(x.shape) for x in real]
+
+
 @pytest.fixture
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, ...]]]:
     """(bytes of a device, axes) of every all-reduce that is carried out."""

@@ -1,11 +1,14 @@
 """What a rank exchanges with others, in order: collectives by process group, messages by pair of ranks.
 
 Every rank of a group must begin the same collectives in the same order, of the same shapes. gloo pairs what comes, and
-NCCL hangs: an order that differs between ranks can go unnoticed here, and be wrong.
+NCCL hangs: an order that differs between ranks can go unnoticed here, and be wrong. Two ranks that are in two groups
+together must begin the collectives of both in one order, too: NCCL, and torch's own checks, may wait where gloo
+does not.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +38,7 @@ _OF_TENSORS = (
     "barrier",
 )
 _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-_FUNCTIONAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_FUNCTIONAL = ("all_reduce", "all_to_all", "started_all_gather", "started_reduce_scatter", "started_all_reduce")
 
 
 @dataclass
@@ -44,6 +47,7 @@ class CollectiveLog:
 
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by name of the process group: its ranks
     calls: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))  # by group: kind, shapes ...
+    order: list[str] = field(default_factory=list)  # the groups of all collectives, in the order of their beginnings
     sent: defaultdict[int, list[Any]] = field(
         default_factory=lambda: defaultdict(list)
     )  # by receiver: tag, shape, dtype
@@ -56,6 +60,11 @@ class CollectiveLog:
         group = dist.group.WORLD if group is None else group
         self.members[group.group_name] = tuple(dist.get_process_group_ranks(group))
         self.calls[group.group_name].append((kind, *values))
+        self.order.append(group.group_name)
+
+    def order_with(self, other: CollectiveLog) -> list[str]:
+        """The groups of the collectives that this rank and another both begin, in this rank's order."""
+        return [name for name in self.order if name in other.calls]
 
 
 @contextmanager
@@ -97,9 +106,9 @@ def _of_group(log: CollectiveLog, call: Callable[..., Any], kind: str, of: Calla
 
 
 def _functional(log: CollectiveLog, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    def logged_call(x: torch.Tensor, what: Any, group: str) -> torch.Tensor:
-        log.add(group, f"{kind} in a graph", (what, *_shapes(x)))
-        return call(x, what, group)
+    def logged_call(x: torch.Tensor, *what: Any) -> torch.Tensor:
+        log.add(what[-1], f"functional {kind}", (*what[:-1], *_shapes(x)))
+        return call(x, *what)
 
     return logged_call
 
@@ -133,6 +142,11 @@ def disagreements(logs: Sequence[CollectiveLog]) -> list[str]:
                 if a != b:
                     found.append(f"{group}, {place}: {a} on rank {members[0]}, {b} on rank {rank}")
                     break
+    for (a, one), (b, other) in itertools.combinations(enumerate(logs), 2):
+        mine, theirs = one.order_with(other), other.order_with(one)
+        if not found and mine != theirs:
+            place = next(i for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if x != y)
+            found.append(f"collective {place} of both is in {mine[place]} on rank {a}, in {theirs[place]} on rank {b}")
     for sender, log in enumerate(logs):
         for receiver, other in enumerate(logs):
             if log.sent[receiver] != other.received[sender]:

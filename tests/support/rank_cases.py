@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import gpt2, resnet, tokens
+import transformers
+from models import gpt2, llama, mixtral, resnet, t5, tokens
 from random_states import with_states
 from shardings import Attention, Convolutions, staged
 from tied_models import Tied
@@ -18,7 +19,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401  once, before the ranks are forked
+from transformers.models.llama import modeling_llama  # noqa: F401
+from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.resnet import modeling_resnet  # noqa: F401
+from transformers.models.t5 import modeling_t5  # noqa: F401
 
 import autopar
 from autopar import Plan
@@ -51,6 +55,7 @@ class Job:
     steps: int = 2
     call: str = "train_step"  # or "backward": pm(x), then loss.backward()
     options: dict[str, Any] = field(default_factory=dict)
+    exact: bool = False  # compare with the same plan in one process, which must give the same bits
 
 
 class DropoutMlp(nn.Module):
@@ -79,6 +84,39 @@ class Skips(nn.Module):
         return self.c(second + first.detach() * 0.5 + first) + 0.0 * self.unused(second).detach()
 
 
+class Translator(nn.Module):
+    """T5 whose decoder reads the first tokens of the encoder's text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t5 = t5()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.t5(input_ids=x, decoder_input_ids=x[:, :7], use_cache=False).logits
+
+
+def without_cache(build: Callable[[], Any]) -> nn.Module:
+    """A language model that keeps no keys and values for generating text."""
+    model = build()
+    model.config.use_cache = False
+    found: nn.Module = model
+    return found
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50's bottlenecks and strides, one block a stage, narrow; running statistics stay as they are."""
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], layer_type="bottleneck", num_labels=4
+    )
+    model = transformers.ResNetForImageClassification(config)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.uniform_(-0.1, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    found: nn.Module = model.eval()
+    return found
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(12, 12), nn.Tanh())))
 
@@ -93,7 +131,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "gpt2": (gpt2, lambda: tokens(8)),
     "tied": (lambda: Tied(64, 16), lambda: tokens(8)),
     "resnet": (resnet, lambda: torch.randn(8, 3, 16, 16)),
+    "resnet50": (resnet50, lambda: torch.randn(8, 3, 32, 32)),
+    "llama": (lambda: without_cache(llama), lambda: tokens(8)),
+    "mixtral": (lambda: without_cache(mixtral), lambda: tokens(8)),
+    "t5": (Translator, lambda: tokens(8)),
 }
+SINGLE_PRECISION = {"mixtral"}  # its grouped matrix products know no double precision
 SPLITS: dict[str, dict[int, dict[str, int]]] = {
     "mlp": {
         2: {str(i): i // 6 for i in range(12)},
@@ -109,6 +152,21 @@ SPLITS: dict[str, dict[int, dict[str, int]]] = {
         3: {"transformer.wte": 0, "transformer.h.1": 1, "transformer.h.2": 2, "lm_head": 2},
     },
     "tied": {2: {"embed": 0, "mix": 0, "head": 1}},
+    "resnet50": {
+        2: {"resnet.embedder": 0, "resnet.encoder.stages.2": 1},
+        3: {"resnet.embedder": 0, "resnet.encoder.stages.1": 1, "resnet.encoder.stages.3": 2},
+    },
+    **{
+        name: {
+            2: {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1},
+            3: {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 2},
+        }
+        for name in ("llama", "mixtral")
+    },
+    "t5": {
+        2: {"t5.encoder": 0, "t5.decoder": 1},
+        3: {"t5.encoder": 0, "t5.decoder.block.0": 1, "t5.decoder.block.1": 2},
+    },
     "resnet": {3: {"resnet.embedder": 0, "resnet.encoder.stages.0": 1, "resnet.encoder.stages.1": 2, "classifier": 2}},
 }
 
@@ -116,8 +174,10 @@ SPLITS: dict[str, dict[int, dict[str, int]]] = {
 def loss_of(model: str, output: Any, x: torch.Tensor) -> torch.Tensor:
     """Of the output and the batch, which is its own target."""
     found = output.logits if hasattr(output, "logits") else output
-    if model == "gpt2":
+    if model in ("gpt2", "llama", "mixtral"):
         return functional.cross_entropy(found[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    if model == "t5":
+        return functional.cross_entropy(found.flatten(0, 1), x[:, 1 : 1 + found.shape[1]].flatten())
     return torch.stack([leaf.square().mean() for leaf in tree_leaves(found)]).sum()
 
 
@@ -177,9 +237,11 @@ def trained(job: Job) -> Difference:
     n = dist.get_world_size()
     torch.manual_seed(3)
     build, inputs = MODELS[job.model]
-    model, x = build().double(), inputs()
-    model.train(job.model != "frozen cnn")
-    x = x.double() if x.is_floating_point() else x
+    model, x = build(), inputs()
+    if job.model not in SINGLE_PRECISION:
+        model = model.double()
+    model.train(job.model not in ("frozen cnn", "resnet50"))
+    x = x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
     original = copy.deepcopy(model)
     plan = plan_of(job, copy.deepcopy(model), x, n)
     alone = autopar.parallelize(original, ["cpu"] * n, plan=plan) if needs_threads(job) else original
@@ -229,7 +291,7 @@ def trained(job: Job) -> Difference:
 
 def needs_threads(job: Job) -> bool:
     """Whether the plan changes the numbers: the same plan in one process is then what ranks must equal."""
-    return job.model in ("mlp with dropout", "cnn", "resnet")
+    return job.exact or job.model in ("mlp with dropout", "cnn", "resnet")
 
 
 def stepped(job: Job, model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -29,10 +29,17 @@ def odd() -> nn.Module:
 
 def ready(zero: int, build: Callable[[], nn.Module] = odd, **degrees: Any) -> tuple[nn.Module, Any, torch.Tensor]:
     """A model as it was, its ranks, placed, and a batch."""
+    model, x, plan = planned(zero, torch.distributed.get_world_size(), build, **degrees)
+    original = copy.deepcopy(model)
+    return original, autopar.parallelize(model, plan=plan, example_args=(x,)), x
+
+
+def planned(
+    zero: int, n: int, build: Callable[[], nn.Module] = odd, **degrees: Any
+) -> tuple[nn.Module, torch.Tensor, Plan]:
+    """A model, a batch, and the plan for `n` ranks."""
     torch.manual_seed(0)
     model, x = build().double(), torch.randn(8, 12, dtype=torch.float64)
-    original = copy.deepcopy(model)
-    n = torch.distributed.get_world_size()
     plan = Plan.by_hand(
         copy.deepcopy(model),
         ["cpu"] * n,
@@ -40,7 +47,7 @@ def ready(zero: int, build: Callable[[], nn.Module] = odd, **degrees: Any) -> tu
         micro_batch=4 // n,
         **({"data": n, "zero": zero} | degrees),
     )
-    return original, autopar.parallelize(model, plan=plan, example_args=(x,)), x
+    return model, x, plan
 
 
 def square(pm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -125,6 +132,16 @@ def memory_left(zero: int) -> float:
         optimizer.step()
     optimizer.zero_grad()
     return (live_bytes() - before) / size
+
+
+def parameters_held(zero: int) -> int:
+    """Bytes of a rank's parameters, measured: what placing leaves of all tensors, without the batch."""
+    before = live_bytes()
+    original, pm, x = ready(zero, wide)
+    del original
+    found = live_bytes() - before - x.nbytes
+    pm.close()
+    return found
 
 
 def gradients_between(zero: int) -> list[float]:

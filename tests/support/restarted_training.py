@@ -1,7 +1,8 @@
 """A training that is killed again and again, to be run by torchrun: FOLDER WHAT STEPS.
 
 WHAT: "never", "never without dropout", "anywhere" (in every attempt but the last, at a random point of a random rank),
-or "waiting" (from step 4 on every step takes a second, so that a test can kill what it wants to; without dropout).
+or "waiting" (from step 4 on every step takes a second while there are four ranks, so that a test can kill what it wants
+to; without dropout).
 Appends "attempt world-size step loss" to FOLDER/losses.
 """
 
@@ -48,7 +49,7 @@ def main(folder: Path, what: str, steps: int) -> None:
     torch.manual_seed(0)
     net = Net(0.2 if what in ("never", "anywhere") else 0.0)
     split = {f"layers.{i}": i * size // 8 for i in range(8)} | {"norm": size - 1, "head": size - 1}
-    searches = what == "waiting" and size < 2  # what is left after a machine is lost gets a plan of its own
+    searches = what == "waiting" and size < 4  # what is left after a machine is lost gets a plan of its own
     plan = None if searches else autopar.Plan.from_split(split, n_microbatches=2)
     options = {"n_microbatches": 2, "max_replicas": 1} if searches else {}
     model = autopar.parallelize(net, plan=plan, cache=False, **options)
@@ -82,7 +83,7 @@ def main(folder: Path, what: str, steps: int) -> None:
         if rank == 0:
             with (folder / "losses").open("a") as file:
                 file.write(f"{attempt} {size} {now[0]} {loss.item().hex()}\n")
-        if what == "waiting" and now[0] >= 4:
+        if what == "waiting" and size == 4 and now[0] >= 4:
             time.sleep(1.0)
         if reached("save"):
             threading.Timer(chance.random() * 0.02, kill).start()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.sends import Sent
+from autopar.costs.shard_costs import ShardCosts
 from autopar.planner.inter_op.scattering import Scattering
 from autopar.planner.inter_op.split_program import SplitProgram
 from autopar.planner.intra_op.sharding_task import GraphFacts
@@ -71,17 +72,19 @@ def _weights(program: SplitProgram, solution: Sharding, kind: str) -> dict[str |
         if collective.shared:
             once[collective.tensor] += collective.seconds / collective.times
     return {
-        program.storages[name]: ({} if whole else _stored_parts(stored, mesh)) | {"once": once[name]}
+        program.storages[name]: ({} if whole else _stored_parts(stored, mesh, shards)) | {"once": once[name]}
         for name, stored in solution.stored.items()
         if name in program.storages
     }
 
 
-def _stored_parts(stored: Stored, mesh: Sequence[int]) -> dict[str, int]:
-    """As fields of `Weight`."""
+def _stored_parts(stored: Stored, mesh: Sequence[int], shards: ShardCosts | None) -> dict[str, int]:
+    """As fields of `Weight`. `shards`: of devices at hand."""
+    read, state = parts(stored.layout, mesh), parts(stored.state, mesh)
     return {
-        "parts": parts(stored.layout, mesh),
-        "state_parts": parts(stored.state, mesh),
+        "parts": read,
+        "state_parts": state,
+        "beside": 0 if shards is None else shards.beside(read, state),
         "gradient_parts": parts(stored.state if stored.scattered else stored.layout, mesh),
     }
 

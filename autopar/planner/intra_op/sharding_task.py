@@ -53,7 +53,14 @@ class ShardingTask:
         precision = None if self.recipe is None else self.recipe.precision_of(value.dtype)
         nbytes = value.numel() * value.element_size()
         return Weight(
-            nbytes, trained, tuple(value.shape), parts, state_parts, precision=precision, gradient_parts=gradient_parts
+            nbytes,
+            trained,
+            tuple(value.shape),
+            parts,
+            state_parts,
+            precision=precision,
+            gradient_parts=gradient_parts,
+            beside=0 if self.shards is None else self.shards.beside(parts, state_parts),
         )
 
     def gradient_itemsize(self, value: torch.Tensor) -> int:

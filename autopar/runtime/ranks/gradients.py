@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from autopar.lower import process_groups
 from autopar.runtime.device_tensors import ParameterLeaf
@@ -44,6 +45,9 @@ class GradientSums:
         self.apart_keys = frozenset(e.key for bucket in self._buckets if bucket.row is None for e in bucket.entries)
         self.waiting: dict[int, torch.Tensor] = {}  # by parameter, what accumulate() has left apart so far
         self._left: Counter[int] = Counter()  # by stage: backward actions to come
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL a collective starts only once all its ranks have come to it. A rank that
+        # waited there in the middle of its actions could be the one from which another rank needs a message.
+        self._start_at_end = False
         self._next = 0  # bucket to start
         self._started: dict[int, torch.Tensor] = {}  # by bucket: what its first collective gives
         self._scattered: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (sum so far, in progress)
@@ -52,6 +56,7 @@ class GradientSums:
         """An execution starts. `backwards`: the stage of every backward action that this rank will do."""
         self._drop()
         self._left = Counter(backwards)
+        self._start_at_end = dist.get_debug_level() == dist.DebugLevel.DETAIL
 
     def after_backward(self, stage: int) -> None:
         """A backward action of a stage has ended: start what is complete."""
@@ -59,7 +64,13 @@ class GradientSums:
         for number, bucket in enumerate(self._buckets):
             if bucket.scattered and stage in self._readers[number]:
                 self._scatter(number, stage)
-        self._start(complete=False)
+        if not self._start_at_end:
+            self._start(complete=False)
+
+    def end_actions(self) -> None:
+        """All actions have ended: start what is left. Ranks without a backward action start all of it here, before any
+        collective of another group, so that all ranks start the collectives of different groups in one order."""
+        self._start(complete=True)
 
     def finish(self) -> dict[int, torch.Tensor]:
         """The sums by id of the parameter, each of the part that this rank stores. Collective."""

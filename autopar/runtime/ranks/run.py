@@ -151,6 +151,8 @@ class RankRun(Run):
 
     def _execute_and_share(self, *, training: bool, only_backward: bool, keep_graph: bool) -> None:
         super()._execute(training=training, only_backward=only_backward, keep_graph=keep_graph)
+        if training:
+            self.executable.sums.end_actions()
         if self._wire is not None:
             self._wire.finish()
             self._wire = None

@@ -4,21 +4,17 @@ A wait inside gloo cannot be interrupted: a rank whose partner is gone, or stopp
 half an hour. So every rank has two threads beside the one that computes:
 
 ```
-   store (of torch.distributed)        beat/0   beat/1   beat/2 ..         failed: the first failure, if any
-                                          ^        |                          |
-   rank 0   talk:  every 0.5 s ..... writes its own, reads its left neighbour's, looks for a failure
+   rank 0   talk:  every 0.5 s ..... writes a beat, reads its left neighbour's, looks for a failure   heartbeats.py
             judge: every 0.1 s ..... prints and ends the process once a failure is known
 ```
 A rank that fails writes the failure itself; one that was killed is noticed by the ranks that wait for it, as a broken
 connection; one that is stopped, or whose machine is gone, by its right neighbour, after `timeout` without a new beat.
-A rank that ended in good order says so in its last beat, and its neighbour watches the one before it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -26,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +30,7 @@ from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.error_context import PHASE_NAMES
 from autopar.runtime.ranks.failure import Failure, LostRankError, Position, described, is_lost_connection, names
+from autopar.runtime.ranks.heartbeats import BEAT, ENDED, Heartbeats, position_of
 from autopar.runtime.ranks.one_message import is_on_all_ranks
 from autopar.runtime.ranks.raised_calls import RaisedCalls
 from autopar.schedule.clock import Phase
@@ -42,15 +38,11 @@ from autopar.schedule.clock import Phase
 TIMEOUT = 120.0  # s
 TIMEOUT_VARIABLE = "AUTOPAR_RANK_TIMEOUT"
 
-_BEAT = 0.5  # s between two beats
 _LOOK = 0.1  # s between two looks of the judge
 _LAST_WORDS = 0.3  # s for a rank that fails in the same way to say so itself
 _LEAVE = 10.0  # s for a rank that has failed to clean up and end by itself
 _REACT = 2.0  # s for the caller's thread to raise KeyboardInterrupt
 _TAIL = 5.0  # s that a call may still take after the store's host has ended: it may have finished its own part
-
-_FAILED = "failed"
-_ENDED = "ended"
 
 
 def timeout_given() -> float:
@@ -60,8 +52,8 @@ def timeout_given() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds >= 2 * _BEAT:
-        raise InputError(f"{TIMEOUT_VARIABLE}={text!r}: give seconds, at least {2 * _BEAT:g}")
+    if not seconds >= 2 * BEAT:
+        raise InputError(f"{TIMEOUT_VARIABLE}={text!r}: give seconds, at least {2 * BEAT:g}")
     return seconds
 
 
@@ -123,14 +115,13 @@ class Watcher:
         none of the ranks. `is_current()`: whether the process group of the ranks still exists; the watcher stops with
         it."""
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._store, self._is_current, self._process = store, is_current, os.getpid()
+        self.heartbeats = Heartbeats(rank, size, store, timeout)
+        self._is_current, self._process = is_current, os.getpid()
         self.raised_calls = RaisedCalls(store, size, timeout)
         self._n_calls, self._inside, self._doing = 0, "", (Phase.FORWARD, -1, -1)
-        self._failure: Failure | None = None
         self._own = threading.Event()  # this rank failed by itself, and is about to end
         self._stopped = threading.Event()
-        self._n_beats, self._n_looks = 0, 0
-        self._heard: dict[int, tuple[str, float]] = {}  # by rank: its last beat, seconds of ours since it came
+        self._n_looks = 0
         self._store_lost = False
         self._store_rank = store_rank
         self._threads = [
@@ -178,7 +169,7 @@ class Watcher:
             failure = self._lost([r for r in range(self.size) if r != self.rank], described(error))
         else:
             failure = Failure(self.rank, described(error), self.position, self.rank)
-        first = self._recorded(failure)
+        first = self.heartbeats.record(failure)
         if first.noticed_by == self.rank and not self._own.is_set():
             _say(f"{first}; all ranks end")
         self._own.set()
@@ -196,71 +187,41 @@ class Watcher:
         if not (self._stopped.is_set() or self._own.is_set()) and os.getpid() == self._process:
             self.failed(error)
 
-    def _recorded(self, failure: Failure) -> Failure:
-        """The first failure of the job, which is this one if none is known yet."""
-        if self._failure is None:
-            try:
-                text = self._store.compare_set(_FAILED, "", failure.to_json())
-                failure = Failure.from_json(text.decode())
-            except RuntimeError:  # the store is gone, with the rank that has it
-                pass
-            self._failure = failure
-        return self._failure
-
     def _lost(self, candidates: Sequence[int], cause: str, due: tuple[str, int, int] | None = None) -> Failure:
         """The failure of one of `candidates`, whose connection broke. A rank that failed by itself has said so before
         its connections closed."""
-        found = self._known()
+        found = self.heartbeats.known()
         if found is not None:
             return found
         silent = list(candidates)
-        if self._store_rank in silent and not self._store_answers():
+        if self._store_rank in silent and not self.heartbeats.store_answers():
             silent = [self._store_rank]
         if len(silent) > 1:
             _say(f"rank {self.rank} lost a connection {self.position}, and looks for the rank that ended")
-            before = self._beats(silent)
-            time.sleep(2.5 * _BEAT)
-            after = self._beats(silent)
+            before = self.heartbeats.of(silent)
+            time.sleep(2.5 * BEAT)
+            after = self.heartbeats.of(silent)
             silent = [r for r in silent if before.get(r) == after.get(r)] if after else []
-            found = self._known()
+            found = self.heartbeats.known()
             if found is not None:
                 return found
         if len(silent) != 1:
             who = names(silent) + " ended" if silent else "a connection broke"
             return Failure(-1, f"{who} ({cause})", self.position, self.rank)
         (rank,) = silent
-        last = self._beats(silent).get(rank, "")
-        how = "its script had ended" if last == _ENDED else "its process ended: killed, or crashed"
+        last = self.heartbeats.of(silent).get(rank, "")
+        how = "its script had ended" if last == ENDED else "its process ended: killed, or crashed"
         own = self.position
         if due is not None:
             return Failure(rank, f"{how} ({cause})", Position(own.call, own.what, *due), self.rank)
         if not last:
             return Failure(rank, f"{how} ({cause})", own, self.rank)
-        return Failure(rank, f"{how} ({cause})", _position(last), self.rank, is_last_beat=True)
-
-    def _known(self) -> Failure | None:
-        if self._failure is None:
-            with contextlib.suppress(RuntimeError):
-                if self._store.check([_FAILED]):
-                    self._failure = Failure.from_json(self._store.get(_FAILED).decode())
-        return self._failure
-
-    def _store_answers(self) -> bool:
-        with contextlib.suppress(RuntimeError):
-            self._store.check([_FAILED])
-            return True
-        return False
-
-    def _beats(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The last beats of those that ever had one; none where the store is gone."""
-        with contextlib.suppress(RuntimeError):
-            return {r: self._store.get(f"beat/{r}").decode() for r in ranks if self._store.check([f"beat/{r}"])}
-        return {}
+        return Failure(rank, f"{how} ({cause})", position_of(last), self.rank, is_last_beat=True)
 
     # -- threads --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._beat()
+        self.heartbeats.beat(self.position)
         _listen_to_signals()
         for thread in self._threads:
             thread.start()
@@ -273,47 +234,27 @@ class Watcher:
         self._keep_store()
         with contextlib.suppress(RuntimeError):
             if not self._store_lost:
-                self._store.set(f"beat/{self.rank}", _ENDED)
+                self.heartbeats.end()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(2 * _BEAT)
-
-    def _beat(self) -> None:
-        self._n_beats += 1
-        beat = json.dumps({"number": self._n_beats} | asdict(self.position))
-        self._store.set(f"beat/{self.rank}", beat)
+                thread.join(2 * BEAT)
 
     def _talk(self) -> None:
         last = time.monotonic()
-        while not self._stopped.wait(_BEAT):
+        while not self._stopped.wait(BEAT):
             if not self._is_current():
                 self.stop()
                 return
             now = time.monotonic()
-            elapsed, last = min(now - last, 2 * _BEAT), now  # at most: this rank itself may have been stopped
+            elapsed, last = min(now - last, 2 * BEAT), now  # at most: this rank itself may have been stopped
             try:
-                self._beat()
-                self._known()
-                self._listen(elapsed)
+                self.heartbeats.beat(self.position)
+                self.heartbeats.known()
+                self.heartbeats.listen(elapsed)
             except RuntimeError:
                 self._store_lost = True
                 return
             self._n_looks += 1
-
-    def _listen(self, elapsed: float) -> None:
-        """Note the beat of the nearest rank before this one that has not ended."""
-        for distance in range(1, self.size):
-            rank = (self.rank - distance) % self.size
-            beat = self._beats([rank]).get(rank, "")
-            if beat == _ENDED:
-                continue
-            before, silence = self._heard.get(rank, (beat, 0.0))
-            silence = silence + elapsed if beat == before else 0.0
-            self._heard[rank] = (beat, silence)
-            if silence > self.timeout:
-                cause = f"no sign of life for {self.timeout:g} s: it is stopped, or its machine cannot be reached"
-                self._recorded(Failure(rank, cause, _position(beat), self.rank, is_last_beat=True))
-            return
 
     def _judge(self) -> None:
         """End the process where the caller's thread cannot."""
@@ -325,8 +266,8 @@ class Watcher:
             waited, n_looks = (waited + elapsed if n_looks == self._n_looks else 0.0), self._n_looks
             if self._own.is_set() and failing.passed(_LEAVE):
                 self._end(f"rank {self.rank} did not end by itself within {_LEAVE:g} s of its failure")
-            if self._failure is not None and not self._own.is_set() and failing.passed(_LAST_WORDS):
-                self._end(f"{self._failure}; rank {self.rank} ends, too, {self.position}")
+            if self.heartbeats.failure is not None and not self._own.is_set() and failing.passed(_LAST_WORDS):
+                self._end(f"{self.heartbeats.failure}; rank {self.rank} ends, too, {self.position}")
             if self._store_lost:
                 if not self._inside:
                     leaving.reset()
@@ -340,8 +281,8 @@ class Watcher:
                 if not self._inside or self._own.is_set():
                     interrupted.reset()
                 elif interrupted.passed(_REACT, self._n_calls):
-                    self._recorded(Failure(self.rank, "KeyboardInterrupt", self.position, self.rank))
-                    self._end(f"{self._failure}; all ranks end", 130)
+                    self.heartbeats.record(Failure(self.rank, "KeyboardInterrupt", self.position, self.rank))
+                    self._end(f"{self.heartbeats.failure}; all ranks end", 130)
 
     @property
     def _host(self) -> str:
@@ -360,8 +301,8 @@ class Watcher:
 
     def _keep_store(self) -> None:
         """Until all ranks have seen the failure, if the store ends with this process."""
-        if self._failure is not None and self._store_rank == self.rank:
-            time.sleep(2 * _BEAT)
+        if self.heartbeats.failure is not None and self._store_rank == self.rank:
+            time.sleep(2 * BEAT)
 
     # -- Ctrl-C ---------------------------------------------------------------------------------------------------
 
@@ -414,14 +355,6 @@ class _Clock:
         self.begin(of)
         assert self._start is not None
         return time.monotonic() - self._start > seconds
-
-
-def _position(beat: str) -> Position:
-    if not beat or beat == _ENDED:
-        return Position()
-    values = json.loads(beat)
-    values.pop("number")
-    return Position(**values)
 
 
 def _say(text: str) -> None:

@@ -34,14 +34,16 @@ def embedding(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
 
 
 def grouped_product(calls: list[Call], crew: OperatorGroup) -> list[torch.Tensor]:
-    """Rows sorted by expert, each times its expert's matrix. A device computes the rows of its experts, else zeros."""
+    """Rows sorted by expert, each times its expert's matrix. A device computes the rows of its experts, else zeros.
+
+    Without values (on the meta device) no expert has rows: the result has the same shape."""
     given = [list(named(call).items())[:3] for call in calls]  # rows, matrices, ends: operators name them differently
     sizes = [matrices.shape[0] for _, (_, matrices), _ in given]
     found = []
     for call, (rows, _, ends), size, first in zip(
         calls, given, sizes, crew.starts(sizes, crew.cutting(0, operand=1)), strict=True
     ):
-        numbers = [0, *ends[1].tolist()]
+        numbers = [0, *([0] * len(ends[1]) if ends[1].is_meta else ends[1].tolist())]
         start, stop = numbers[first], numbers[first + size]
         own = {rows[0]: rows[1][start:stop], ends[0]: ends[1][first : first + size] - start}
         found.append(functional.pad(again(call, **own), (0, 0, start, len(rows[1]) - stop)))

@@ -8,7 +8,7 @@ import pytest
 from collective_log import CollectiveLog, disagreements
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_orders import Order, exchanged, over_pairs
+from rank_orders import Order, checked_by_torch, exchanged, over_pairs
 from rank_pool import RankPool
 
 CASES = [
@@ -18,6 +18,7 @@ CASES = [
     (3, Order(plan="replicas", n_microbatches=1, frozen=(3,), tied=True)),
     (3, Order(n_blocks=6, skips=(3, 5), schedule="zb-h1", n_microbatches=4, call="backward")),
     (2, Order(n_blocks=8, plan="chunks", n_microbatches=4)),
+    (2, Order(tied=True, plan="chunks", batches=(6,), call="backward")),  # a gradient is complete early on one rank
     (2, Order(plan="data", frozen=(1,), unused=(2,), batches=(8, 4))),
     (2, Order(plan="tensor")),
     (4, Order(plan="zero", batches=(8, 4))),
@@ -44,8 +45,18 @@ def test_a_log_that_differs_is_noticed() -> None:
     assert len(disagreements(logs)) == 2
 
 
+def test_groups_in_another_order_are_noticed() -> None:
+    logs = [CollectiveLog({"all": (0, 1), "wire": (0, 1)}) for _ in range(2)]
+    for log, order in zip(logs, (["all", "wire"], ["wire", "all"]), strict=True):
+        log.order += order
+        for name in order:
+            log.calls[name].append(("all_reduce", ((4,), "float32")))
+    (found,) = disagreements(logs)
+    assert found == "collective 0 of both is in all on rank 0, in wire on rank 1"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [exchanged, over_pairs], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [exchanged, over_pairs, checked_by_torch], ids=lambda job: job.__name__)
 @pytest.mark.parametrize(("n", "order"), CASES, ids=str)
 def test_ranks_exchange_the_same_in_the_same_order(ranks: RankPool, n: int, order: Order, job: Any) -> None:
     found = ranks.run(job, n, order)
@@ -59,11 +70,12 @@ def orders(draw: st.DrawFn) -> tuple[int, Order]:
     plan = draw(st.sampled_from(["chain", "chain", "chunks", "replicas", "data", "tensor", "zero"]))
     n_blocks = draw(st.integers(2 * n, 7))
     blocks = st.integers(0, n_blocks - 1)
+    trained = {draw(blocks)}  # and used: the loss has a gradient
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
     return n, Order(
         n_blocks,
-        tuple(sorted(draw(st.sets(blocks, max_size=n_blocks - 1)))),
-        tuple(sorted(draw(st.sets(st.integers(1, n_blocks - 2), max_size=2)))),
+        tuple(sorted(draw(st.sets(blocks, max_size=n_blocks - 1)) - trained)),
+        tuple(sorted(draw(st.sets(st.integers(1, n_blocks - 2), max_size=2)) - trained)),
         tuple(sorted(draw(st.sets(blocks, max_size=3)))),
         draw(st.booleans()),
         plan,
@@ -76,8 +88,9 @@ def orders(draw: st.DrawFn) -> tuple[int, Order]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@pytest.mark.parametrize("job", [exchanged, checked_by_torch], ids=lambda job: job.__name__)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(case=orders())
-def test_ranks_agree_for_random_models_and_plans(ranks: RankPool, case: tuple[int, Order]) -> None:
+def test_ranks_agree_for_random_models_and_plans(ranks: RankPool, job: Any, case: tuple[int, Order]) -> None:
     n, order = case
-    check(ranks.run(exchanged, n, order))
+    check(ranks.run(job, n, order))

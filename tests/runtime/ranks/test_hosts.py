@@ -29,14 +29,17 @@ names = [f"cpu:{i}" for i in range(n)]
 if kind == "pipeline":
     plan = Plan.from_split({str(i): i * n // 12 for i in range(12)}, n_microbatches=4)
 else:
-    plan = Plan.from_split({"": 0}, devices=[names], n_microbatches=n)
-pm = model if kind == "plain" else autopar.parallelize(model, plan=plan)
+    plan = Plan.from_split({"": 0}, devices=[names], n_microbatches=n) if kind == "replicas" else None
+options = {"plan": plan} if plan else {"n_microbatches": 3, "max_replicas": 1, "max_shards": 2, "cache": False}
+pm = model if kind == "plain" else autopar.parallelize(model, **options)
 for step in range(3):
     optimizer.zero_grad()
     loss = functional.mse_loss(pm(x), x)
     loss.backward()
     optimizer.step()
     print(f"loss {loss.item():.6f}", flush=True)
+if kind == "searched":
+    print(*pm.plan.notes, sep="\\n")
 """
 
 
@@ -45,6 +48,18 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
+
+
+def test_hosts_with_different_numbers_of_ranks_train_as_one_process_does(script: Path) -> None:
+    counts = (2, 1)
+    with hosts(2, FAST) as network:
+        alone = losses(network.torchrun(script, "plain", "1"))[0][:3]
+        for kind in ("replicas", "searched"):
+            printed = network.torchrun(script, kind, "3", per_host=counts)
+            for found, count in zip(losses(printed), counts, strict=True):
+                assert sorted(found) == pytest.approx(sorted(count * alone), abs=2e-6)
+    note = "hosts have 2, 1 ranks: collectives among n ranks are priced as among the first n, and no stage has a mesh"
+    assert note in printed[0]
 
 
 @pytest.mark.parametrize(("n", "per_host"), [(2, 2), (3, 1)])

@@ -66,6 +66,27 @@ def test_two_by_two_goes_on_as(
     assert run(ranks, part, n) == pytest.approx(undisturbed[4:], rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def of_states(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, undisturbed: list[float]) -> Path:
+    """The checkpoint of four ranks that store parts of what they read."""
+    folder = tmp_path_factory.mktemp("states")
+    part = Run(Job("gpt2", "hand tensor=2 data=2 zero=2"), folder, steps=4, save_at=4)
+    assert run(ranks, part, 4) == pytest.approx(undisturbed[:4], rel=1e-5)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("then", "n", "plain"),
+    [(CHAIN, 2, False), (Job("gpt2", "hand data=2 zero=3"), 2, False), (CHAIN, 3, False), (CHAIN, None, True)],
+    ids=["1x2", "zero=3", "1x3", "the plain model"],
+)
+def test_parts_of_states_of_four_ranks_go_on_as(
+    ranks: RankPool, of_states: Path, undisturbed: list[float], then: Job, n: int | None, plain: bool
+) -> None:
+    part = Run(then, of_states, steps=STEPS, load=True, seed=9, plain=plain)
+    assert run(ranks, part, n) == pytest.approx(undisturbed[4:], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("then", "n"),
     [(SQUARE, 4), (CHAIN, 2), (Job("gpt2", "hand data=2 zero=1"), 2)],

@@ -79,6 +79,25 @@ SLOW = [
     (4, Job("gpt2", "hand tensor=2 pipeline=2", steps=20)),
 ]
 
+FAMILIES = [  # each on a pipeline, on tensor shards, on replicas that store parts of states or parameters, on a mixture
+    (3, Job("resnet50", "chain", "zb-h1", steps=20)),
+    (2, Job("resnet50", "hand tensor=2", exact=True)),
+    (2, Job("resnet50", "hand data=2 zero=1", exact=True)),
+    (4, Job("resnet50", "hand tensor=2 data=2 zero=3")),
+    (2, Job("llama", "chain", exact=True)),
+    (2, Job("llama", "hand tensor=2")),
+    (2, Job("llama", "hand data=2 zero=3", steps=20)),
+    (3, Job("llama", "replicas 1,2", "gpipe")),
+    (3, Job("mixtral", "chain", "zb-h1")),
+    (2, Job("mixtral", "hand tensor=2", steps=20)),
+    (2, Job("mixtral", "hand data=2 zero=2", exact=True)),
+    (4, Job("mixtral", "hand tensor=2 pipeline=2")),  # stages that send what depends on experts in parts
+    (2, Job("t5", "chain", steps=20)),
+    (2, Job("t5", "hand tensor=2")),
+    (2, Job("t5", "replicas 2", exact=True)),
+    (4, Job("t5", "hand pipeline=2 data=2 zero=3")),
+]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -92,3 +111,14 @@ SLOW = [
 )
 def test_ranks_train_as_one_process_does(ranks: RankPool, n: int, job: Job) -> None:
     assert_as_one_process(job, ranks.run(trained, n, job))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "job"),
+    FAMILIES,
+    ids=lambda value: str(value) if isinstance(value, int) else f"{value.model}-{value.plan}-{value.steps}",
+)
+def test_families_of_models_train_as_in_one_process(ranks: RankPool, n: int, job: Job) -> None:
+    """Bit for bit where sums have two addends, one from each rank."""
+    assert_as_one_process(job, ranks.run(trained, n, job), 0.0 if job.exact else 1e-5)

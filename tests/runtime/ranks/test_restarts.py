@@ -79,15 +79,15 @@ def test_losses_after_ten_kills_are_those_of_an_undisturbed_run(tmp_path: Path) 
 
 @pytest.mark.timeout(2700)
 def test_a_job_that_loses_a_machine_plans_again_for_the_others(tmp_path: Path) -> None:
-    """Two torchruns of one rank each. The second one is killed with its rank."""
+    """Two torchruns of two ranks each. The second one is killed with its ranks."""
     endpoint = f"127.0.0.1:{20000 + os.getpid() % 20000}"
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     arguments = (str(tmp_path), "waiting", "16")
-    first = started(logs[0], *arguments, nodes="1:2", ranks=1, endpoint=endpoint)
-    second = started(logs[1], *arguments, nodes="1:2", ranks=1, endpoint=endpoint, host=False)
+    first = started(logs[0], *arguments, nodes="1:2", ranks=2, endpoint=endpoint)
+    second = started(logs[1], *arguments, nodes="1:2", ranks=2, endpoint=endpoint, host=False)
     try:
         end = time.monotonic() + PATIENCE
-        while not any(n == 2 and step >= 5 for _, n, step, _ in losses(tmp_path)):
+        while not any(n == 4 and step >= 5 for _, n, step, _ in losses(tmp_path)):
             assert time.monotonic() < end, [log.read_text(errors="replace")[-3000:] for log in logs]
             assert first.poll() is None, logs[0].read_text(errors="replace")[-6000:]
             time.sleep(0.2)
@@ -97,7 +97,7 @@ def test_a_job_that_loses_a_machine_plans_again_for_the_others(tmp_path: Path) -
         kill(first)
         kill(second)
     found = losses(tmp_path)
-    assert {n for _, n, _, _ in found} == {1, 2}
+    assert {n for _, n, _, _ in found} == {2, 4}
     assert {step for _, _, step, _ in found} == set(range(16))
     (tmp_path / "alone").mkdir()
     log = tmp_path / "alone.log"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,17 +17,25 @@ from rank_states import (
     gradients_between,
     memory_left,
     on_two_meshes,
+    parameters_held,
+    planned,
     refused_states,
     seen_changes,
     stepped_by,
     tied_values,
     tied_with_other_states,
+    wide,
 )
 from test_ranks import assert_as_one_process
 
+from autopar.analysis.example import capture_example
+from autopar.costs.measured import measure_costs, with_shards
+from autopar.planner.arrangement import Conditions
+from autopar.planner.price_sharded import predict_any
 from autopar.runtime.ranks.state_parts import axis_orders
 from autopar.sharding.layouts import layouts
 from autopar.sharding.stage_sharding import Stored
+from cost_models import parse_devices
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (2, 2, 2)])
@@ -96,6 +105,21 @@ def test_what_other_ranks_store_is_freed(ranks: RankPool) -> None:
     for zero, sizes in wanted.items():
         for found in ranks.run(memory_left, 2, zero):
             assert sizes <= found < sizes + 0.1, zero
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_rank_holds_the_bytes_of_parameters_that_are_predicted(ranks: RankPool, zero: int) -> None:
+    """As a search among ranks predicts them: what stages read, and the part that the rank stores beside it."""
+    model, x, plan = planned(zero, 2, wide)
+    devices = parse_devices(["cpu"] * 2)
+    example = capture_example(model, devices, (x,), {})
+    costs = with_shards(measure_costs(example, devices), 2)
+    assert costs.shards is not None
+    costs = replace(costs, shards=replace(costs.shards, separate=True))
+    (stage,) = predict_any(plan, example, costs, Conditions("adam")).stages
+    for found in ranks.run(parameters_held, 2, zero):
+        assert stage.parameter_bytes == pytest.approx(found, rel=0.01)
 
 
 @pytest.mark.slow

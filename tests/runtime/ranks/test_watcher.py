@@ -34,25 +34,25 @@ def test_the_first_failure_counts_and_says_where(capfd: pytest.CaptureFixture[st
 
 def test_a_broken_connection_is_the_failure_of_its_other_end() -> None:
     first, second = watchers(2)
-    second._beat()
+    second.heartbeats.beat(second.position)
     with first.call("train_step"):
         error = first.lost(LostRankError(1, "rank 0 waited: Connection closed by peer", ("backward", 1, 2)))
     assert isinstance(error, AutoparError)
     assert "rank 1 failed in the backward of stage 1, micro-batch 2 (call 1, train_step): its process ended" in str(
         error
     )
-    assert second._known() == first._known()
+    assert second.heartbeats.known() == first.heartbeats.known()
 
 
 def test_a_rank_without_beats_fails_after_the_timeout() -> None:
     ranks = watchers(3)
     for one in ranks:
-        one._beat()
+        one.heartbeats.beat(one.position)
     for _ in range(7):
-        ranks[1]._beat()
-        ranks[0]._listen(1.0)  # to rank 2, which is silent
-        ranks[2]._listen(1.0)  # to rank 1
-    assert ranks[2]._known() == Failure(
+        ranks[1].heartbeats.beat(ranks[1].position)
+        ranks[0].heartbeats.listen(1.0)  # to rank 2, which is silent
+        ranks[2].heartbeats.listen(1.0)  # to rank 1
+    assert ranks[2].heartbeats.known() == Failure(
         2,
         "no sign of life for 5 s: it is stopped, or its machine cannot be reached",
         Position(),
@@ -64,15 +64,15 @@ def test_a_rank_without_beats_fails_after_the_timeout() -> None:
 def test_a_rank_that_ended_in_good_order_is_not_missed() -> None:
     ranks = watchers(3)
     for one in ranks:
-        one._beat()
-    ranks[2]._store.set("beat/2", "ended")
+        one.heartbeats.beat(one.position)
+    ranks[2].heartbeats.end()
     for _ in range(20):
-        ranks[1]._beat()
-        ranks[0]._listen(1.0)  # to rank 1, in the place of rank 2
-    assert ranks[0]._known() is None
+        ranks[1].heartbeats.beat(ranks[1].position)
+        ranks[0].heartbeats.listen(1.0)  # to rank 1, in the place of rank 2
+    assert ranks[0].heartbeats.known() is None
     for _ in range(7):
-        ranks[0]._listen(1.0)
-    assert ranks[0]._known().rank == 1  # type: ignore[union-attr]
+        ranks[0].heartbeats.listen(1.0)
+    assert ranks[0].heartbeats.known().rank == 1  # type: ignore[union-attr]
 
 
 def test_a_call_that_raises_on_some_ranks_only_is_the_last() -> None:

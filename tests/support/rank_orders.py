@@ -73,7 +73,7 @@ def plan_of(order: Order, model: nn.Module) -> Plan:
     if order.plan in ("data", "tensor", "zero"):
         degrees = {"data": n} if order.plan != "tensor" else {"tensor": n}
         more = {"zero": {"zero": 3}, "tensor": {"zero": 0}}.get(order.plan, {})
-        x = torch.randn(8, WIDTH, dtype=torch.float64)
+        x = torch.randn(4 * n * order.n_microbatches, WIDTH, dtype=torch.float64)
         return Plan.by_hand(model, ["cpu"] * n, example_args=(x,), schedule=order.schedule, **degrees, **more)
     return Plan.from_split(split(n), **made)
 

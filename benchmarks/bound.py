@@ -15,9 +15,9 @@ from statistics import median
 from autopar import PipelinedModule
 from autopar.capture.thread_state import CallerState
 from autopar.runtime.captures import CallArguments
-from autopar.runtime.executable import StageReplica
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.passes import Passes
+from autopar.runtime.stage_replica import StageReplica
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.runtime.transfers import Transfers
 from autopar.schedule.clock import Action, Phase, chain

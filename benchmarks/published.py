@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,11 +22,13 @@ from benchmarks.output import Report, Table
 from benchmarks.published_runs.cases import Case
 from benchmarks.published_runs.errors import Errors, regrets
 from benchmarks.published_runs.forms import read_cases
+from benchmarks.published_runs.models import Sizes
 from benchmarks.published_runs.pricing import Priced, Pricer
 
 log = logging.getLogger(__name__)
 
 QUICK_CASES = 1  # of a table
+_LONG_TABLE = 64  # rows for which further processes are worth their start
 
 _READING = (
     "Errors are fractions of the published figure, in its unit: of a step's time where the table has that, else of "
@@ -78,27 +84,42 @@ def run_published(folder: Path | None, quick: bool) -> Report | None:
     return Report("Published training runs, predicted", tuple(shown), data, plain=True)
 
 
-def evaluate(name: str, cases: Sequence[Case]) -> list[Outcome]:
-    """The cases of one table, those of a model one after another."""
+def evaluate(name: str, cases: Sequence[Case], processes: int | None = None) -> list[Outcome]:
+    """The cases of one table. Those of a model share work, so they are priced one after another; models of a long table
+    are shared out over `processes` (default: one a core), which changes no price."""
+    by_model: dict[Sizes, list[int]] = defaultdict(list)
+    for place, case in enumerate(cases):
+        by_model[case.model].append(place)
+    places = sorted(by_model.values(), key=lambda mine: (-len(mine), mine))  # long ones first
+    for mine in places:
+        mine.sort(key=lambda place: (str(cases[place].options), cases[place].batch))
+    groups = [[cases[place] for place in mine] for mine in places]
+    if processes is None:
+        processes = (os.cpu_count() or 1) if len(cases) >= _LONG_TABLE else 1
+    found: dict[int, Outcome] = {}
+    for number, (mine, priced) in enumerate(zip(places, _priced(groups, min(processes, len(groups))), strict=True)):
+        log.info("%s, model %d of %d: %d rows", name, number + 1, len(places), len(mine))
+        found.update((place, Outcome(cases[place], one)) for place, one in zip(mine, priced, strict=True))
+    return [found[place] for place in range(len(cases))]
+
+
+def _priced(groups: Sequence[Sequence[Case]], processes: int) -> Iterator[list[Priced]]:
+    if processes <= 1:
+        yield from map(_priced_in_turn, groups)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:  # threads of torch do not fork
+        yield from pool.map(_priced_in_turn, groups)
+
+
+def _priced_in_turn(cases: Sequence[Case]) -> list[Priced]:
+    """The cases of one model."""
     pricer = Pricer(cases)
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, *thresholds[1:])  # captured graphs are large and live long: a fifth of the time
     try:
-        return _priced(name, cases, pricer)
+        return [pricer.price(case) for case in cases]
     finally:
         gc.set_threshold(*thresholds)
-
-
-def _priced(name: str, cases: Sequence[Case], pricer: Pricer) -> list[Outcome]:
-    found: dict[int, Outcome] = {}
-    order = sorted(range(len(cases)), key=lambda i: (str(cases[i].model), str(cases[i].options), cases[i].batch))
-    for number, place in enumerate(order):
-        case = cases[place]
-        log.info("%s, %d of %d: %s, %s", name, number + 1, len(cases), case.name, case.column)
-        found[place] = Outcome(case, pricer.price(case))
-        if number + 1 < len(order) and cases[order[number + 1]].model != case.model:
-            pricer.forget(case.model)
-    return [found[place] for place in range(len(cases))]
 
 
 def _cases(path: Path) -> list[Case]:

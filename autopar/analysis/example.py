@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.batching import Batching, study
+from autopar.analysis.few_collections import few_collections
 from autopar.analysis.loss import LossSplit, study_loss
 from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sequence_first import sequence_first_hint
@@ -216,6 +217,7 @@ def capture_example(
     return Example(model, program, batching, args, kwargs, leaves, training, loss, target, split)
 
 
+@few_collections()
 def example_ahead(
     model: nn.Module,
     args: tuple[Any, ...],

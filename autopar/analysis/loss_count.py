@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from autopar.analysis.operators import is_random
 from autopar.capture.cleanup import CrossEntropyArguments
+from autopar.capture.direct_calls import with_direct_calls
 from autopar.capture.program import is_getitem
 from cost_models.graphs import get_attribute
 
@@ -35,7 +36,7 @@ class Count:
     @cached_property
     def _count(self) -> Callable[..., torch.Tensor]:
         """The graph's own code: `nn.Module.__call__` takes as long as the counting."""
-        return self.graph.forward
+        return with_direct_calls(self.graph).forward
 
 
 class _Slice:

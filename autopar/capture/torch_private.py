@@ -183,6 +183,15 @@ def run_gradients(
     return found
 
 
+def functional_binding(name: str) -> Callable[..., Any] | None:
+    """torch's binding of an operator of torch.nn.functional; None where this version has none of that name.
+
+    The public function is sometimes this binding, and sometimes a Python function around it.
+    """
+    found: Callable[..., Any] | None = getattr(torch._C._nn, name, None)
+    return found
+
+
 def profiler_is_on() -> bool:
     """Whether a torch.profiler records in this process; if not, callers skip naming ranges, which costs time.
 

@@ -34,8 +34,8 @@ _explainers: dict[int, tuple[weakref.ref[Stage], Explainer]] = {}
 
 def with_explainer(plan: Plan, explainer: Explainer) -> Plan:
     """The same plan, which `explainer` explains from now on."""
-    key = id(plan.stages[0])
-    _explainers[key] = weakref.ref(plan.stages[0], lambda _: _explainers.pop(key, None)), explainer
+    key, known = id(plan.stages[0]), _explainers  # a module's own names are gone when the interpreter ends
+    known[key] = weakref.ref(plan.stages[0], lambda _: known.pop(key, None)), explainer
     return plan
 
 

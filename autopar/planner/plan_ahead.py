@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.analysis.example import Example
+from autopar.analysis.few_collections import few_collections
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.recipe import Recipe
@@ -29,6 +30,7 @@ from autopar.planner.search_options import (
 from cost_models import Cluster
 
 
+@few_collections()
 def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progress: Progress = SILENT) -> Plan:
     """The fastest plan for a call of a model on `cluster`. Raises PlanError and InfeasibleError."""
     recipe = recipe_of(example, options)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.blocks import Blocks
-from autopar.capture.module_hooks import has_hooks
 from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.hints.module_hints import read_hints
@@ -20,8 +18,10 @@ from autopar.options import BatchDim, Dynamic, PlanOptions
 from autopar.plan.plan import Plan
 from autopar.planner.hint_constraints.shard_violations import sharding_violations
 from autopar.planner.hint_constraints.stage_hints import resolve, violations
-from autopar.runtime.executable import Executable, StagePlacement
+from autopar.runtime.executable import Executable
 from autopar.runtime.loss_splits import LossSplits
+from autopar.runtime.model_state import State
+from autopar.runtime.stage_replica import StagePlacement
 from autopar.runtime.workers import WorkerPool
 from cost_models.hardware.devices import Device, find_device
 
@@ -55,7 +55,7 @@ class RunSettings:
 class BoundSignature:
     """One captured signature, and how it runs once it is bound to a plan."""
 
-    state: tuple[Any, ...]  # `model_state` at the capture
+    state: State  # of the model at the capture
     program: Program
     batching: Batching
     plan: Plan | None = None  # the plan that it is bound to
@@ -66,41 +66,6 @@ class BoundSignature:
     specialised: bool = False  # from a capture with symbolic sizes
     reused: bool = False  # `batching` comes from a call of other sizes, and lacks what measuring needs
     whole: BoundSignature | None = None  # the same without shards, for batches that the shards do not divide
-
-
-def model_state(model: nn.Module) -> tuple[Any, ...]:
-    """What a captured graph depends on besides the inputs.
-
-    That is: the modules themselves, which of them are in training mode, the identity and dtype of parameters, which
-    inner modules have hooks, and the caller's default dtype and device, which new tensors get.
-
-    Every call of the pipeline comes here, so all is read in one walk, which `model.modules()` would take longer for.
-    """
-    seen: dict[nn.Module, bool] = {}  # whether it is in training mode; the root first
-    parameters: list[Any] = []
-    hooked = []
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if module in seen:
-            continue
-        seen[module] = module.training
-        if own := module._parameters:
-            for parameter in own.values():
-                if parameter is not None:
-                    parameters += (id(parameter), parameter.dtype)
-        if has_hooks(module) and module is not model:
-            hooked.append(id(module))
-        if children := module._modules:
-            stack += [child for child in children.values() if child is not None]
-    return (
-        tuple(seen),  # one may have been replaced; held, so that no new module gets the id of an old one
-        tuple(seen.values()),
-        parameters,
-        hooked,
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-    )
 
 
 def keeps_batch_whole(batching: Batching, settings: RunSettings) -> bool:

@@ -24,10 +24,11 @@ from autopar.capture import torch_private
 from autopar.capture.call_inputs import leaf_names
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, common_device, flattened
-from autopar.runtime.bound_signature import BoundSignature, RunSettings, model_state
+from autopar.runtime.bound_signature import BoundSignature, RunSettings
 from autopar.runtime.call_checks import check_model, check_parameters
 from autopar.runtime.dynamic import changed_floats, describe_size, differing, open_sizes, value_of
 from autopar.runtime.loss_splits import TargetDim
+from autopar.runtime.model_state import ModelState, State
 from autopar.runtime.own_devices import on_own_devices
 from autopar.runtime.user_warnings import OneTimeWarnings
 from cost_models.hardware.devices import Device
@@ -60,7 +61,7 @@ class BoundCall(NamedTuple):
 class _Symbolic:
     """A capture with symbolic sizes, in one state of the model."""
 
-    state: tuple[Any, ...]
+    state: State
     program: SymbolicProgram
     batching: Batching | None = None  # of the first program made from it
 
@@ -72,6 +73,7 @@ class Captures:
         self, model: nn.Module, devices: Sequence[Device], settings: RunSettings, warnings: OneTimeWarnings
     ) -> None:
         self.known: list[BoundSignature] = []  # the one used last is the last
+        self.state = ModelState(model)
         self._model = model
         self._types = {device.torch_device.type for device in devices}
         self._places = [device.torch_device for device in devices]
@@ -89,7 +91,7 @@ class Captures:
 
     def find(self, call: CallArguments) -> BoundCall:
         """The signature of a call, captured if it is new. Raises CaptureError, InputError."""
-        state = model_state(self._model)
+        state = self.state.now()
         leaves, spec = flattened(call.args, call.kwargs)
         for signature in reversed(self.known):
             bound = signature.program.bind_flat(leaves, spec) if signature.state == state else None
@@ -112,7 +114,7 @@ class Captures:
     def adopt(self, program: Program, batching: Batching) -> None:
         """Take over a capture of a module that this one is a copy of."""
         self._home = program.device
-        self.known.append(BoundSignature(model_state(self._model), program, batching))
+        self.known.append(BoundSignature(self.state.now(), program, batching))
 
     def complete(self, call: CallArguments, signature: BoundSignature) -> None:
         """Study a signature whose study was reused, with the shapes that measuring needs."""
@@ -120,7 +122,7 @@ class Captures:
             signature.batching = self._studied(call, signature.program)
             signature.reused = False
 
-    def _specialised(self, call: CallArguments, state: tuple[Any, ...]) -> BoundSignature | None:
+    def _specialised(self, call: CallArguments, state: State) -> BoundSignature | None:
         """The signature from a capture with symbolic sizes that fits the call."""
         for symbolic in reversed(self._symbolic):
             program = symbolic.program.at(call.args, call.kwargs) if symbolic.state == state else None
@@ -135,7 +137,7 @@ class Captures:
         return None
 
     def _captured(
-        self, call: CallArguments, state: tuple[Any, ...], leaves: Sequence[Any], spec: torch_private.TreeSpec
+        self, call: CallArguments, state: State, leaves: Sequence[Any], spec: torch_private.TreeSpec
     ) -> BoundSignature:
         """A new capture: with symbols for the sizes that change, where the model allows it."""
         requested = self._changing(call, state, leaves, spec)
@@ -164,7 +166,7 @@ class Captures:
         return BoundSignature(state, program, self._studied(call, program))
 
     def _with_symbols(
-        self, call: CallArguments, state: tuple[Any, ...], requested: frozenset[OpenSize], structure: str
+        self, call: CallArguments, state: State, requested: frozenset[OpenSize], structure: str
     ) -> Program | None:
         """Capture with symbols for the sizes `requested`, for later calls.
 
@@ -211,7 +213,7 @@ class Captures:
             self._note_fixed(changed[-1], call, leaves, str(spec))
 
     def _changing(
-        self, call: CallArguments, state: tuple[Any, ...], leaves: Sequence[Any], spec: torch_private.TreeSpec
+        self, call: CallArguments, state: State, leaves: Sequence[Any], spec: torch_private.TreeSpec
     ) -> frozenset[OpenSize]:
         """The sizes known to change between calls: by `dynamic`, or because earlier calls had others."""
         dynamic = self._settings.dynamic

@@ -10,8 +10,9 @@ The gradient of a whole parameter is the sum of its leaves' gradients, each adde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,11 +39,12 @@ class ParameterLeaf:
         leaf = self.tensor
         if leaf.requires_grad != parameter.requires_grad:
             leaf.requires_grad_(parameter.requires_grad)
-        if self.piece.whole and leaf.data_ptr() == parameter.data_ptr() and leaf.device == parameter.device:
+        here = leaf.device == parameter.device
+        if here and self.piece.whole and _place(leaf) == _place(parameter):
             return  # the usual case, without making a view of the parameter
         current = self.piece.taken(parameter)
-        if parameter.device == leaf.device:
-            if leaf.data_ptr() != current.data_ptr():
+        if here:
+            if _place(leaf) != _place(current):
                 leaf.data = current
             return
         if parameter.requires_grad or self.copied != _state(parameter):
@@ -53,6 +55,62 @@ class ParameterLeaf:
         """The gradient, which the leaf then no longer has."""
         gradient, self.tensor.grad = self.tensor.grad, None
         return gradient
+
+
+class ParameterLeaves:
+    """All leaves of an executable, each with the model's parameter that it follows."""
+
+    def __init__(self, leaves: Iterable[ParameterLeaf], parameters: Mapping[int, nn.Parameter]) -> None:
+        """`parameters`: the model's, by id."""
+        self._pairs = [(leaf, parameters[leaf.key]) for leaf in leaves]
+        self._leaves = [leaf.tensor for leaf, _ in self._pairs]
+        self._parameters = [parameter for _, parameter in self._pairs]
+        whole = all(leaf.piece.whole for leaf, _ in self._pairs)
+        self._one_each = whole and len({leaf.key for leaf, _ in self._pairs}) == len(self._pairs)
+        self._seen: tuple[list[Any], ...] | None = (
+            None  # of the parameters at the last refresh, if all leaves are views of them
+        )
+
+    def refresh(self) -> None:
+        """Follow the model's parameters, which may have been changed, moved or frozen.
+
+        Leaves that are views of their parameters follow all writes. They hold the memory, so that no other memory has
+        its address.
+        """
+        parameters = self._parameters
+        now = (
+            [p.data_ptr() for p in parameters],
+            [p.stride() for p in parameters],
+            [p.requires_grad for p in parameters],
+            [p.device for p in parameters],
+        )
+        if now == self._seen:
+            return
+        self._seen = None
+        for leaf, parameter in self._pairs:
+            leaf.refresh(parameter)
+        if now[3] == [leaf.device for leaf in self._leaves]:
+            self._seen = now
+
+    def take_gradients(self) -> dict[int, torch.Tensor]:
+        """`sum_gradients` of all leaves."""
+        if not self._one_each:
+            return sum_gradients(self._pairs)
+        total: dict[int, torch.Tensor] = {}
+        for leaf, parameter in zip(self._leaves, self._parameters, strict=True):
+            if (gradient := leaf.grad) is not None:
+                leaf.grad, device = None, parameter.device
+                total[id(parameter)] = gradient if gradient.device == device else gradient.to(device)
+        return total
+
+    def drop_gradients(self) -> None:
+        for leaf in self._leaves:
+            leaf.grad = None
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """Where its entries are: `p.data = p.data.t()` changes only their order."""
+    return tensor.data_ptr(), tensor.stride()
 
 
 def _state(parameter: nn.Parameter) -> tuple[int, int]:
@@ -85,9 +143,9 @@ class DeviceBuffer:
         elsewhere = tensor.device != mine.device
         if self.private or elsewhere:
             mine.data.copy_(self.piece.taken(tensor))  # as in `write_back`
-        elif not self.piece.whole or mine.data_ptr() != tensor.data_ptr():
+        elif not self.piece.whole or _place(mine) != _place(tensor):
             current = self.piece.taken(tensor)
-            if mine.data_ptr() != current.data_ptr():
+            if _place(mine) != _place(current):
                 mine.data = current
         return elsewhere and self.written and not self.private
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.capture.program import describe, users_frames
 from autopar.errors import NotANumberError
-from autopar.runtime.executable import StageReplica
+from autopar.runtime.stage_replica import StageReplica
 from autopar.schedule.clock import Phase
 from cost_models import available_memory
 

@@ -14,32 +14,26 @@ group's first device drives them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
+from autopar.capture.direct_calls import with_direct_calls
 from autopar.capture.program import Program
 from autopar.costs.python_overhead import one_worker_suffices
-from autopar.lower.regather import with_shards_kept
 from autopar.lower.rerun_groups import rerunning
-from autopar.lower.size_values import split_by_sizes
 from autopar.lower.stages import Constant, Lowered, StageProgram, replica
-from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, move, sum_gradients
+from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, ParameterLeaves, move
 from autopar.runtime.graphed_stage import GraphedStage
 from autopar.runtime.stage_code import (
     GRAPHS,
     CompiledStage,
-    KeptSizeValues,
     code_text,
-    found_at_once,
     left_alone_because,
 )
-from autopar.runtime.workers import Worker
+from autopar.runtime.stage_replica import ReplicaAction, StagePlacement, StageReplica, Work, captured_code
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase, chain, execute
 from autopar.schedule.table import Schedule
@@ -49,63 +43,6 @@ SlotAction = tuple[int, Action]  # (slot, action)
 WorkKey = tuple[int, bool, bool, bool]  # n_microbatches, training, only backwards, all of it by one worker
 
 _MOST_LOSS_WEIGHTS = 256  # kept as tensors; losses that count targets have new ones in every step
-
-
-@dataclass(frozen=True)
-class StagePlacement:
-    """Where and how one stage runs."""
-
-    workers: tuple[Worker, ...]  # one per replica
-    devices: tuple[tuple[torch.device, ...], ...]  # for each replica, the devices that its worker drives
-    recompute: bool  # run the forward again for the backward
-    predicted_bytes: int | None  # the most that its devices hold, by the plan
-
-
-@dataclass
-class StageReplica:
-    """A stage on one of its devices (or meshes)."""
-
-    slot: int
-    stage: StageProgram
-    worker: Worker
-    module: fx.GraphModule
-    compute: Callable[..., tuple[Any, ...]]  # `module.forward`, compiled if requested; it skips nn.Module.__call__
-    leaves: list[ParameterLeaf]
-    buffers: list[DeviceBuffer]
-    recompute: bool
-    predicted_bytes: int | None  # the most that its device holds, by the plan
-    is_last: bool  # no stage follows
-    graphs: GraphedStage | None = None  # what `compute` is, where the stage is recorded
-    code: fx.GraphModule | None = None  # what of `module` runs for every micro-batch, where that is not all of it
-
-    @cached_property
-    def device(self) -> torch.device:
-        return self.worker.device.torch_device
-
-    @cached_property
-    def needs_context(self) -> bool:
-        """Whether what the stage computes depends on which micro-batch it is."""
-        return self.stage.random or self.stage.hooked or bool(self.stage.deferred)
-
-    @cached_property
-    def n_operators(self) -> int:
-        return len(compute_nodes(self.stage.module.graph))
-
-
-class ReplicaAction(NamedTuple):
-    """An action where it runs."""
-
-    replica: StageReplica
-    phase: Phase
-    microbatch: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """The actions of one execution, by the worker that does them."""
-
-    of_workers: tuple[tuple[Worker, tuple[ReplicaAction, ...]], ...]
-    by_one: bool  # one worker of a CPU does all of them, so that any thread may
 
 
 class Executable:
@@ -151,6 +88,7 @@ class Executable:
             for stage, placement in zip(lowered.stages, placements, strict=True)
         ]
         self.replicas = tuple(one for stage in self._replicas for one in stage)  # all of them, by stage and number
+        self._leaves = ParameterLeaves((leaf for one in self.replicas for leaf in one.leaves), self._by_id)
         self.consumers = _consumers(lowered)
         self.reads = _reads(lowered)
         self._output = _single_output(program, lowered)  # of the last stage, where that is all that the model returns
@@ -300,11 +238,9 @@ class Executable:
 
     def refresh(self) -> None:
         """Bring every replica up to date with the model's tensors (changed, moved or frozen since the last call)."""
-        by_id = self._by_id
         self._refresh_buffers()
+        self._leaves.refresh()
         for one in self.replicas:
-            for leaf in one.leaves:
-                leaf.refresh(by_id[leaf.key])
             if one.graphs is not None:
                 one.graphs.follow()
 
@@ -319,11 +255,10 @@ class Executable:
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by id of the model's parameter, summed over the replicas in a fixed order; leaves lose theirs."""
-        by_id = self._by_id
         for one in self.replicas:
             if one.graphs is not None:
                 one.graphs.give_gradients()
-        total = sum_gradients((leaf, by_id[leaf.key]) for one in self.replicas for leaf in one.leaves)
+        total = self._leaves.take_gradients()
         self._holds_gradients = False  # not before the sum: an interrupt may leave some leaves with their gradients
         return total
 
@@ -331,8 +266,7 @@ class Executable:
         for one in self.replicas:
             if one.graphs is not None:
                 one.graphs.drop_gradients()
-            for leaf in one.leaves:
-                leaf.take_gradient()
+        self._leaves.drop_gradients()
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -390,23 +324,14 @@ class Executable:
         if why:
             self.left_alone[one.stage.index] = why
         if not self.compiled or why:
-            one.compute = _captured_code(one)
+            one.compute = captured_code(one)
         elif self.compiled == GRAPHS:
             leaves, buffers = [leaf.tensor for leaf in one.leaves], [buffer.tensor for buffer in one.buffers]
-            one.graphs = GraphedStage(found_at_once(one.module), leaves, buffers, one.device, name)
+            one.code = with_direct_calls(one.module)
+            one.graphs = GraphedStage(one.code.forward, leaves, buffers, one.device, name)
             one.compute = one.graphs
         else:
             one.compute = CompiledStage(one.module, self.compiled, name)
-
-
-def _captured_code(one: StageReplica) -> Callable[..., tuple[Any, ...]]:
-    """The code of a stage as it was captured. A mesh has values of its own for every device, and stays as it is."""
-    split = split_by_sizes(one.module) if one.stage.shards == 1 else None
-    if split is not None:
-        one.code = split.rest
-        return KeptSizeValues(split)
-    code = found_at_once(one.module)
-    return with_shards_kept(code) if one.stage.regathers else code
 
 
 def _consumers(lowered: Lowered) -> list[tuple[int, ...]]:

@@ -27,9 +27,9 @@ import torch
 from autopar.capture import torch_private
 from autopar.capture.thread_state import CallerState
 from autopar.runtime.error_context import PHASE_NAMES, add_context
-from autopar.runtime.executable import ReplicaAction, StageReplica, Work
 from autopar.runtime.mailbox import Aborted, Mailbox
 from autopar.runtime.memory_watch import DeviceContext
+from autopar.runtime.stage_replica import ReplicaAction, StageReplica, Work
 from autopar.runtime.workers import Worker
 from autopar.schedule.clock import Phase
 from cost_models.hardware.devices import operator_threads

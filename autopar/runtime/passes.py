@@ -20,9 +20,10 @@ from autopar.lower.random_operators import generators_held, mix_seed, seeded
 from autopar.lower.split_backward import GradientRoot, input_part
 from autopar.runtime.call import CallTensors, KeptForward, PipelineCall
 from autopar.runtime.error_context import check_not_nan
-from autopar.runtime.executable import Executable, StageReplica
+from autopar.runtime.executable import Executable
 from autopar.runtime.loss_splits import checked_loss
 from autopar.runtime.mailbox import Address, Mailbox
+from autopar.runtime.stage_replica import StageReplica
 from autopar.runtime.transfers import Transfers, as_leaf
 from autopar.schedule.clock import Phase
 

@@ -38,12 +38,13 @@ import torch
 
 from autopar.capture import torch_private
 from autopar.runtime.call import CallTensors, PipelineCall
-from autopar.runtime.executable import Executable, StageReplica, Work
+from autopar.runtime.executable import Executable
 from autopar.runtime.execution import Execution
 from autopar.runtime.loss_splits import check_trains
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.passes import Passes
+from autopar.runtime.stage_replica import StageReplica, Work
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.runtime.transfers import Transfers
 from autopar.schedule.clock import Phase

@@ -165,7 +165,8 @@ class Signatures:
             program, training=training, loss=call.loss not in (None, own_loss)
         ):
             plan = with_notes(decision.plan, program.uncaptured)
-            self._decisions[key] = replace(decision, plan=plan)
+            if plan is not decision.plan:
+                self._decisions[key] = replace(decision, plan=plan)
             return plan
         self._captures.complete(call, signature)
         loss = under_default_device(call.loss)

@@ -1,6 +1,6 @@
 """The code of a stage: as it was captured, compiled by torch.compile, or recorded as CUDA graphs.
 
-    compile=False       stage.forward                       every operator is launched from Python
+    compile=False       stage.forward                       every operator is called from Python (direct_calls.py)
     compile=True, name  torch.compile(stage.forward)        compiled at its first call with such inputs
     compile="graphs"    CUDA graphs (graphed_stage.py)      recorded at its first calls, then replayed
 
@@ -12,16 +12,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autopar.capture import torch_private
+from autopar.capture.direct_calls import with_direct_calls
 from autopar.errors import InputError
 from autopar.lower.random_operators import from_global_generator, keep_from_compiler
-from autopar.lower.size_values import Split
+from autopar.lower.size_values import SizeSplit
 from autopar.lower.stages import StageProgram
 from cost_models.hardware.devices import Device
 
@@ -79,33 +80,16 @@ def code_text(compile: bool | str, seconds: float, left_alone: Mapping[int, str]
     return "\n".join([first, *(f"  stage {stage}: {why}" for stage, why in sorted(left_alone.items()))])
 
 
-def found_at_once(module: fx.GraphModule) -> Callable[..., Any]:
-    """The code of a stage as it was captured, which finds its tensors without `nn.Module.__getattr__`: that would be
-    called hundreds of times for every micro-batch.
-
-    The tensors stay the same objects. Modules with code of their own are left alone: they may replace theirs.
-    """
-    for node in module.graph.find_nodes(op="get_attr"):
-        owner: nn.Module = module
-        for name in str(node.target).split("."):
-            if owner is not module and type(owner) is not nn.Module:
-                break
-            value = getattr(owner, name)
-            owner.__dict__.setdefault(name, value)
-            owner = value
-    forward: Callable[..., Any] = module.forward
-    return forward
-
-
 class KeptSizeValues:
     """The code of a stage as it was captured, which keeps what it computes from the sizes of its inputs alone.
 
     It keeps that for the last few sizes: a plan has one or two micro-batch sizes, for every length of its samples.
     """
 
-    def __init__(self, split: Split) -> None:
-        self._sizes, self._values, self.module = split.sizes, split.values.forward, split.rest
-        self._code = found_at_once(split.rest)
+    def __init__(self, split: SizeSplit) -> None:
+        self._sizes, self._values = split.sizes, split.values.forward
+        self.module = with_direct_calls(split.rest)
+        self._code = self.module.forward
         self._known: OrderedDict[Any, tuple[torch.Tensor, ...]] = OrderedDict()
 
     def __call__(self, *inputs: Any) -> Any:

@@ -23,8 +23,8 @@ import torch
 from autopar.analysis.example import LossFunction
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
-from autopar.runtime.executable import StageReplica
 from autopar.runtime.mailbox import Address, Mailbox
+from autopar.runtime.stage_replica import StageReplica
 from autopar.runtime.step_profile import StageStep, StepProfile
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device, synchronize

@@ -93,13 +93,6 @@ class Pricer:
             self._priced[key] = Priced(self._plan(case, degrees), degrees, 1, library_memory=case.library_memory)
         return self._priced[key]
 
-    def forget(self, model: Sizes) -> None:
-        """Free what is kept of a model whose cases are all priced."""
-        self._captured = {key: value for key, value in self._captured.items() if key[0] != model}
-        self._shared = {key: value for key, value in self._shared.items() if key[0] != model}
-        self._priced.clear()
-        self._models.pop(model, None)
-
     def _plan(self, case: Case, degrees: Degrees) -> Plan:
         example, shared = self._call(case)
         return plan_by_hand(example, case.cluster, _plan_options(case.options), _wanted(degrees), shared=shared)

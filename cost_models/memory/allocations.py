@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.graphs import storage_key, tensors_in
+from cost_models.memory.meta_results import MetaResults
 
 _aten = torch.ops.aten
 
@@ -42,6 +43,7 @@ class Allocations(TorchDispatchMode):
         self._places: dict[int, int] = {}  # index of every living storage by its key
         self._references: dict[int, weakref.ref[Any]] = {}
         self._in_place = InPlaceSums()
+        self._results = MetaResults()
 
     def record(self, tensors: Iterable[torch.Tensor], least: int = 0) -> list[int]:
         """The indices of the storages of `tensors`; those not seen before appear now, with at least `least` bytes."""
@@ -72,7 +74,7 @@ class Allocations(TorchDispatchMode):
             return _NUMBERS.get(args[0].dtype, 1.0)
         if self.in_backward and self._in_place.has(func, args):
             return args[0]
-        result = func(*args, **(kwargs or {}))
+        result = self._results.of(func, args, kwargs or {})
         least = args[0].numel() * args[0].element_size() if func in _WHOLE else 0
         self.record((t for t in tensors_in(result) if t.is_meta), least)
         return result

@@ -396,6 +396,17 @@ def test_figures_of_several_columns_have_errors_of_their_own(tmp_path: Path) -> 
     assert data["without_prediction"] == ["39B on 8, megatron"]
 
 
+@pytest.mark.slow
+def test_models_shared_out_over_processes_have_the_prices_of_one_process(tmp_path: Path) -> None:
+    rows = [VTRAIN_ROW, VTRAIN_ROW.replace(",256,4,4,", ",128,4,4,"), VTRAIN_ROW.replace(",8,16,2,", ",8,32,2,")]
+    cases = cases_of(tmp_path / "t.csv", VTRAIN, *rows)
+    alone, shared = (published.evaluate("t", cases, processes=n) for n in (1, 2))
+    assert len({one.model for one in cases}) == 2
+    assert [o.case for o in shared] == cases
+    assert [o.priced for o in shared] == [o.priced for o in alone]
+    assert all(o.seconds is not None for o in alone)
+
+
 def test_without_tables_the_command_is_skipped_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -303,6 +304,13 @@ def test_a_profiler_is_seen_from_every_thread() -> None:
         thread.join()
     assert seen == [True]
     assert not torch_private.profiler_is_on()
+
+
+def test_operators_without_a_public_binding_have_one() -> None:
+    silu = torch_private.functional_binding("silu")
+    assert isinstance(silu, types.BuiltinFunctionType)  # F.silu is Python
+    assert torch.equal(silu(torch.ones(2)), torch.nn.functional.silu(torch.ones(2)))
+    assert torch_private.functional_binding("no such operator") is None
 
 
 def test_hooks_of_saved_tensors_are_told_innermost_first() -> None:

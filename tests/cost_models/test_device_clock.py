@@ -11,9 +11,10 @@ from simulated_gpu import LAUNCH, OTHER, PRODUCT, LaunchClock, SimulatedGpu
 from torch import fx, nn
 
 from cost_models import parse_devices
-from cost_models.measuring import operator_times
+from cost_models.measuring import timed_passes
 from cost_models.measuring.device_clock import CudaClock, DeviceClock, HostClock, device_clock
-from cost_models.measuring.operator_times import GraphRunner, TimedPass, measure, measure_accumulate
+from cost_models.measuring.operator_times import measure, measure_accumulate
+from cost_models.measuring.timed_passes import GraphRunner, TimedPass
 
 LAYERS = 8
 
@@ -24,8 +25,8 @@ def layers(width: int) -> fx.GraphModule:
 
 def timed(monkeypatch: pytest.MonkeyPatch, module: fx.GraphModule, gpu: SimulatedGpu, clock: DeviceClock) -> TimedPass:
     """A pass on the simulated device: on tensors without memory, so that products of any size take no time here."""
-    monkeypatch.setattr(operator_times.time, "perf_counter", lambda: gpu.host)
-    monkeypatch.setattr(operator_times, "waited_for_core", lambda: 0.0)
+    monkeypatch.setattr(timed_passes.time, "perf_counter", lambda: gpu.host)
+    monkeypatch.setattr(timed_passes, "waited_for_core", lambda: 0.0)
     runner = GraphRunner(module, torch.device("meta"), True, None, clock)
     runner.inputs = [torch.empty(64, 8192, device="meta", requires_grad=True)]
     with gpu:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.capture.program import capture
 from cost_models import parse_devices
 from cost_models.graphs import storage_key
-from cost_models.measuring import gradients, operator_times
+from cost_models.measuring import gradients, operator_times, timed_passes
 from cost_models.measuring.gradients import give_gradients
 from cost_models.memory.graph_bytes import measure_bytes
 
@@ -86,7 +86,7 @@ def test_measuring_holds_the_model_once_and_the_values_of_one_micro_batch(monkey
     monkeypatch.setattr(gradients.give_gradients, "__defaults__", (2 * WEIGHT,))
     living = Living()
 
-    class Watched(operator_times.GraphRunner):
+    class Watched(timed_passes.GraphRunner):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with living:
                 super().__init__(*args, **kwargs)
@@ -95,7 +95,7 @@ def test_measuring_holds_the_model_once_and_the_values_of_one_micro_batch(monkey
             with living:
                 return super().plain_pass(loss)
 
-        def timed_pass(self, loss: Any) -> operator_times.TimedPass:
+        def timed_pass(self, loss: Any) -> timed_passes.TimedPass:
             with living:
                 return super().timed_pass(loss)
 

@@ -14,9 +14,9 @@ from torch import fx, nn
 
 import autopar
 from autopar.costs import measured
-from cost_models.measuring import core_waiting, operator_times
-from cost_models.measuring.operator_times import GraphRunner, TimedPass
+from cost_models.measuring import core_waiting, operator_times, timed_passes
 from cost_models.measuring.repeats import AGREEMENT, agree, spread, until_two_agree
+from cost_models.measuring.timed_passes import GraphRunner, TimedPass
 
 seconds = st.lists(st.floats(0.1, 100), min_size=1, max_size=8)
 
@@ -93,8 +93,8 @@ def test_waiting_between_the_two_clocks_is_never_subtracted(monkeypatch: pytest.
     def total_wait() -> float:
         return read(waited)
 
-    monkeypatch.setattr(operator_times.time, "perf_counter", clock)
-    monkeypatch.setattr(operator_times, "waited_for_core", total_wait)
+    monkeypatch.setattr(timed_passes.time, "perf_counter", clock)
+    monkeypatch.setattr(timed_passes, "waited_for_core", total_wait)
     module = fx.symbolic_trace(nn.Linear(2, 2))
     runner = GraphRunner(module, torch.device("cpu"), True, None)
     runner.inputs = [torch.randn(2, 2)]

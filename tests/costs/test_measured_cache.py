@@ -16,7 +16,7 @@ from autopar.analysis.example import capture_example
 from autopar.costs import measured, operator_passes
 from autopar.costs.call_signature import call_signature
 from cost_models import parse_devices
-from cost_models.measuring import cache, operator_times
+from cost_models.measuring import cache, timed_passes
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_another_setting_of_torch_is_measured_by_itself(path: Path, measurements
 
 def test_costs_are_those_under_the_callers_autocast(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes: list[set[torch.dtype]] = []  # of the results of operators, by pass
-    real = operator_times.run_nodes
+    real = timed_passes.run_nodes
 
     def seen(module: Any, inputs: Any, call: Any) -> Any:
         mine: set[torch.dtype] = set()
@@ -121,7 +121,7 @@ def test_costs_are_those_under_the_callers_autocast(path: Path, monkeypatch: pyt
 
         return real(module, inputs, call=recorded)
 
-    monkeypatch.setattr(operator_times, "run_nodes", seen)
+    monkeypatch.setattr(timed_passes, "run_nodes", seen)
     profile()
     assert dtypes
     assert all(found == {torch.float32} for found in dtypes)

@@ -13,9 +13,9 @@ from torch import nn
 
 import autopar
 from autopar import PipelinedModule, Plan, PlanError
-from autopar.runtime.executable import StageReplica
 from autopar.runtime.memory_watch import MemoryWatch
 from autopar.runtime.passes import Passes
+from autopar.runtime.stage_replica import StageReplica
 from autopar.schedule.builders import SCHEDULES
 from cost_models import parse_devices
 

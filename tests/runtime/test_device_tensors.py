@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import autopar
 from autopar import AutoparError, PipelinedModule, Plan
@@ -113,3 +114,20 @@ def test_batch_norms_train_by_two_calls_and_one_backward(devices: list[str]) -> 
     pm = autopar.parallelize(model, ["cpu"] * len(devices), plan=plan)
     (pm(torch.randn(8, 4)) + pm(torch.randn(8, 4))).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]], ids=str)
+def test_steps_follow_parameters_whose_memory_is_read_in_another_order(devices: list[str]) -> None:
+    """`p.data = p.data.t()` leaves the first entry where it was."""
+    layer, x, y = nn.Linear(4, 4), torch.randn(8, 4), torch.randn(8, 4)
+    model, weight = nn.Sequential(layer), layer.weight
+    plan = Plan.from_split({"0": 0}, n_microbatches=2, devices=[devices])
+    pm = autopar.parallelize(model, ["cpu"] * len(devices), plan=plan)
+    pm.train_step(x, target=y, loss_fn=mse_loss)
+    weight.data = weight.data.t()
+    pm.zero_grad()
+    loss = pm.train_step(x, target=y, loss_fn=mse_loss)
+    expected = mse_loss(model(x), y)
+    (gradient,) = torch.autograd.grad(expected, weight)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(weight.grad, gradient)

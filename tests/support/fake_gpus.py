@@ -32,8 +32,9 @@ from autopar.analysis.example import Example
 from autopar.capture.torch_private import tree_leaves, tree_map
 from autopar.runtime import signatures
 from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.executable import Executable, StageReplica
+from autopar.runtime.executable import Executable
 from autopar.runtime.passes import Passes
+from autopar.runtime.stage_replica import StageReplica
 from cost_models.hardware.devices import Device
 
 _CPU, _CUDA = 0, 1  # c10::DeviceType

@@ -1,6 +1,6 @@
 """A plan from the degrees that an expert writes in Megatron-LM, torchtitan or DeepSpeed, priced as the search does.
 
-model --layers--> stages --degrees--> meshes --by_degrees--> strategies --predict--> Plan
+model --layers--> stages --degrees--> meshes --SharedWork.strategies--> strategies --predict--> Plan
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import Stage
 from autopar.planner.hand_plan.degrees import Degrees, degrees_of
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
-from autopar.planner.hand_plan.mesh_strategies import by_degrees
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration
-from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.predict import predict
 from autopar.planner.search_options import assumptions_of, search_options
 from autopar.sharding.mesh import make_mesh
@@ -187,10 +185,7 @@ class _Configurations:
         pattern = self._pattern(stage.devices)
         if pattern not in self.found:
             mesh = make_mesh(self._degrees.mesh, stage.devices, self._degrees.axes)
-            problem = self._shared.problem(self._task, mesh, pattern)
-            sharding, notes = by_degrees(problem, self._degrees, self._batch_dims, self._shared.keys)
-            if self._degrees.sequence_parallel:
-                sharding = regathered(problem, sharding)
+            sharding, notes = self._shared.strategies(self._task, mesh, pattern, self._degrees, self._batch_dims)
             self.notes.update(dict.fromkeys(notes))
             name = f"by hand, {len(self.found)}"
             kind = next(d.kind for d in self._costs.devices if d.name == stage.devices[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,24 @@ from cost_models.graphs import get_attribute
 _SEVERE = 16
 _MOST_NAMED = 4
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "scaled_dot_product_attention"}  # the products of attention
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """What the offences of an operator's strategies depend on."""
+
+    node: fx.Node
+    rule: Rule | None
+    read: tuple[tuple[int, int], ...]  # place of an operand that has samples, and the dimension that counts them
+    made: int | None  # the dimension of the results that counts samples
+    matrices: tuple[int, ...]  # places of operands that are matrices
+    heads: Mapping[str, int] | None  # of the products of attention, see `Offences._heads`
+
+    def sampled(self, one: Strategy) -> Iterator[tuple[int, Placements]]:
+        """Of every operand and result with samples, the dimension that counts them and the placements."""
+        yield from ((dim, one.inputs[place]) for place, dim in self.read)
+        if self.made is not None:
+            yield from ((self.made, cut) for cut in one.outputs)
 
 
 @dataclass(frozen=True)
@@ -51,33 +69,47 @@ class Offences:
 
     def of_strategy(self, name: str, one: Strategy) -> int:
         """Of an operator's strategy."""
-        node = self.problem.facts.node(name)
-        operands, rule = self.problem.facts.with_rule(node).operands, self.problem.facts.with_rule(node).rule
-        read = [(node, cut) for node, cut in zip(operands, one.inputs, strict=True) if isinstance(node, fx.Node)]
-        sampled = [(self.batch_dims.get(node.name), cut) for node, cut in read]
-        sampled += [(self.batch_dims.get(name), cut) for cut in one.outputs]
-        sampled = [(dim, cut) for dim, cut in sampled if dim is not None]
+        seen = self._seen(name)
         offences = 0
         if self.data is not None:
-            offences += any(cut[self.data] != dim for dim, cut in sampled)
+            sampled = [(dim, cut[self.data]) for dim, cut in seen.sampled(one)]
+            offences += any(code != dim for dim, code in sampled)
             offences += not sampled and one.axes[self.data] != REPEATED
         if self.tensor is not None:
-            offences += any(cut[self.tensor] == dim for dim, cut in sampled)
-            offences += _SEVERE * self._is_severe(node, rule, one, read)
+            offences += any(cut[self.tensor] == dim for dim, cut in seen.sampled(one))
+            offences += _SEVERE * self._is_severe(seen, one)
         return offences
 
-    def _is_severe(
-        self, node: fx.Node, rule: Rule | None, one: Strategy, read: Sequence[tuple[fx.Node, Placements]]
-    ) -> bool:
+    def _is_severe(self, seen: _Operator, one: Strategy) -> bool:
         """Whether a matrix or an attention is not cut, or a normalization works on parts of its rows."""
         assert self.tensor is not None
-        matrices = [cut[self.tensor] for source, cut in read if self._is_matrix(source)]
-        if matrices or rule is None:
-            return any(code < 0 for code in matrices)
-        if _is_product(node):
-            heads = self._heads(node.name, rule)
-            return bool(heads) and one.axes[self.tensor] not in heads
-        return _adds_up(node, rule, one.axes[self.tensor])
+        if seen.matrices or seen.rule is None:
+            return any(one.inputs[place][self.tensor] < 0 for place in seen.matrices)
+        if seen.heads is not None:
+            return bool(seen.heads) and one.axes[self.tensor] not in seen.heads
+        return _adds_up(seen.node, seen.rule, one.axes[self.tensor])
+
+    def _seen(self, name: str) -> _Operator:
+        """An operator, for all its strategies."""
+        if name not in self._operators:
+            ruled = self.problem.facts.with_rule(self.problem.facts.node(name))
+            read = [(place, one) for place, one in enumerate(ruled.operands) if isinstance(one, fx.Node)]
+            dims = [(place, self.batch_dims.get(one.name)) for place, one in read]
+            matrices = tuple(place for place, one in read if self._is_matrix(one))
+            is_attention = ruled.rule is not None and not matrices and _is_product(ruled.node)
+            self._operators[name] = _Operator(
+                ruled.node,
+                ruled.rule,
+                tuple((place, dim) for place, dim in dims if dim is not None),
+                self.batch_dims.get(name),
+                matrices,
+                self._heads(name, ruled.rule) if is_attention and ruled.rule is not None else None,
+            )
+        return self._operators[name]
+
+    @cached_property
+    def _operators(self) -> dict[str, _Operator]:
+        return {}
 
     def of_storage(self, name: str, options: tuple[Stored, ...]) -> np.ndarray:
         """[options] of how a parameter lies along the replicas: as near to ZeRO's stage as its sizes allow.

@@ -3,13 +3,16 @@
 model ---> layers, folded graph                              once
 kinds of devices, batch ---> cost graph                      its kernels once for each micro-batch size
 cluster, mesh, micro-batch size ---> strategies to choose    once, whatever the number of micro-batches
+    degrees ---> what these do not allow                     once, as well
+    degrees, micro-batches ---> the chosen strategies        once, on whichever devices that lie alike
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.analysis.example import Example
 from autopar.analysis.operators import operator_keys
@@ -19,10 +22,13 @@ from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import KnownEstimates, estimate_costs
 from autopar.costs.recipe import Recipe
 from autopar.options import PlanOptions
+from autopar.planner.hand_plan.degrees import Degrees
 from autopar.planner.hand_plan.layers import layers_of
+from autopar.planner.hand_plan.mesh_strategies import Allowed, Penalties, by_degrees, penalties
 from autopar.planner.inter_op.meshes import Subject, subject_of
+from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
-from autopar.planner.intra_op.strategy_search import ShardingProblem
+from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.planner.search_options import recipe_of
 from autopar.sharding.local_work import LocalWorks
 from autopar.sharding.mesh import Mesh
@@ -30,6 +36,19 @@ from cost_models import Cluster
 from cost_models.hardware.device_specs import DeviceSpec
 
 _MOST_PROBLEMS = 64  # kept at a time
+_MOST_CHOICES = 64  # kept of each
+
+_Wanted = tuple[Allowed, tuple[tuple[str, int | None], ...]]  # what strategies are allowed, and `batch_dims`
+
+
+@dataclass(frozen=True)
+class _KnownProblem:
+    """Strategies to choose, and choices among them."""
+
+    cluster: Cluster
+    problem: ShardingProblem
+    penalties: dict[_Wanted, Penalties] = field(default_factory=dict)
+    choices: dict[tuple[_Wanted, int], tuple[Sharding, tuple[str, ...]]] = field(default_factory=dict)
 
 
 class SharedWork:
@@ -45,7 +64,7 @@ class SharedWork:
         self._estimates = KnownEstimates({}, {})
         self._facts: dict[int, GraphFacts] = {}
         self._works = LocalWorks()
-        self._problems: dict[tuple[object, ...], tuple[Cluster, ShardingProblem]] = {}
+        self._problems: dict[tuple[object, ...], _KnownProblem] = {}
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -83,14 +102,51 @@ class SharedWork:
             self._facts[task.rows] = GraphFacts(task, self._works)
         return self._facts[task.rows]
 
-    def problem(self, task: ShardingTask, mesh: Mesh, pattern: tuple[object, ...]) -> ShardingProblem:
-        """The choice of strategies on a mesh. `pattern`: how its devices lie on nodes; equal ones cost the same."""
+    def strategies(
+        self,
+        task: ShardingTask,
+        mesh: Mesh,
+        pattern: tuple[object, ...],
+        degrees: Degrees,
+        batch_dims: Mapping[str, int | None],
+    ) -> tuple[Sharding, tuple[str, ...]]:
+        """The strategies that the degrees allow on a mesh, and notes about operators that do not follow them.
+
+        `pattern`: how the mesh's devices lie on nodes; equal ones cost the same. `batch_dims`: node -> the dimension
+        that counts samples. Raises PlanError like `penalties`.
+        """
+        known = self._problem(task, mesh, pattern)
+        wanted = Allowed.by(degrees), tuple(batch_dims.items())
+        key = wanted, task.n_microbatches
+        if key not in known.choices:
+            if wanted not in known.penalties:
+                _keep(known.penalties, wanted, penalties(known.problem, degrees, batch_dims, self.keys))
+            problem = known.problem.with_microbatches(task, mesh)
+            found, notes = by_degrees(problem, known.penalties[wanted])
+            _keep(known.choices, key, (regathered(problem, found) if degrees.sequence_parallel else found, notes))
+        found, notes = known.choices[key]
+        return _on(found, mesh), notes
+
+    def _problem(self, task: ShardingTask, mesh: Mesh, pattern: tuple[object, ...]) -> _KnownProblem:
+        """The choice of strategies on a mesh, for some number of micro-batches."""
         networks = task.cluster.intra_node, task.cluster.inter_node
         key = (task.rows, task.scatters, mesh.shape, mesh.names, pattern, *networks)
         known = self._problems.pop(key, None)
-        if known is None or known[0].specs != task.cluster.specs:
-            known = task.cluster, ShardingProblem(task, mesh, self.facts(task))
+        if known is None or known.cluster.specs != task.cluster.specs:
+            known = _KnownProblem(task.cluster, ShardingProblem(task, mesh, self.facts(task)))
         self._problems[key] = known
         if len(self._problems) > _MOST_PROBLEMS:
             del self._problems[next(iter(self._problems))]
-        return known[1].with_microbatches(task, mesh)
+        return known
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value, in the place of the oldest one where there are too many."""
+    if len(known) >= _MOST_CHOICES:
+        del known[next(iter(known))]
+    known[key] = value
+
+
+def _on(found: Sharding, mesh: Mesh) -> Sharding:
+    """The same choice on other devices."""
+    return replace(found, mesh=mesh, keeping=None if found.keeping is None else replace(found.keeping, mesh=mesh))

@@ -40,8 +40,7 @@ def operators_on_mesh(
         n_parts, made = cut[representative], solution.strategies[representative].outputs
         sent = scattering.of(made[0], whole.output_bytes / n_parts) if made else Sent(whole.output_bytes)
         gathered = solution.gathered.get(representative, 0.0) * n_microbatches
-        # One of equal layers represents the parameters of all, and the first of its names a tied parameter.
-        represented = {program.storages.get(p): program.storages.get(kept(p)) for p in program.parameters[node]}
+        represented = program.represented[node]
         own = keeping.of(node, representative)
         found[node] = whole.with_bytes(
             output_bytes=whole.output_bytes / n_parts,

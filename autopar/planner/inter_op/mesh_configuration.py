@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from autopar.costs.cost_table import CostTable, GatheringTimes, HostTimes, Overl
 from autopar.costs.device_group import StageConfiguration
 from autopar.costs.gradient_reduction import BUCKET
 from autopar.planner.inter_op.mesh_bytes import operators_on_mesh
-from autopar.planner.inter_op.split_program import SplitProgram
+from autopar.planner.inter_op.split_program import First, SplitProgram
 from autopar.planner.intra_op.explain import Solved
 from autopar.planner.intra_op.redistributions import Collective
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
@@ -68,8 +67,8 @@ def mesh_configuration(
     overlap = program.costs.overlap
     shares = {kept(n): operator.weight_share for n, operator in program.costs.operators.items()}
     seconds = _with_collectives(solution, program.folded, overlap, shares)
-    represented = [kept(n) for n in table.nodes]
-    columns = _columns(seconds._asdict(), table.nodes, represented)
+    columns = _columns(seconds._asdict(), table.nodes, program)
+    represented = program.representation(table.nodes).kept
     forward, backward = columns["forward"], columns["backward"]
     if program.costs.shards is not None:  # what the first device does for all, such as taking an item of a list
         alone = np.array([n not in solution.work for n in represented])
@@ -110,22 +109,12 @@ def mesh_configuration(
     )
 
 
-class _First(NamedTuple):
-    """The first of the copies of a node: it may read what the others do not."""
-
-    node: str
+_ByNode = dict[str | First, float]  # of each copy of a node of the folded graph; what the first has besides
 
 
-_ByNode = dict[str | _First, float]  # of each copy of a node of the folded graph; what the first has besides
-
-
-def _columns(seconds: Mapping[str, _ByNode], nodes: Sequence[str], represented: Sequence[str]) -> dict[str, np.ndarray]:
-    """Each as an array over the `nodes` of the whole graph. `represented`: for each of them the node of the folded
-    graph."""
-    places: dict[str | _First, list[int]] = defaultdict(list)
-    for place, (node, kept) in enumerate(zip(nodes, represented, strict=True)):
-        places[kept].append(place)
-        places[_First(node)].append(place)
+def _columns(seconds: Mapping[str, _ByNode], nodes: tuple[str, ...], program: SplitProgram) -> dict[str, np.ndarray]:
+    """Each as an array over the `nodes` of the whole graph."""
+    places = program.representation(nodes).places
     columns = {name: np.zeros(len(nodes)) for name in seconds}
     for name, by_node in seconds.items():
         for key, taken in by_node.items():
@@ -145,11 +134,11 @@ def _add(of: _ByNode, collective: Collective, reader: str, amount: float, folded
     if collective.times >= copies:
         of[reader] = of.get(reader, 0.0) + amount / copies
     elif folded.copies.get(collective.tensor, 1) == 1:
-        of[_First(reader)] = of.get(_First(reader), 0.0) + amount
+        of[First(reader)] = of.get(First(reader), 0.0) + amount
     else:
         each = amount / (copies - 1)
         of[reader] = of.get(reader, 0.0) + each
-        of[_First(reader)] = of.get(_First(reader), 0.0) - each
+        of[First(reader)] = of.get(First(reader), 0.0) - each
 
 
 class _NodeSeconds(NamedTuple):
@@ -190,8 +179,7 @@ def _host(
     for exchange in exchanges_within(task, facts, solution):
         of, operator = counts[exchange.backward], exchange.operator
         of[operator] = of.get(operator, 0.0) + 1
-    represented = [program.folded.kept(n) for n in table.nodes]
-    extra = _columns({"forward": counts[False], "backward": counts[True]}, table.nodes, represented)
+    extra = _columns({"forward": counts[False], "backward": counts[True]}, table.nodes, program)
     forward, backward = extra["forward"], extra["backward"]
     return replace(
         whole,
@@ -220,8 +208,7 @@ def _gathering(
         for one in solution.collectives:
             if one.regathered_for:
                 _add(counts, one, _reader(one, solution), one.times * _launches(one), program.folded)
-        represented = [program.folded.kept(n) for n in table.nodes]
-        launched = _columns({"all": counts}, table.nodes, represented)["all"] * (host.node + host.kernel)
+        launched = _columns({"all": counts}, table.nodes, program)["all"] * (host.node + host.kernel)
     return GatheringTimes(columns["regathered"], launched, columns["network_regathered"])
 
 

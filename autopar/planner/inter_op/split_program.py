@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 from torch import fx
 
 from autopar.capture.repeated_layers.fold import Folded
 from autopar.costs.cost_graph import CostGraph
+
+
+class First(NamedTuple):
+    """The first of the copies of a node: it may read what the others do not."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Representation:
+    """Nodes of a whole graph by the nodes of its folded graph."""
+
+    kept: tuple[str, ...]  # for each node the one that represents it
+    places: Mapping[str | First, np.ndarray]  # of the copies of a node of the folded graph; of the first of them
+
+    @classmethod
+    def of(cls, nodes: Sequence[str], folded: Folded) -> Representation:
+        kept = tuple(map(folded.kept, nodes))
+        places: dict[str | First, list[int]] = defaultdict(list)
+        for place, (node, representative) in enumerate(zip(nodes, kept, strict=True)):
+            places[representative].append(place)
+            places[First(node)].append(place)
+        return cls(kept, {key: np.array(found) for key, found in places.items()})
 
 
 @dataclass(frozen=True)
@@ -33,6 +59,29 @@ class SplitProgram:
             name: tuple(str(n.target) for n in node.all_input_nodes if n.op == "get_attr")
             for name, node in self.nodes.items()
         }
+
+    @cached_property
+    def represented(self) -> Mapping[str, Mapping[str | None, str | None]]:
+        """Node -> for the storage of each parameter that it reads, that of the parameter that represents it.
+
+        One of equal layers represents the parameters of all, and the first of its names a tied parameter.
+        """
+        kept = self.folded.kept
+        return {
+            node: {self.storages.get(name): self.storages.get(kept(name)) for name in names}
+            for node, names in self.parameters.items()
+        }
+
+    def representation(self, nodes: tuple[str, ...]) -> Representation:
+        """Of these nodes of the cost graph."""
+        if nodes not in self._representations:
+            self._representations[nodes] = Representation.of(nodes, self.folded)
+        return self._representations[nodes]
+
+    @cached_property
+    def _representations(self) -> dict[tuple[str, ...], Representation]:
+        """Few: all cost tables of a program have the same nodes."""
+        return {}
 
     @cached_property
     def operands(self) -> Mapping[str, tuple[str, ...]]:

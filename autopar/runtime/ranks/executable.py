@@ -18,7 +18,7 @@ from autopar.lower.projection import project
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Lowered, StageProgram, replica
 from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf
-from autopar.runtime.executable import Executable, ReplicaAction, StagePlacement, StageReplica, Work
+from autopar.runtime.executable import Executable
 from autopar.runtime.ranks.gradients import GradientSums
 from autopar.runtime.ranks.holders import StageGrid, with_sparse_gradients
 from autopar.runtime.ranks.look_ahead import look_ahead
@@ -27,6 +27,7 @@ from autopar.runtime.ranks.parameters import RankParameters
 from autopar.runtime.ranks.shapes import StageShapes
 from autopar.runtime.ranks.wire import Routes
 from autopar.runtime.ranks.world import World
+from autopar.runtime.stage_replica import ReplicaAction, StagePlacement, StageReplica, Work
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.executable import StageReplica, Work
 from autopar.runtime.execution import Act
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.outputs import OutputCollector
@@ -24,6 +23,7 @@ from autopar.runtime.ranks.shares import Shares
 from autopar.runtime.ranks.wire import Spec, Wire
 from autopar.runtime.ranks.world import World
 from autopar.runtime.run import Acts, Run
+from autopar.runtime.stage_replica import StageReplica, Work
 from autopar.runtime.transfers import as_leaf
 from autopar.schedule.clock import Phase
 

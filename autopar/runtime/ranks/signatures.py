@@ -21,10 +21,8 @@ from autopar.runtime.bound_signature import (
     check_follows_hints,
     keeps_batch_whole,
     lowered_by,
-    model_state,
 )
 from autopar.runtime.captures import BoundCall, CallArguments, Captures
-from autopar.runtime.executable import StagePlacement
 from autopar.runtime.loss_splits import default_target_dims
 from autopar.runtime.ranks.agreement import compare, digest, weights_digest
 from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
@@ -33,6 +31,7 @@ from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.parameters import RankParameters, hollow_stages, named_tensors
 from autopar.runtime.ranks.world import World
 from autopar.runtime.signatures import Decide, Signatures
+from autopar.runtime.stage_replica import StagePlacement
 from autopar.runtime.workers import Worker
 from autopar.version import __version__
 from cost_models.hardware.devices import Device
@@ -90,7 +89,7 @@ class RankSignatures(Signatures):
     def knows(self, call: CallArguments) -> bool:
         """Whether `bind` needs no values of the call's tensors: its signature is placed, and its loss studied."""
         with self.parameters.whole():
-            state = model_state(self._model)
+            state = self._captures.state.now()
             leaves, spec = flattened(call.args, call.kwargs)
             fits = (s for s in reversed(self._captures.known) if s.state == state)
             signature = next((s for s in fits if s.program.bind_flat(leaves, spec) is not None), None)

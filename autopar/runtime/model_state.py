@@ -1,0 +1,73 @@
+"""What a captured graph depends on besides the inputs: every call looks whether that has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.module_hooks import has_hooks
+
+State = tuple[Any, ...]
+
+
+class ModelState:
+    """The state of one model.
+
+    A walk over thousands of modules in Python would take longer than many a stage. So the modules are kept, and a call
+    compares what all their tables hold now with what they held at the last walk.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: tuple[nn.Module, ...] = ()  # all, the root first; held, so that no id is given away again
+        self._children: list[int] = []  # ids of what the tables of these held
+
+    def now(self) -> State:
+        """The modules themselves, which of them are in training mode, the identity and dtype of parameters, which inner
+        modules have hooks, and the caller's default dtype and device, which new tensors get."""
+        modules = self._modules
+        if not modules or _children_of(modules) != self._children:
+            self._modules = modules = _walked(self._model)
+            self._children = _children_of(modules)
+        parameters = [p for p in _entries([module._parameters for module in modules]) if p is not None]
+        maybe_hooked = [
+            module
+            for module in modules
+            if module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ]
+        return (
+            modules,
+            [module.training for module in modules],
+            list(map(id, parameters)),
+            [parameter.dtype for parameter in parameters],
+            [id(module) for module in maybe_hooked if module is not self._model and has_hooks(module)],
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+        )
+
+
+def _walked(model: nn.Module) -> tuple[nn.Module, ...]:
+    seen: dict[nn.Module, None] = {}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if module not in seen:
+            seen[module] = None
+            stack += [child for child in module._modules.values() if child is not None]
+    return tuple(seen)
+
+
+def _children_of(modules: Sequence[nn.Module]) -> list[int]:
+    return list(map(id, _entries([module._modules for module in modules])))
+
+
+def _entries(tables: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """The values of all tables, in order."""
+    return chain.from_iterable([table.values() for table in tables if table])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autopar.errors import InputError
 from autopar.runtime.executable import StageReplica, Work
 from autopar.runtime.execution import Act
 from autopar.runtime.mailbox import Address, Mailbox
@@ -177,6 +178,25 @@ class RankRun(Run):
         dtype = _DTYPES[int(of_microbatches[n])]
         tensors.losses = [torch.tensor(loss, dtype=dtype) for loss in of_microbatches[:n]]
         tensors.has_gradient = has_gradient > 0
+
+    def _check_trains(self) -> None:
+        """The same on all ranks. Where it raises, what waits in `.grad` for another backward waits on."""
+        try:
+            super()._check_trains()
+        except InputError:
+            if not self._accumulates:
+                self._wait_on()
+            raise
+
+    def _wait_on(self) -> None:
+        """Give what `accumulate()` left apart back: its sums over ranks, which this call started, without a gradient
+        of its own. Collective."""
+        sums, one = self.executable.sums, self._placed
+        found = {key: g for key, g in sums.finish().items() if key in sums.apart_keys}
+        if one.apart.was_taken:
+            parameters = {key: one.parameters[key] for key in sums.apart_keys}
+            stored = {key: one.as_stored(key, g) for key, g in found.items() if one.is_first_of_its_sum(key)}
+            one.apart.put_back(parameters, stored)
 
     def _update_buffers(self) -> None:
         super()._update_buffers()

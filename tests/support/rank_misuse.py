@@ -10,6 +10,8 @@ from rank_cases import Job
 from rank_training import gradient_error, ready
 from torch.nn import functional
 
+from autopar.analysis.example import LossFunction
+
 NO_GRADIENT = "returned a loss without a gradient"
 
 
@@ -37,3 +39,23 @@ def caught_inside_accumulation(plan: str, inside: bool) -> dict[str, Any]:
     for _ in range(2):
         functional.mse_loss(original(x), x).backward()
     return {"message": message, "step": refused, "error": gradient_error(pm, original)}
+
+
+_SCALERS = {"global": torch.amp.GradScaler("cpu", init_scale=8.0)}
+_SCALER = _SCALERS["global"]
+
+
+def loss_with_a_late_scale(where: str) -> dict[str, Any]:
+    """A training step whose loss uses a scaler that sets itself up at its first call."""
+    original, pm, x = ready(Job("mlp", "chain"))
+    for scaler in (_SCALER, inner := torch.amp.GradScaler("cpu", init_scale=8.0)):
+        scaler._scale = scaler._growth_tracker = None
+    losses: dict[str, LossFunction] = {
+        "a global": lambda y, t: _SCALER.scale(functional.mse_loss(y, t)),
+        "a dictionary": lambda y, t: _SCALERS["global"].scale(functional.mse_loss(y, t)),
+        "a closure": lambda y, t: inner.scale(functional.mse_loss(y, t)),
+    }
+    loss = pm.train_step(x, target=x, loss_fn=losses[where])
+    wanted = 8 * functional.mse_loss(original(x), x)
+    wanted.backward()
+    return {"loss": (loss - wanted).abs().item(), "error": gradient_error(pm, original)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from rank_misuse import caught_inside_accumulation
+from rank_misuse import caught_inside_accumulation, loss_with_a_late_scale
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -22,3 +22,9 @@ def test_gradients_of_accumulation_outlive_a_refused_call(ranks: RankPool, n: in
         assert "returned a loss without a gradient" in found["message"]
         assert re.match("InputError: an optimizer's step needs the gradients of all ranks", found["step"])
         assert found["error"] < TOLERANCE
+
+
+@pytest.mark.parametrize("where", ["a global", "a dictionary", "a closure"])
+def test_a_loss_may_set_itself_up_at_its_first_call(ranks: RankPool, where: str) -> None:
+    for found in ranks.run(loss_with_a_late_scale, 2, where):
+        assert max(found.values()) < TOLERANCE

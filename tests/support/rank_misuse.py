@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_behaviour import message_of
 from rank_cases import Job
 from rank_training import gradient_error, ready
@@ -59,3 +61,32 @@ def loss_with_a_late_scale(where: str) -> dict[str, Any]:
     wanted = 8 * functional.mse_loss(original(x), x)
     wanted.backward()
     return {"loss": (loss - wanted).abs().item(), "error": gradient_error(pm, original)}
+
+
+def changed_on_one_rank(what: str, data: str) -> list[str]:
+    """What a step raises after a change of the model on rank 0 alone, and what the next one raises without it."""
+    _, pm, x = ready(Job("mlp", "replicas 2"), data=data)
+    model, found = pm.unwrap(), []
+
+    def step() -> None:
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+
+    step()
+    first = dist.get_rank() == 0
+    before = model[1]
+    if first and what == "hook":
+        hook = model[0].register_forward_hook(lambda *_: None)
+    elif first and what == "mode":
+        before.eval()
+    elif first and what == "module":
+        model[1] = copy.deepcopy(before)
+    elif first and what == "default":
+        torch.set_default_dtype(torch.float64)
+    found.append(message_of(step))
+    torch.set_default_dtype(torch.float32)
+    if first and what == "hook":
+        hook.remove()
+    before.train()
+    model[1] = before
+    found.append(message_of(step))
+    return found

@@ -15,7 +15,7 @@ from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.call_runner import CallRunner
 from autopar.runtime.captures import BoundCall, CallArguments
-from autopar.runtime.ranks.agreement import CallAgreement, CallKind
+from autopar.runtime.ranks.agreement import CallAgreement, CallKind, checksum_of
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.run import RankRun
 from autopar.runtime.ranks.shares import ShareAgreement, SharedCall
@@ -102,17 +102,20 @@ class RankCalls(CallRunner):
                 "do under torchrun. Its ranks are one model already: call the module itself in a loop of your own, "
                 "without accelerator.prepare(), or run Trainer or Accelerate in one process (devices=)"
             )
+        state = self._on_rank.state()
         kind = CallKind(
             call.loss is not None,
             torch.is_grad_enabled(),
             self._model.training,
             call.return_outputs,
             self._accumulates,
+            checksum_of(state),
         )
         raised = self._world.watcher.raised_calls
         raised.wait_for_others()
         if not self._per_rank:
-            self._agreement.check(kind, call)
+            known = self._on_rank.captured(call, state) is not None
+            self._agreement.check(kind._replace(is_known=known), call)
             raised.begin()
             with raised.together():
                 yield call
@@ -121,8 +124,11 @@ class RankCalls(CallRunner):
         raised.begin()
         try:
             with raised.together():
-                known = self._on_rank.knows(shared.arguments)
-                if self._world.gathered_numbers([known]) != [[True]] * self._world.size:
+                signature = self._on_rank.captured(shared.arguments, state)
+                known = self._on_rank.knows(shared.arguments, signature)
+                found = self._world.gathered_numbers([signature is not None, known])
+                CallAgreement.refuse_new([theirs[0] for theirs in found])
+                if not all(theirs[1] for theirs in found):
                     shared.complete(self._world)
                 yield shared.arguments
         finally:

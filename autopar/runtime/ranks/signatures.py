@@ -85,13 +85,19 @@ class RankSignatures(Signatures):
                 self.after_placing.pop(0)  # unless it failed: a later call must not go on without it
         return bound
 
-    def knows(self, call: CallArguments) -> bool:
-        """Whether `bind` needs no values of the call's tensors: its signature is placed, and its loss studied."""
+    def state(self) -> tuple[Any, ...]:
+        """`model_state` of the model that captures see."""
         with self.parameters.whole():
-            state = model_state(self._model)
-            leaves, spec = flattened(call.args, call.kwargs)
-            fits = (s for s in reversed(self._captures.known) if s.state == state)
-            signature = next((s for s in fits if s.program.bind_flat(leaves, spec) is not None), None)
+            return model_state(self._model)
+
+    def captured(self, call: CallArguments, state: tuple[Any, ...]) -> BoundSignature | None:
+        """The signature that `bind` would find for a call in this state of the model; None: it would capture."""
+        leaves, spec = flattened(call.args, call.kwargs)
+        fits = (s for s in reversed(self._captures.known) if s.state == state)
+        return next((s for s in fits if s.program.bind_flat(leaves, spec) is not None), None)
+
+    def knows(self, call: CallArguments, signature: BoundSignature | None) -> bool:
+        """Whether `bind` needs no values of the call's tensors: its `signature` is placed, and its loss studied."""
         if signature is None or signature.executable is None or signature.reused:
             return False
         if call.loss is None:

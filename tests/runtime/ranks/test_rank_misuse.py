@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from rank_misuse import caught_inside_accumulation, loss_with_a_late_scale
+from rank_misuse import caught_inside_accumulation, changed_on_one_rank, loss_with_a_late_scale
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -28,3 +28,21 @@ def test_gradients_of_accumulation_outlive_a_refused_call(ranks: RankPool, n: in
 def test_a_loss_may_set_itself_up_at_its_first_call(ranks: RankPool, where: str) -> None:
     for found in ranks.run(loss_with_a_late_scale, 2, where):
         assert max(found.values()) < TOLERANCE
+
+
+CHANGED = {
+    "hook": "the model: module '0': in training mode, with hooks on rank 0, in training mode on rank 1; change",
+    "mode": "the model: module '1': in eval mode on rank 0, in training mode on rank 1; change the model alike",
+    "module": r"the model or in the arguments: only rank 0 would capture the model anew",
+    "default": r"the model: torch: default dtype torch.float64, .* on rank 0, default dtype torch.float32",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "data"), [*((what, "whole") for what in CHANGED), ("hook", "per-rank"), ("module", "per-rank")]
+)
+def test_a_model_that_changes_on_one_rank_is_refused_on_all(ranks: RankPool, what: str, data: str) -> None:
+    """And works again once it is alike."""
+    for message, later in ranks.run(changed_on_one_rank, 2, what, data):
+        assert re.match(f"InputError: ranks differ in {CHANGED[what]}", message), message
+        assert later == ""

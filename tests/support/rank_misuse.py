@@ -10,8 +10,10 @@ import torch.distributed as dist
 from rank_behaviour import message_of
 from rank_cases import Job
 from rank_training import gradient_error, ready
+from torch import nn
 from torch.nn import functional
 
+import autopar
 from autopar.analysis.example import LossFunction
 
 NO_GRADIENT = "returned a loss without a gradient"
@@ -90,3 +92,35 @@ def changed_on_one_rank(what: str, data: str) -> list[str]:
     model[1] = before
     found.append(message_of(step))
     return found
+
+
+def clipped_with_another_model(what: str) -> dict[str, float]:
+    """Errors of clipping with two models on ranks: the first layer of one, or all parameters of both."""
+    original, pm, x = ready(Job("mlp", "chain"))
+    other, second, _ = ready(Job("mlp", "chain"))
+    for pipelined, plain, scale in ((pm, original, 1.0), (second, other, 3.0)):
+        pipelined.train_step(x, target=x, loss_fn=lambda y, t, scale=scale: scale * functional.mse_loss(y, t))
+        (scale * functional.mse_loss(plain(x), x)).backward()
+    if what == "a layer":  # none of it is on the last rank
+        ours = [p for name, p in pm.named_parameters() if name.startswith("0.")]
+        theirs = list(original[0].parameters())
+    else:
+        ours = [*pm.parameters(), *second.parameters()]
+        theirs = [*original.parameters(), *other.parameters()]
+    norm = autopar.clip_grad_norm_(ours, 1e-3)
+    wanted = nn.utils.clip_grad_norm_(theirs, 1e-3)
+    errors = [gradient_error(pm, original), gradient_error(second, other)]
+    return {"norm": abs(norm.item() / wanted.item() - 1), "gradients": max(errors)}
+
+
+def clipped_between() -> list[str]:
+    """What clipping a layer, of which the last rank has nothing, raises while gradients wait, and of which ranks."""
+    pms = [ready(Job("mlp", plan)) for plan in ("replicas 2,1", "replicas 2,1")]
+    for _, pm, x in pms:
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+        pm.zero_grad()
+    _, pm, x = pms[0]
+    with pm.accumulate():
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    ours = [p for name, p in pm.named_parameters() if name.startswith("0.")]
+    return [str(len(ours)), message_of(lambda: autopar.clip_grad_norm_(ours, 1.0))]

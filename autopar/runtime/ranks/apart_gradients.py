@@ -92,10 +92,7 @@ class ApartGradients:
     def refuse(self, what: str) -> None:
         """Raise InputError if gradients wait."""
         if self._waiting:
-            raise InputError(
-                f"{what} needs the gradients of all ranks, and those of accumulate() are still apart: have the last "
-                "backward before it outside of accumulate()"
-            )
+            raise incomplete(what)
 
     def _check(self, key: int) -> Callable[[torch.Tensor], None]:
         def check(gradient: torch.Tensor) -> None:
@@ -113,3 +110,11 @@ def _local(gradient: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return found
+
+
+def incomplete(what: str) -> InputError:
+    """The error for `what`, which needs complete gradients."""
+    return InputError(
+        f"{what} needs the gradients of all ranks, and those of accumulate() are still apart: have the last backward "
+        "before it outside of accumulate()"
+    )

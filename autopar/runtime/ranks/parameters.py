@@ -53,15 +53,15 @@ class _Entry(NamedTuple):
 _of_this_process: WeakSet[RankParameters] = WeakSet()
 
 
-def known_by(tensors: Sequence[torch.Tensor]) -> RankParameters | None:
-    """The ranks' parameters that some of `tensors` are of, or were before they were placed.
+def known_by(tensors: Sequence[torch.Tensor]) -> list[RankParameters]:
+    """The ranks' parameters that some of `tensors` are of, or were before they were placed. None in one process.
 
-    None in one process. Without any tensor, as where a rank has nothing of a layer: those of the only model on ranks.
+    Without any tensor, as where a rank has nothing of a layer: those of any model on ranks.
     """
     placed = [one for one in _of_this_process if one.placed]
     if not tensors:
-        return placed[0] if len(placed) == 1 and placed[0].world is current() else None
-    return next((one for one in placed if any(map(one.has, tensors))), None)
+        return [one for one in placed if one.world is current()]
+    return [one for one in placed if any(map(one.has, tensors))]
 
 
 class RankParameters:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from rank_misuse import caught_inside_accumulation, changed_on_one_rank, loss_with_a_late_scale
+from rank_misuse import (
+    caught_inside_accumulation,
+    changed_on_one_rank,
+    clipped_between,
+    clipped_with_another_model,
+    loss_with_a_late_scale,
+)
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -46,3 +52,18 @@ def test_a_model_that_changes_on_one_rank_is_refused_on_all(ranks: RankPool, wha
     for message, later in ranks.run(changed_on_one_rank, 2, what, data):
         assert re.match(f"InputError: ranks differ in {CHANGED[what]}", message), message
         assert later == ""
+
+
+@pytest.mark.parametrize("what", ["a layer", "both models"])
+def test_clipping_with_two_models_is_that_of_one_process(ranks: RankPool, what: str) -> None:
+    """Also where a rank has none of the parameters, so that it cannot see which model they are of."""
+    for found in ranks.run(clipped_with_another_model, 2, what):
+        assert found["norm"] < 1e-6  # the norm is a float32
+        assert found["gradients"] < TOLERANCE
+
+
+def test_clipping_between_is_refused_also_without_parameters(ranks: RankPool) -> None:
+    *some, nothing = ranks.run(clipped_between, 3)
+    assert (some[0][0], nothing[0]) == ("2", "0")
+    for _, message in (*some, nothing):
+        assert message.startswith("InputError: clip_grad_norm_ needs the gradients of all ranks")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rank_behaviour import message_of
-from rank_cases import Job
+from rank_cases import Job, mlp
 from rank_training import gradient_error, ready
 from torch import nn
 from torch.nn import functional
 
 import autopar
+from autopar import AutoparError
 from autopar.analysis.example import LossFunction
+from autopar.errors import CheckpointError
+from autopar.runtime.checkpoints.participants import participants
+from autopar.runtime.ranks.one_message import is_on_all_ranks
 
 NO_GRADIENT = "returned a loss without a gradient"
 
@@ -124,3 +129,41 @@ def clipped_between() -> list[str]:
         pm.train_step(x, target=x, loss_fn=functional.mse_loss)
     ours = [p for name, p in pm.named_parameters() if name.startswith("0.")]
     return [str(len(ours)), message_of(lambda: autopar.clip_grad_norm_(ours, 1.0))]
+
+
+def refused_where_a_rank_goes_on() -> tuple[str, bool]:
+    """What a step of torch's own scaler raises, which the first rank skips for its gradients, and whether the error
+    counts as one that rank 0 shows."""
+    _, pm, x = ready(Job("mlp", "chain"))
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    if dist.get_rank() == 0:
+        next(pm.parameters()).grad.to_local().fill_(torch.inf)
+    _, text, is_shown_by_first = raised_by(lambda: scaler.step(torch.optim.SGD(pm.parameters(), lr=0.1)))
+    return text, is_shown_by_first
+
+
+def raised_by(call: Callable[[], Any]) -> tuple[str, str, bool]:
+    """Class and message of the error that `call` raises, and whether it counts as one that rank 0 shows."""
+    try:
+        call()
+    except AutoparError as error:
+        return type(error).__name__, str(error), is_on_all_ranks(error)
+    return "", "", False
+
+
+def raised_together() -> list[tuple[str, str, bool]]:
+    """Errors in planning and in checkpoints, of one rank or of all."""
+    torch.manual_seed(0)
+    pm, x, team = autopar.parallelize(mlp(), memory_limit=10), torch.randn(8, 12), participants()
+
+    def fails(error: Exception) -> None:
+        if dist.get_rank() == 1:
+            raise error
+
+    return [
+        raised_by(lambda: pm.train_step(x, target=x, loss_fn=functional.mse_loss)),
+        raised_by(lambda: team.done("writing", lambda: fails(OSError("no space")))),
+        raised_by(lambda: team.done("reading", lambda: fails(CheckpointError("a mistake of rank 1")))),
+    ]

@@ -11,6 +11,8 @@ from rank_misuse import (
     clipped_between,
     clipped_with_another_model,
     loss_with_a_late_scale,
+    raised_together,
+    refused_where_a_rank_goes_on,
 )
 from rank_pool import RankPool
 
@@ -67,3 +69,21 @@ def test_clipping_between_is_refused_also_without_parameters(ranks: RankPool) ->
     assert (some[0][0], nothing[0]) == ("2", "0")
     for _, message in (*some, nothing):
         assert message.startswith("InputError: clip_grad_norm_ needs the gradients of all ranks")
+
+
+def test_a_rank_that_alone_refuses_a_step_shows_why(ranks: RankPool) -> None:
+    (message, _), (other, is_shown_by_first) = ranks.run(refused_where_a_rank_goes_on, 2)
+    assert message == ""
+    assert re.match(r"GradScaler.step\(\) skips by", other)
+    assert not is_shown_by_first
+
+
+def test_what_all_ranks_raise_is_shown_once(ranks: RankPool) -> None:
+    """What rank 0 raises as it plans, and what one rank raises as all save or load."""
+    for found in ranks.run(raised_together, 2):
+        assert [(kind, text[:19]) for kind, text, _ in found] == [
+            ("InfeasibleError", found[0][1][:19]),
+            ("CheckpointError", "writing: OSError: n"),
+            ("CheckpointError", "a mistake of rank 1"),
+        ]
+        assert all(is_shown_by_first for *_, is_shown_by_first in found)

@@ -167,3 +167,9 @@ def raised_together() -> list[tuple[str, str, bool]]:
         raised_by(lambda: team.done("writing", lambda: fails(OSError("no space")))),
         raised_by(lambda: team.done("reading", lambda: fails(CheckpointError("a mistake of rank 1")))),
     ]
+
+
+def loss_of_another_dtype(dtype: torch.dtype) -> str:
+    """The message for a loss that counts, without a gradient."""
+    _, pm, x = ready(Job("mlp", "chain"))
+    return message_of(lambda: pm.train_step(x, target=x, loss_fn=lambda y, t: (y > t).sum().to(dtype)))

@@ -39,7 +39,7 @@ class RankCalls(CallRunner):
     ) -> None:
         """`per_rank`: every rank passes samples of its own, which make the batch together."""
         super().__init__(model, devices, signatures)
-        self._world, self._on_rank, self._placed = world, signatures, signatures.parameters
+        self._world, self._on_rank, self._rank_parameters = world, signatures, signatures.parameters
         self._agreement = CallAgreement(world, model)
         self._shares = ShareAgreement(world, model, signatures.settings.batch_dim, self._agreement)
         self._per_rank = per_rank
@@ -50,15 +50,15 @@ class RankCalls(CallRunner):
         self._batch_size = self._filled_up = 0
 
     def prepare(self, call: CallArguments) -> BoundCall:
-        with self._agreed(call, "prepare") as agreed:
+        with self._agreed_call(call, "prepare") as agreed:
             return super().prepare(agreed)
 
     def forward(self, call: CallArguments) -> Any:
-        with self._agreed(call, "forward") as agreed:
+        with self._agreed_call(call, "forward") as agreed:
             return self._outputs(agreed, self._own_outputs)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        with self._agreed(call, "train_step") as agreed:
+        with self._agreed_call(call, "train_step") as agreed:
             loss, outputs = super().train_step(agreed)
             if outputs is None or self._shared is None:
                 return loss, outputs
@@ -80,14 +80,14 @@ class RankCalls(CallRunner):
             self._accumulates = before
 
     @contextmanager
-    def _agreed(self, call: CallArguments, what: str) -> Iterator[CallArguments]:
+    def _agreed_call(self, call: CallArguments, what: str) -> Iterator[CallArguments]:
         """The call that all ranks make, with the whole batch. `what`: its name, for the watcher."""
         with self._world.watcher.call(what), self._compared(call) as agreed:
             yield agreed
 
     @contextmanager
     def _compared(self, call: CallArguments) -> Iterator[CallArguments]:
-        if self._placed.failed:
+        if self._rank_parameters.failed:
             raise AutoparError(
                 "an earlier call failed on this rank, so that the ranks are out of step; end all and start again"
             )
@@ -154,7 +154,7 @@ class RankCalls(CallRunner):
             (seed,) = self._world.broadcast_objects([run.call.seed], 0)
             run.call = replace(run.call, seed=seed)
         shares = shared.shares if shared is not None and not trains else None
-        return RankRun(run, self._placed, shares=shares, accumulates=self._accumulates)
+        return RankRun(run, self._rank_parameters, shares=shares, accumulates=self._accumulates)
 
     def _filled(self, bound: BoundCall) -> tuple[BoundCall, int]:
         """A batch that the meshes cannot divide, filled up with copies of its last sample. Returns how many.

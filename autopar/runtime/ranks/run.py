@@ -29,7 +29,7 @@ from autopar.runtime.transfers import as_leaf
 from autopar.schedule.clock import Phase
 
 _BACKWARDS = (Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT)
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))  # alike on all ranks
 
 
 class RankRun(Run):
@@ -44,7 +44,7 @@ class RankRun(Run):
         batch, so that each starts the backward from its own samples. `accumulates`: leave gradients of ranks apart."""
         assert isinstance(run.executable, RankExecutable)
         super().__init__(run.executable, run.call, run.lock, device_context=run._device_context)
-        self._placed = placed
+        self._rank_parameters = placed
         self._shares, self._accumulates = shares, accumulates
         self._made: dict[int, tuple[torch.Size, torch.dtype]] = {}  # the outputs of the forward that are tensors
         self._wire: Wire | None = None
@@ -133,9 +133,9 @@ class RankRun(Run):
         return {p: outputs[p] for p in self.executable.reads[address.sender, address.receiver]}
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
-        self._placed.failed = True  # unless it gets to the end
+        self._rank_parameters.failed = True  # unless it gets to the end
         if training:
-            sums, one = self.executable.sums, self._placed
+            sums, one = self.executable.sums, self._rank_parameters
             sums.apart = self._accumulates
             sums.waiting = {} if sums.apart else one.apart.take({key: one.parameters[key] for key in sums.apart_keys})
         watcher = self.executable.world.watcher
@@ -148,7 +148,7 @@ class RankRun(Run):
                     raise
                 raise raised from error.__cause__ or error
         self._may_go_back = keep_graph or not training
-        self._placed.failed = False
+        self._rank_parameters.failed = False
 
     def _execute_and_share(self, *, training: bool, only_backward: bool, keep_graph: bool) -> None:
         super()._execute(training=training, only_backward=only_backward, keep_graph=keep_graph)
@@ -191,7 +191,7 @@ class RankRun(Run):
     def _wait_on(self) -> None:
         """Give what `accumulate()` left apart back: its sums over ranks, which this call started, without a gradient
         of its own. Collective."""
-        sums, one = self.executable.sums, self._placed
+        sums, one = self.executable.sums, self._rank_parameters
         found = {key: g for key, g in sums.finish().items() if key in sums.apart_keys}
         if one.apart.was_taken:
             parameters = {key: one.parameters[key] for key in sums.apart_keys}

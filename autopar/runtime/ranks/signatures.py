@@ -124,9 +124,9 @@ class RankSignatures(Signatures):
 
     def _place(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         with torch.inference_mode(False):
-            self._placed(signature, plan, check_hints=check_hints)
+            self._place_on_ranks(signature, plan, check_hints=check_hints)
 
-    def _placed(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
+    def _place_on_ranks(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         program, batching = signature.program, signature.batching
         self._compare(signature, plan)
         stage_of = plan.assign(program, batching.storages)

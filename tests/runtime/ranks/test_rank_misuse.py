@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from rank_misuse import (
     caught_inside_accumulation,
     changed_on_one_rank,
     clipped_between,
     clipped_with_another_model,
+    loss_of_another_dtype,
     loss_with_a_late_scale,
     raised_together,
     refused_where_a_rank_goes_on,
@@ -87,3 +89,9 @@ def test_what_all_ranks_raise_is_shown_once(ranks: RankPool) -> None:
             ("CheckpointError", "a mistake of rank 1"),
         ]
         assert all(is_shown_by_first for *_, is_shown_by_first in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_a_loss_of_whole_numbers_is_refused_on_all_ranks(ranks: RankPool, dtype: torch.dtype) -> None:
+    for message in ranks.run(loss_of_another_dtype, 2, dtype):
+        assert "returned a loss without a gradient" in message

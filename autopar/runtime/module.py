@@ -314,8 +314,8 @@ class PipelinedModule(Pipelined, nn.Module):
 
         For gradient accumulation: all calls of a step but the last inside. The call counts, not its backward: what
         `pm(x)` returned inside has a backward without the sum, also where that runs outside. Gradients add up in
-        `.grad` as without it, and in one process it changes nothing. Under torchrun, `.grad` is incomplete until the last
-        backward; clipping and an optimizer's step before are refused.
+        `.grad` as without it, and in one process it changes nothing. Under torchrun, `.grad` is incomplete until the
+        last backward; clipping and an optimizer's step before are refused.
         """
         return nullcontext()
 

@@ -16,10 +16,8 @@ a graph, like a model, and the proof of `batch_proof` is carried through it:
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +30,7 @@ from torch import fx, nn
 from autopar.analysis.batch_proof import OutputCombination, propagate
 from autopar.analysis.batching import Batching
 from autopar.analysis.loss_count import Count, count_of, counted_targets
+from autopar.analysis.loss_objects import refers_to_objects, restored
 from autopar.analysis.loss_weights import Weights, shares_of
 from autopar.analysis.operators import is_random
 from autopar.analysis.rules.calls import size_of
@@ -47,10 +46,6 @@ log = logging.getLogger(__name__)
 
 _MOST_EXCLUDED = 2  # target tensors that have the batch's size by chance and yet belong to no sample
 _TARGET, _OUTPUT = "target", "output"
-_STATELESS = (  # values that keep nothing of a call; export restores what a module assigns
-    *(bool, int, float, str, type(None), torch.dtype, torch.device, torch.Tensor, nn.Module),
-    *(types.BuiltinFunctionType, types.ModuleType, type, list, tuple, dict, set),
-)
 
 
 @dataclass(frozen=True)
@@ -220,16 +215,6 @@ def title_of(loss_fn: Any) -> str:
     return f"loss_fn '{name}'" + (f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else "")
 
 
-def _refers_to_objects(loss_fn: Any) -> bool:
-    """Whether a loss function reads objects that may keep what they are called with."""
-    if isinstance(loss_fn, functools.partial):
-        return any(map(_refers_to_objects, (loss_fn.func, *loss_fn.args, *loss_fn.keywords.values())))
-    if isinstance(loss_fn, types.FunctionType):
-        cells = [cell.cell_contents for cell in loss_fn.__closure__ or () if cell != types.CellType()]
-        return any(map(_refers_to_objects, (*cells, *(loss_fn.__defaults__ or ()))))
-    return not isinstance(loss_fn, _STATELESS)
-
-
 class _LossStudy:
     """One attempt: the loss with certain dimensions of the targets taken for the batch."""
 
@@ -248,15 +233,20 @@ class _LossStudy:
         self._dims = tuple(dims)
 
     def run(self) -> LossSplit:
+        # A gradient scaler may keep how it was set up, which any call does alike: ranks without a loss use it, too.
+        with restored(self._module.loss_fn, but=torch.amp.GradScaler):
+            return self._studied()
+
+    def _studied(self) -> LossSplit:
         leaves, batch_dims = self._example()
-        if _refers_to_objects(self._module.loss_fn):
+        if refers_to_objects(self._module.loss_fn):
             try:
                 self._call_once(leaves)
             except Exception as error:
                 log.debug("loss_fn fails on an example: %s", error)
                 return self._whole("it fails on another number of samples")
         try:
-            with warnings.catch_warnings(), neutral_state(self._device_types()):
+            with warnings.catch_warnings(), neutral_state(self._device_types()), restored(self._module.loss_fn):
                 warnings.simplefilter("ignore")
                 loss = capture(self._module, (), leaves, batch_dim=batch_dims, strict=True, device=self._place())
         except (CaptureError, InputError) as error:

@@ -19,11 +19,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import InputError
+from autopar.runtime.ranks.apart_gradients import incomplete
 from autopar.runtime.ranks.module import RankedModule
+from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.parameters import RankParameters, known_by
+from autopar.runtime.ranks.watcher import watched
 from autopar.runtime.ranks.world import World
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_WAITING = -1.0  # in the place of a rank's norm: its gradients of accumulate() are not added up yet
 
 
 def clip_grad_norm_(
@@ -50,18 +54,25 @@ def clip_grad_norm_(
         given = list(parameters.parameters())
     else:
         given = list(parameters)
-    placed = parameters.placed_parameters if type(parameters) is RankedModule else known_by(given)
-    if placed is None:
+    if type(parameters) is RankedModule:
+        placed = [parameters.placed_parameters] if parameters.placed_parameters is not None else []
+    else:
+        placed = known_by(given)
+    if not placed:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     if not norm_type > 0:
         raise InputError(f"norm_type must be positive for parameters on ranks, got {norm_type!r}")
-    placed.apart.refuse("clip_grad_norm_")
-    return _clipped(placed, placed.present(given), max_norm, float(norm_type), error_if_nonfinite, foreach)
+    for one in placed:
+        given = one.present(given)
+    models = placed if given else []
+    return _clipped(placed[0].world, models, given, max_norm, float(norm_type), error_if_nonfinite, foreach)
 
 
+@watched("clip_grad_norm_")
 @torch.no_grad()
 def _clipped(
-    placed: RankParameters,
+    world: World,
+    placed: Sequence[RankParameters],
     parameters: Sequence[torch.Tensor],
     max_norm: float,
     p: float,
@@ -69,9 +80,9 @@ def _clipped(
     foreach: bool | None,
 ) -> torch.Tensor:
     with_gradient = [(parameter, _local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
-    counted = [gradient for parameter, gradient in with_gradient if _counts_here(placed, parameter)]
+    counted = [gradient for parameter, gradient in with_gradient if _counts_here(world, placed, parameter)]
     own = float(torch.nn.utils.get_total_norm(counted, p, foreach=foreach)) if counted else 0.0
-    total = _joined(placed.world, own, p)
+    total = _joined(world, _WAITING if any(one.apart.waiting for one in placed) else own, p)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {p} of the gradients is {total}, so it cannot be clipped. To scale the gradients "
@@ -83,11 +94,11 @@ def _clipped(
     return torch.tensor(total, dtype=torch.float64).to(torch.get_default_dtype())
 
 
-def _counts_here(placed: RankParameters, parameter: torch.Tensor) -> bool:
+def _counts_here(world: World, placed: Sequence[RankParameters], parameter: torch.Tensor) -> bool:
     """Whether this rank's part of a parameter counts here: other ranks may hold the same."""
     if not isinstance(parameter, DTensor):
-        return placed.world.rank == 0  # no stage reads it, so that every rank keeps it
-    if not placed.is_first_holder(parameter):
+        return world.rank == 0  # no stage reads it, so that every rank keeps it
+    if not any(one.has(parameter) and one.is_first_holder(parameter) for one in placed):
         return False
     place = parameter.device_mesh.get_coordinate()
     assert place is not None, "this rank is on the mesh of its parameters"
@@ -98,8 +109,13 @@ def _counts_here(placed: RankParameters, parameter: torch.Tensor) -> bool:
 
 
 def _joined(world: World, own: float, p: float) -> float:
-    """The norm of all ranks' norms. The same sum in the same order on every rank."""
+    """The norm of all ranks' norms. The same sum in the same order on every rank.
+
+    Raises InputError on all ranks where one passes `_WAITING`.
+    """
     norms = world.gathered_floats(own)
+    if _WAITING in norms:
+        raise on_all_ranks(incomplete("clip_grad_norm_"))
     largest = max(norms)
     if any(map(math.isnan, norms)):
         return math.nan

@@ -74,6 +74,11 @@ def checked_loss(loss: Any, loss_fn: Callable[[Any, Any], Any]) -> torch.Tensor:
         hint = "; return the loss alone" if isinstance(loss, (tuple, list, dict)) else ""
         what = f"a {type(loss).__name__}" + (f" of {len(loss)} values" if hint else "")
         raise InputError(f"{title_of(loss_fn)} must return one tensor with one element, got {what}{hint}")
+    if torch_private.is_fake(loss):
+        raise InputError(
+            f"{title_of(loss_fn)} returned a tensor without values: it keeps a tensor of its study in a place that "
+            "autopar did not find when it studied the loss; set such tensors up before the first train_step"
+        )
     if loss.numel() != 1:
         raise InputError(
             f"{title_of(loss_fn)} must return one tensor with one element, got shape {tuple(loss.shape)}; reduce it"

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from autopar.capture.module_hooks import has_hooks
 
-State = tuple[Any, ...]
+
+class State(NamedTuple):
+    """Two states are equal if a graph that was captured in one of them fits the other."""
+
+    modules: tuple[nn.Module, ...]  # the root first
+    training: list[bool]  # of the modules
+    parameters: list[int]  # their ids
+    dtypes: list[torch.dtype]  # of the parameters
+    hooked: list[int]  # ids of inner modules with hooks
+    default_dtype: torch.dtype  # of new tensors
+    default_device: torch.device
 
 
 class ModelState:
@@ -27,8 +37,7 @@ class ModelState:
         self._children: list[int] = []  # ids of what the tables of these held
 
     def now(self) -> State:
-        """The modules themselves, which of them are in training mode, the identity and dtype of parameters, which inner
-        modules have hooks, and the caller's default dtype and device, which new tensors get."""
+        """As the model and the caller's defaults are now."""
         modules = self._modules
         if not modules or _children_of(modules) != self._children:
             self._modules = modules = _walked(self._model)
@@ -42,7 +51,7 @@ class ModelState:
             or module._backward_hooks
             or module._backward_pre_hooks
         ]
-        return (
+        return State(
             modules,
             [module.training for module in modules],
             list(map(id, parameters)),

@@ -310,11 +310,12 @@ class PipelinedModule(Pipelined, nn.Module):
         return (loss, outputs) if return_outputs else loss
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Inside, backwards of ranks leave out the sum over ranks: the next backward outside makes it, once.
+        """Calls inside leave out the sum over ranks: the backward of the next call outside makes it, once.
 
-        For gradient accumulation: all calls of a step but the last inside. Gradients add up in `.grad` as without it,
-        and in one process it changes nothing. Under torchrun, `.grad` is incomplete until the last backward; clipping
-        and an optimizer's step before are refused.
+        For gradient accumulation: all calls of a step but the last inside. The call counts, not its backward: what
+        `pm(x)` returned inside has a backward without the sum, also where that runs outside. Gradients add up in
+        `.grad` as without it, and in one process it changes nothing. Under torchrun, `.grad` is incomplete until the
+        last backward; clipping and an optimizer's step before are refused.
         """
         return nullcontext()
 

@@ -103,11 +103,14 @@ class Run:
 
         Raises InputError if the loss has no gradient.
         """
-        assert self.call.loss is not None
         self._execute(training=True)
-        check_trains(self.tensors.has_gradient, self.call.loss)
+        self._check_trains()
         self._update_buffers()
         return self.tensors.loss()
+
+    def _check_trains(self) -> None:
+        assert self.call.loss is not None
+        check_trains(self.tensors.has_gradient, self.call.loss)
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
         """(3) Have the workers do the schedule's actions: forwards, with `training` also backwards."""

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from losses import MODEL, SPLIT, WEIGHTS, WHOLE, Case, Loss, classes, classifier, inputs_of
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar import InputError
 from autopar.analysis.example import Example, capture_example
 from autopar.analysis.loss import LossSplit, study_loss
 from autopar.capture import torch_private
+from autopar.runtime.loss_splits import checked_loss
 
 
 @cache
@@ -129,3 +131,60 @@ def test_the_models_own_mean_is_weighted_by_what_the_model_counts() -> None:
     sizes = [4, 1, 3]
     parts = [[None, part] for part in labels.split(sizes)]
     assert split.weights(sizes, parts, [[]] * 3) == (1 / 5, 1 / 5, 3 / 5)
+
+
+class Running:
+    """Scales a loss by what it has seen so far, and counts its calls."""
+
+    __slots__ = ("__dict__", "extra", "n")
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(output, target)
+        self.mean = loss.detach() if self.n == 0 else 0.9 * self.mean + 0.1 * loss.detach()
+        self.n, self.extra = self.n + 1, loss.detach()
+        HISTORY.append(loss.detach())
+        return loss / self.mean
+
+
+HISTORY: list[torch.Tensor] = []
+RUNNING = {"inner": (Running(),)}
+
+
+def global_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    global _seen
+    _seen = F.cross_entropy(output, target)
+    return RUNNING["inner"][0](output, target) + 0 * _seen
+
+
+@pytest.mark.parametrize("kind", ["object", "closure", "global", "method"])
+def test_a_study_leaves_what_a_loss_refers_to_as_it_was(kind: str) -> None:
+    running = RUNNING["inner"][0] if kind == "global" else Running()
+    functions: dict[str, Loss] = {
+        "object": running,
+        "closure": lambda o, t: running(o, t),
+        "global": global_loss,
+        "method": running.__call__,
+    }
+    example, target = example_of_length(None), classes(8, ignored=0.0)
+    study_loss(functions[kind], example.program, example.batching, target)
+    assert (vars(running), running.n, HISTORY) == ({}, 0, [])
+    assert not hasattr(running, "extra")
+    assert "_seen" not in globals()
+
+
+def test_a_loss_function_that_calls_itself_is_studied() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        return loss(output, target, depth - 1) if depth else F.cross_entropy(output, target)
+
+    example = example_of_length(None)
+    assert study_loss(loss, example.program, example.batching, classes(8, ignored=0.0)).combine == "mean"
+
+
+def test_a_loss_without_values_is_refused() -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(())
+    with pytest.raises(InputError, match="returned a tensor without values"):
+        checked_loss(fake, F.cross_entropy)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.errors import AutoparError, CheckpointError, first_line
+from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.world import joined
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class Participants:
             failure = CheckpointError(f"{what}: {first_line(error)}{place}")
         failures = [error for error in self.gathered(failure) if error is not None]
         if failures:
-            raise failures[0]
+            raise on_all_ranks(failures[0])
         return result  # type: ignore[return-value]
 
     def first(self, what: str, do: Callable[[], T]) -> T:

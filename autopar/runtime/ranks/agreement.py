@@ -12,9 +12,11 @@ from torch import nn
 
 from autopar.capture import torch_private
 from autopar.capture.call_inputs import leaf_names
+from autopar.capture.module_hooks import has_hooks
 from autopar.capture.program import flattened
 from autopar.errors import InputError
 from autopar.runtime.captures import CallArguments
+from autopar.runtime.model_state import State
 from autopar.runtime.ranks.model_changes import ModelChanges
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.world import World
@@ -22,6 +24,10 @@ from autopar.runtime.ranks.world import World
 CHECK_EVERY = 100  # calls between two comparisons of the batch's content
 _CHECKED_FIRST = 2  # calls whose content is compared at the start: the first may be an example
 
+_SAME_MODEL = (
+    "change the model alike on every rank, between the same calls: a hook that logs on one rank can be on all of them, "
+    "and do nothing on the others"
+)
 _WHOLE = (
     "every rank must make the same calls with the whole batch: seed the data's order alike, and use no "
     "DistributedSampler (or give parallelize data='per-rank', and every rank its own samples)"
@@ -65,6 +71,8 @@ class CallKind(NamedTuple):
     training: bool  # mode of the model
     returns_outputs: bool
     accumulates: bool  # inside pm.accumulate()
+    model: int  # checksum of what a capture depends on: modes and hooks of the modules, defaults of torch
+    is_known: bool = False  # whether it needs no new capture, which all ranks make at the same time
 
     def __str__(self) -> str:
         words = ["train_step" if self.trains else "a forward"]
@@ -72,6 +80,23 @@ class CallKind(NamedTuple):
         words += ["of the model in training mode" if self.training else "of the model in eval mode"]
         words += ["that returns outputs"] * self.returns_outputs + ["inside accumulate()"] * self.accumulates
         return " ".join(words)
+
+
+def checksum_of(state: State) -> int:
+    """Without the identity of objects, which is another one on every rank."""
+    places = [place for place, module in enumerate(state.modules) if id(module) in state.hooked] if state.hooked else []
+    facts = places, state.default_dtype, state.default_device
+    return zlib.crc32(repr(facts).encode(), zlib.crc32(bytes(state.training)))
+
+
+def _facts_of(model: nn.Module) -> list[tuple[str, str]]:
+    """By name of the module, what its checksum depends on, in words."""
+    found = [("torch", f"default dtype {torch.get_default_dtype()}, default device {torch.get_default_device()}")]
+    for name, module in model.named_modules():
+        words = ["in training mode" if module.training else "in eval mode"]
+        words += ["with hooks"] if module is not model and has_hooks(module) else []
+        found.append((f"module '{name}'" if name else "the model", ", ".join(words)))
+    return found
 
 
 class CallLeaves(NamedTuple):
@@ -135,11 +160,35 @@ class CallAgreement:
         """
         rows = list(zip(leaves.names, shapes, contents, strict=True))
         found = self._world.gathered((str(kind), leaves.structure, rows))
-        raise on_all_ranks(InputError(f"ranks differ in {_difference(found)}; {advice}"))
+        facts = self._world.gathered(_facts_of(self._model))
+        known = [theirs[0] for theirs in self._world.gathered_numbers([kind.is_known])]
+        of_model = _difference_of_models(facts) if len({one for one, _, _ in found}) == 1 else ""
+        if of_model:
+            raise on_all_ranks(InputError(f"ranks differ in the model: {of_model}; {_SAME_MODEL}"))
+        difference = _difference(found)
+        if not difference:
+            self.refuse_new(known)
+        raise on_all_ranks(InputError(f"ranks differ in {difference or 'the batch'}; {advice}"))
+
+    @staticmethod
+    def refuse_new(known: Sequence[int]) -> None:
+        """Raise InputError if only some ranks know the call. `known`: by rank."""
+        if len(set(known)) == 1:
+            return
+        new = [rank for rank, one in enumerate(known) if not one]
+        raise on_all_ranks(
+            InputError(
+                f"ranks differ in the model or in the arguments: only rank {listed(new)} would capture the model anew "
+                f"for this call, as after a module was replaced there, or for an object of another value; {_SAME_MODEL}"
+            )
+        )
 
 
 def _difference(found: Sequence[tuple[str, str, list[tuple[str, str, int]]]]) -> str:
-    """What differs from rank 0 first, and on which ranks. `found`: by rank, the call's kind, structure and leaves."""
+    """What differs from rank 0 first, and on which ranks; "" if nothing does.
+
+    `found`: by rank, the call's kind, structure and leaves.
+    """
 
     def others(values: Sequence[Any]) -> list[int]:
         return [rank for rank, value in enumerate(values) if value != values[0]]
@@ -159,7 +208,19 @@ def _difference(found: Sequence[tuple[str, str, list[tuple[str, str, int]]]]) ->
     for place, (name, shape, _) in enumerate(found[0][2]):
         if ranks := others([rows[place][2] for _, _, rows in found]):
             return f"the content of {name} ({shape}): rank {listed(ranks)} from rank 0"
-    return "the batch"
+    return ""
+
+
+def _difference_of_models(facts: Sequence[list[tuple[str, str]]]) -> str:
+    """The first of the facts of modules that differs from rank 0, and on which ranks."""
+    ranks = [rank for rank, theirs in enumerate(facts) if theirs != facts[0]]
+    if not ranks:
+        return ""
+    here, there = dict(facts[0]), dict(facts[ranks[0]])
+    name = next((one for one in here | there if here.get(one) != there.get(one)), "")
+    if not name:
+        return "the order of its modules"
+    return f"{name}: {here.get(name, 'missing')} on rank 0, {there.get(name, 'missing')} on rank {listed(ranks)}"
 
 
 def described(leaf: Any) -> str:

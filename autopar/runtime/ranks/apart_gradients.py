@@ -6,7 +6,7 @@
    backward                         all-reduce of (.grad + own), once
 ```
 Until then `.grad` is no gradient of the model: clipping, an optimizer's step, and gradients that come from elsewhere
-(a penalty on the parameters) are refused.
+(a penalty on the parameters) are refused. All ranks refuse alike, also those whose parameters no other rank has.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
+from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.world import World
 
 
 class ApartGradients:
     """What this rank's parameters have in `.grad` that other ranks' parts are still missing from."""
 
-    def __init__(self) -> None:
-        self._waiting = False
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.is_shared = False  # whether ranks, of which this may be none, share a parameter and store all of it
+        self._waiting = False  # the same on all ranks
+        self.was_taken = False  # the call that runs has taken what waited
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the parameter, while gradients wait
         self._given: dict[int, int] = {}  # by id of the parameter, the address of the gradient that autograd gets
 
@@ -37,26 +42,28 @@ class ApartGradients:
     def add(self, parameters: Mapping[int, nn.Parameter], local: Mapping[int, torch.Tensor]) -> None:
         """A backward inside `accumulate()` is about to give autograd the gradients `local`, by id of the parameter.
 
-        Raises InputError where `.grad` has gradients of all ranks already: sums of both cannot be told apart.
+        Collective. Raises InputError on all ranks where `.grad` has gradients of all ranks already: sums of both cannot
+        be told apart.
         """
-        if not parameters:
+        if not self.is_shared:
             return
         if not self._waiting:
-            for p in parameters.values():
-                if p.grad is not None and bool(_local(p.grad).any()):
-                    raise InputError(
+            mixed = any(p.grad is not None and bool(_local(p.grad).any()) for p in parameters.values())
+            if any(theirs[0] for theirs in self._world.gathered_numbers([mixed])):
+                raise on_all_ranks(
+                    InputError(
                         "accumulate() begins while parameters have gradients of a backward outside of it: call "
                         "zero_grad() first, and have the last backward of a step, not the first, outside"
                     )
+                )
+            for p in parameters.values():
                 p.grad = None
-        for key, p in parameters.items():
-            if key not in self._hooks and p.requires_grad:
-                self._hooks[key] = p.register_hook(self._check(key))
-        self._waiting = True
+        self._begin(parameters)
         self._given = {key: gradient.data_ptr() for key, gradient in local.items() if key in parameters}
 
     def take(self, parameters: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
         """What waits in `.grad`, by id of the parameter, which then has none: a backward outside adds it up."""
+        self.was_taken = self._waiting
         if not self._waiting:
             return {}
         found = {key: _local(p.grad) for key, p in parameters.items() if p.grad is not None}
@@ -69,13 +76,23 @@ class ApartGradients:
         self._given = {}
         return found
 
+    def put_back(self, parameters: Mapping[int, nn.Parameter], gradients: Mapping[int, torch.Tensor]) -> None:
+        """After `take`: what was taken waits again, as DTensors by id of the parameter. Over all ranks it adds up to
+        the same."""
+        for key, p in parameters.items():
+            p.grad = gradients.get(key)
+        self._begin(parameters)
+
+    def _begin(self, parameters: Mapping[int, nn.Parameter]) -> None:
+        for key, p in parameters.items():
+            if key not in self._hooks and p.requires_grad:
+                self._hooks[key] = p.register_hook(self._check(key))
+        self._waiting = True
+
     def refuse(self, what: str) -> None:
         """Raise InputError if gradients wait."""
         if self._waiting:
-            raise InputError(
-                f"{what} needs the gradients of all ranks, and those of accumulate() are still apart: have the last "
-                "backward before it outside of accumulate()"
-            )
+            raise incomplete(what)
 
     def _check(self, key: int) -> Callable[[torch.Tensor], None]:
         def check(gradient: torch.Tensor) -> None:
@@ -93,3 +110,11 @@ def _local(gradient: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return found
+
+
+def incomplete(what: str) -> InputError:
+    """The error for `what`, which needs complete gradients."""
+    return InputError(
+        f"{what} needs the gradients of all ranks, and those of accumulate() are still apart: have the last backward "
+        "before it outside of accumulate()"
+    )

@@ -15,7 +15,7 @@ from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.runtime.call_runner import CallRunner
 from autopar.runtime.captures import BoundCall, CallArguments
-from autopar.runtime.ranks.agreement import CallAgreement, CallKind
+from autopar.runtime.ranks.agreement import CallAgreement, CallKind, checksum_of
 from autopar.runtime.ranks.executable import RankExecutable
 from autopar.runtime.ranks.holders import sparse_problem
 from autopar.runtime.ranks.one_message import on_all_ranks
@@ -41,8 +41,8 @@ class RankCalls(CallRunner):
     ) -> None:
         """`per_rank`: every rank passes samples of its own, which make the batch together."""
         super().__init__(model, devices, signatures)
-        self._world, self._on_rank, self._placed = world, signatures, signatures.parameters
-        self._agreement = CallAgreement(world, model, self._placed.changes)
+        self._world, self._on_rank, self._rank_parameters = world, signatures, signatures.parameters
+        self._agreement = CallAgreement(world, model, self._rank_parameters.changes)
         self._shares = ShareAgreement(world, model, signatures.settings.batch_dim, self._agreement)
         self._per_rank = per_rank
         self._accumulates = False
@@ -53,15 +53,15 @@ class RankCalls(CallRunner):
         self._batch_size = self._filled_up = 0
 
     def prepare(self, call: CallArguments) -> BoundCall:
-        with self._agreed(call, "prepare") as agreed:
+        with self._agreed_call(call, "prepare") as agreed:
             return super().prepare(agreed)
 
     def forward(self, call: CallArguments) -> Any:
-        with self._agreed(call, "forward") as agreed:
+        with self._agreed_call(call, "forward") as agreed:
             return self._outputs(agreed, self._own_outputs)
 
     def train_step(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        with self._agreed(call, "train_step") as agreed:
+        with self._agreed_call(call, "train_step") as agreed:
             loss, outputs = super().train_step(agreed)
             if outputs is None or self._shared is None:
                 return loss, outputs
@@ -83,14 +83,14 @@ class RankCalls(CallRunner):
             self._accumulates = before
 
     @contextmanager
-    def _agreed(self, call: CallArguments, what: str) -> Iterator[CallArguments]:
+    def _agreed_call(self, call: CallArguments, what: str) -> Iterator[CallArguments]:
         """The call that all ranks make, with the whole batch. `what`: its name, for the watcher."""
         with self._world.watcher.call(what), self._compared(call) as agreed:
             yield agreed
 
     @contextmanager
     def _compared(self, call: CallArguments) -> Iterator[CallArguments]:
-        if self._placed.failed:
+        if self._rank_parameters.failed:
             raise AutoparError(
                 "an earlier call failed on this rank, so that the ranks are out of step; end all and start again"
             )
@@ -105,18 +105,21 @@ class RankCalls(CallRunner):
                 "do under torchrun. Its ranks are one model already: call the module itself in a loop of your own, "
                 "without accelerator.prepare(), or run Trainer or Accelerate in one process (devices=)"
             )
+        state = self._on_rank.state()
         kind = CallKind(
             call.loss is not None,
             torch.is_grad_enabled(),
             self._model.training,
             call.return_outputs,
             self._accumulates,
+            checksum_of(state),
         )
         self._has_gradients = kind.grad
         raised = self._world.watcher.raised_calls
         raised.wait_for_others()
         if not self._per_rank:
-            self._agreement.check(kind, call)
+            known = self._on_rank.captured(call, state) is not None
+            self._agreement.check(kind._replace(is_known=known), call)
             raised.begin()
             with raised.together():
                 yield call
@@ -125,8 +128,11 @@ class RankCalls(CallRunner):
         raised.begin()
         try:
             with raised.together():
-                known = self._on_rank.knows(shared.arguments)
-                if self._world.gathered_numbers([known]) != [[True]] * self._world.size:
+                signature = self._on_rank.captured(shared.arguments, state)
+                known = self._on_rank.knows(shared.arguments, signature)
+                found = self._world.gathered_numbers([signature is not None, known])
+                CallAgreement.refuse_new([theirs[0] for theirs in found])
+                if not all(theirs[1] for theirs in found):
                     shared.complete(self._world)
                 yield shared.arguments
         finally:
@@ -154,12 +160,12 @@ class RankCalls(CallRunner):
             (seed,) = self._world.broadcast_objects([run.call.seed], 0)
             run.call = replace(run.call, seed=seed)
         shares = shared.shares if shared is not None and not trains else None
-        return RankRun(run, self._placed, shares=shares, accumulates=self._accumulates)
+        return RankRun(run, self._rank_parameters, shares=shares, accumulates=self._accumulates)
 
     def _refuse_sparse_gradients(self, bound: BoundCall) -> None:
         """Raise PlanError, on all ranks, for parameters that are trained with sparse gradients. The plan may have been
         made for calls without gradients, and parameters may have been frozen then."""
-        executable, frozen = bound.signature.executable, self._placed.changes.frozen.names
+        executable, frozen = bound.signature.executable, self._rank_parameters.changes.frozen.names
         assert isinstance(executable, RankExecutable)
         for number, names in enumerate(executable.sparse):
             for name in names:

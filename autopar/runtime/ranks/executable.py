@@ -70,7 +70,7 @@ class RankExecutable(Executable):
         """`placements`: workers of other ranks are `RemoteWorker`s. `stages`: the ranks of every stage. `parameters`:
         placed. `whole`: the tensors that the model was built with, by name."""
         self.world, self.grids = world, tuple(stages)
-        self._placed, self._whole = parameters, whole
+        self._rank_parameters, self._whole = parameters, whole
         self._anchor = nn.Parameter(torch.zeros(()))  # for autograd: a rank may have no parameter at all
         self._messages: dict[TableKey, ExecutionMessages] = {}
         super().__init__(program, lowered, placements, schedule, lookup, chunks=chunks, watch_nan=watch_nan)
@@ -123,13 +123,13 @@ class RankExecutable(Executable):
 
     def refresh(self) -> None:
         """Bring the leaves up to date with this rank's parameters, and buffers with the model's. Collective."""
-        self._placed.refresh()
+        self._rank_parameters.refresh()
         for one in self.replicas:
             for leaf in one.leaves:
                 parameter = self._by_id[leaf.key]
                 if leaf.tensor.requires_grad != parameter.requires_grad:
                     leaf.tensor.requires_grad_(parameter.requires_grad)
-                current = self._placed.read(parameter)
+                current = self._rank_parameters.read(parameter)
                 if leaf.tensor.data_ptr() != current.data_ptr():
                     leaf.tensor.data = current
         self._refresh_buffers()
@@ -139,11 +139,11 @@ class RankExecutable(Executable):
         found = self.sums.finish()
         self._holds_gradients = False
         if self.sums.apart:
-            self._placed.apart.add({key: self._by_id[key] for key in self.sums.apart_keys}, found)
-        stored = {key: self._placed.as_stored(key, gradient) for key, gradient in found.items()}
+            self._rank_parameters.apart.add({key: self._by_id[key] for key in self.sums.apart_keys}, found)
+        stored = {key: self._rank_parameters.as_stored(key, gradient) for key, gradient in found.items()}
         for key in stored.keys() & self.sums.frozen if self.sums.waited and not self.sums.apart else ():
             # Frozen while its gradient waited: autograd does not give it back.
-            self._placed.parameters[key].grad = stored.pop(key)
+            self._rank_parameters.parameters[key].grad = stored.pop(key)
         return stored
 
     def share_buffers(self) -> None:
@@ -168,7 +168,7 @@ class RankExecutable(Executable):
         return self._whole[name] if name in self._whole else self._constants[name]
 
     def _move_tensors(self, placements: Sequence[StagePlacement]) -> list[nn.Parameter]:
-        return [*self._placed.parameters.values(), self._anchor]
+        return [*self._rank_parameters.parameters.values(), self._anchor]
 
     def _replica(
         self, stage: StageProgram, placement: StagePlacement, number: int, captured: torch.device
@@ -195,15 +195,15 @@ class RankExecutable(Executable):
         """The rank's own code of a stage, over its own parts of the parameters."""
         cpu, stage = torch.device("cpu"), one.stage
         if grid.mesh:
-            stage = project(stage, grid.device(self.world.rank), grid.mesh, self._placed.lines(grid))
+            stage = project(stage, grid.device(self.world.rank), grid.mesh, self._rank_parameters.lines(grid))
         leaves: dict[int, ParameterLeaf] = {}
         tensors: dict[str, torch.Tensor] = {}
         for piece in stage.pieces:
             whole = self._whole_tensor(piece.name)
             if isinstance(whole, nn.Parameter):
-                parameter = self._placed.of(whole, piece)
+                parameter = self._rank_parameters.of(whole, piece)
                 if id(parameter) not in leaves:
-                    local = nn.Parameter(self._placed.read(parameter), parameter.requires_grad)
+                    local = nn.Parameter(self._rank_parameters.read(parameter), parameter.requires_grad)
                     leaves[id(parameter)] = ParameterLeaf(id(parameter), local, piece, (0, 0))
                 tensors[piece.attribute] = leaves[id(parameter)].tensor
             else:

@@ -45,7 +45,7 @@ class RankedModule(PipelinedModule):
     ) -> None:
         """`devices`: one a rank. `decide(example, measurements)` plans on rank 0, and all ranks measure. `data`: what
         every rank passes to a call."""
-        agreed = _agreed(world, devices, decide)
+        agreed = _one_plan(world, devices, decide)
         super().__init__(model, devices, agreed, plan=plan, settings=settings)
         used = RunSettings() if settings is None else settings
         self._world, self._settings = world, f"data={data!r}, {used}"
@@ -129,7 +129,7 @@ def check_options(options: PlanOptions) -> PlanOptions:
     return replace(options, tune=0)  # plans to compare would run as threads of rank 0
 
 
-def _agreed(world: World, devices: Sequence[Device], decide: DecideTogether) -> Decide:
+def _one_plan(world: World, devices: Sequence[Device], decide: DecideTogether) -> Decide:
     """A plan made on rank 0 and sent to all. Once made, it stays: the parameters lie as it says."""
     known: list[Plan] = []
 

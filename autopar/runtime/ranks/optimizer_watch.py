@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.errors import InputError
 from autopar.runtime.initial_values.missing_values import follow
-from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.optimizers import WHOLE_ONLY, is_cut
 from autopar.runtime.ranks.world import World
 
@@ -63,7 +62,11 @@ class OptimizerWatch:
                 self.before_step(parameters, stepping)
 
     def before_step(self, parameters: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Raise InputError, on all ranks, for a step that would not be that of one process."""
+        """Raise InputError for a step that would not be that of one process.
+
+        Every rank that comes here raises, and shows its error: rank 0 may not be among them, because it skips the step,
+        or its optimizer has no parameter of this model.
+        """
         if not parameters.placed:
             self._waiting.append(ref(optimizer))
             return
@@ -72,11 +75,9 @@ class OptimizerWatch:
         parameters.adopt(optimizer)
         parameters.check_works(optimizer)
         if isinstance(optimizer, WHOLE_ONLY) and self._cut is not None:  # of another rank: all refuse together
-            raise on_all_ranks(
-                InputError(
-                    f"torch.optim.{type(optimizer).__name__} cannot step parts of a parameter, and '{self._cut}' is "
-                    "cut over ranks: use AdamW or SGD, or a plan that leaves parameters and states whole"
-                )
+            raise InputError(
+                f"torch.optim.{type(optimizer).__name__} cannot step parts of a parameter, and '{self._cut}' is cut "
+                "over ranks: use AdamW or SGD, or a plan that leaves parameters and states whole"
             )
 
 
@@ -104,10 +105,8 @@ def _refuse_plain_scaler() -> None:
         if isinstance(owner, torch.amp.GradScaler):
             if getattr(owner, "agrees_over_ranks", False) or not owner.is_enabled():
                 return
-            raise on_all_ranks(
-                InputError(
-                    f"{type(owner).__name__}.step() skips by the gradients of its own rank alone, so that ranks would "
-                    "go apart: use autopar.GradScaler, which agrees over ranks, and is torch's with one process"
-                )
+            raise InputError(
+                f"{type(owner).__name__}.step() skips by the gradients of its own rank alone, so that ranks would go "
+                "apart: use autopar.GradScaler, which agrees over ranks, and is torch's with one process"
             )
         frame = frame.f_back

@@ -48,15 +48,15 @@ from autopar.sharding.layouts import placements
 _of_this_process: WeakSet[RankParameters] = WeakSet()
 
 
-def known_by(tensors: Sequence[torch.Tensor]) -> RankParameters | None:
-    """The ranks' parameters that some of `tensors` are of, or were before they were placed.
+def known_by(tensors: Sequence[torch.Tensor]) -> list[RankParameters]:
+    """The ranks' parameters that some of `tensors` are of, or were before they were placed. None in one process.
 
-    None in one process. Without any tensor, as where a rank has nothing of a layer: those of the only model on ranks.
+    Without any tensor, as where a rank has nothing of a layer: those of any model on ranks.
     """
     placed = [one for one in _of_this_process if one.placed]
     if not tensors:
-        return placed[0] if len(placed) == 1 and placed[0].world is current() else None
-    return next((one for one in placed if any(map(one.has, tensors))), None)
+        return [one for one in placed if one.world is current()]
+    return [one for one in placed if any(map(one.has, tensors))]
 
 
 class RankParameters:
@@ -74,7 +74,7 @@ class RankParameters:
         self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
         self.parameters: dict[int, nn.Parameter] = {}  # this rank's, by id
         self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
-        self.apart = ApartGradients()
+        self.apart = ApartGradients(world)
         self._watch = OptimizerWatch(world, self)
         self.failed = False  # a call failed here, so that the ranks may be out of step
 
@@ -102,6 +102,9 @@ class RankParameters:
         self._holdings = holdings(plan, lowered, stages, tensors)
         self._make_meshes(plan, stages)
         every = [h for by_rank in self._holdings.values() for h in by_rank.values()]
+        trained = [self._holdings.get(id(t), {}) for t in tensors.values() if isinstance(t, nn.Parameter)]
+        shared = (len(h.together) > 1 and len(h.row) == 1 for by_rank in trained for h in by_rank.values())
+        self.apart.is_shared = any(shared)
         groups = self._world.groups([ranks for h in every for ranks in (h.row, h.together)])
         for key, tensor in {id(t): t for t in tensors.values()}.items():
             self._new[key] = self._kept(tensor, stages)
@@ -271,6 +274,10 @@ class RankParameters:
         """Whether this rank's stage is the first of those that hold a parameter: several do if it is tied."""
         by_rank = self._holdings[self._old[id(parameter)]]
         return by_rank[self._world.rank].stage == min(held.stage for held in by_rank.values())
+
+    def is_first_of_its_sum(self, key: int) -> bool:
+        """Whether this rank is the first of those that add up their gradients of its parameter with the id `key`."""
+        return self._holdings[self._old[key]][self._world.rank].together[0] == self._world.rank
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """This rank's parameters, once placed."""

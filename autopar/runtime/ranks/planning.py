@@ -23,6 +23,7 @@ from autopar.costs.measured import passes_of
 from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
+from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.places import Place, cores_of, numbered
 from autopar.runtime.ranks.world import World
 from cost_models import Collective, Device, MeasuredCollectives, measure_collectives
@@ -53,6 +54,7 @@ def plan_together(world: World, devices: Sequence[Device], example: Example, dec
             last: tuple[Any, ...] = ("plan", plan.to_json())
         except Exception as error:
             world.broadcast_objects([("failed", error)], 0)
+            on_all_ranks(error)
             raise
         world.broadcast_objects([last], 0)
         return plan
@@ -65,7 +67,7 @@ def _followed(world: World, tasks: _Tasks) -> Plan:
         if order == "plan":
             return Plan.from_json(given[0])
         if order == "failed":
-            raise given[0]
+            raise on_all_ranks(given[0])
         world.gathered(_attempted(tasks, order, given))
 
 

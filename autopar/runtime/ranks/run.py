@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autopar.errors import InputError
 from autopar.runtime.execution import Act
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.outputs import OutputCollector
@@ -28,7 +29,7 @@ from autopar.runtime.transfers import as_leaf
 from autopar.schedule.clock import Phase
 
 _BACKWARDS = (Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT)
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))  # alike on all ranks
 
 
 class RankRun(Run):
@@ -43,7 +44,7 @@ class RankRun(Run):
         batch, so that each starts the backward from its own samples. `accumulates`: leave gradients of ranks apart."""
         assert isinstance(run.executable, RankExecutable)
         super().__init__(run.executable, run.call, run.lock, device_context=run._device_context)
-        self._placed = placed
+        self._rank_parameters = placed
         self._shares, self._accumulates = shares, accumulates
         self._made: dict[int, tuple[torch.Size, torch.dtype]] = {}  # the outputs of the forward that are tensors
         self._wire: Wire | None = None
@@ -132,9 +133,9 @@ class RankRun(Run):
         return {p: outputs[p] for p in self.executable.reads[address.sender, address.receiver]}
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
-        self._placed.failed = True  # unless it gets to the end
+        self._rank_parameters.failed = True  # unless it gets to the end
         if training:
-            sums, one = self.executable.sums, self._placed
+            sums, one = self.executable.sums, self._rank_parameters
             sums.apart = self._accumulates
             sums.leave_out(one.changes.frozen.keys, waiting=one.apart.waiting)
             sums.waiting = {} if sums.apart else one.apart.take({key: one.parameters[key] for key in sums.apart_keys})
@@ -148,7 +149,7 @@ class RankRun(Run):
                     raise
                 raise raised from error.__cause__ or error
         self._may_go_back = keep_graph or not training
-        self._placed.failed = False
+        self._rank_parameters.failed = False
 
     def _execute_and_share(self, *, training: bool, only_backward: bool, keep_graph: bool) -> None:
         super()._execute(training=training, only_backward=only_backward, keep_graph=keep_graph)
@@ -178,6 +179,25 @@ class RankRun(Run):
         dtype = _DTYPES[int(of_microbatches[n])]
         tensors.losses = [torch.tensor(loss, dtype=dtype) for loss in of_microbatches[:n]]
         tensors.has_gradient = has_gradient > 0
+
+    def _check_trains(self) -> None:
+        """The same on all ranks. Where it raises, what waits in `.grad` for another backward waits on."""
+        try:
+            super()._check_trains()
+        except InputError:
+            if not self._accumulates:
+                self._wait_on()
+            raise
+
+    def _wait_on(self) -> None:
+        """Give what `accumulate()` left apart back: its sums over ranks, which this call started, without a gradient
+        of its own. Collective."""
+        sums, one = self.executable.sums, self._rank_parameters
+        found = {key: g for key, g in sums.finish().items() if key in sums.apart_keys}
+        if one.apart.was_taken:
+            parameters = {key: one.parameters[key] for key in sums.apart_keys}
+            stored = {key: one.as_stored(key, g) for key, g in found.items() if one.is_first_of_its_sum(key)}
+            one.apart.put_back(parameters, stored)
 
     def _update_buffers(self) -> None:
         super()._update_buffers()

@@ -195,7 +195,7 @@ class ShareAgreement:
         unknown: list[int | None] = [None] * len(leaves.values)
         dims, n = found if isinstance(found, tuple) else (unknown, -1)
         due, error = self._agreement.is_content_due(), found if isinstance(found, InputError) else None
-        shares, dims = self._agreed(kind, leaves, dims, n, error, due=due)
+        shares, dims = self._agreed_shares(kind, leaves, dims, n, error, due=due)
         wholes = [
             leaf if dim is None else _with_room(leaf, dim, shares)
             for leaf, dim in zip(leaves.values, dims, strict=True)
@@ -217,7 +217,7 @@ class ShareAgreement:
         except InputError as error:
             return error
 
-    def _agreed(
+    def _agreed_shares(
         self,
         kind: CallKind,
         leaves: CallLeaves,

@@ -24,6 +24,7 @@ from autopar.runtime.bound_signature import (
 )
 from autopar.runtime.captures import BoundCall, CallArguments, Captures
 from autopar.runtime.loss_splits import default_target_dims
+from autopar.runtime.model_state import State
 from autopar.runtime.ranks.agreement import compare, digest, weights_digest
 from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
 from autopar.runtime.ranks.holders import StageGrid, check_supported, grids
@@ -44,11 +45,11 @@ class RankCaptures(Captures):
 
     def __init__(self, world: World, parameters: RankParameters, *args: Any) -> None:
         super().__init__(*args)
-        self._world, self._placed = world, parameters
+        self._world, self._rank_parameters = world, parameters
 
     def _captured(self, *args: Any) -> BoundSignature:
         def captured() -> BoundSignature:
-            self._placed.check_known()
+            self._rank_parameters.check_known()
             return super(RankCaptures, self)._captured(*args)
 
         signature: BoundSignature = self._world.outcome("capturing the model", captured)
@@ -86,13 +87,19 @@ class RankSignatures(Signatures):
                 self.after_placing.pop(0)  # unless it failed: a later call must not go on without it
         return bound
 
-    def knows(self, call: CallArguments) -> bool:
-        """Whether `bind` needs no values of the call's tensors: its signature is placed, and its loss studied."""
+    def state(self) -> State:
+        """Of the model, as captures see it."""
         with self.parameters.whole():
-            state = self._captures.state.now()
-            leaves, spec = flattened(call.args, call.kwargs)
-            fits = (s for s in reversed(self._captures.known) if s.state == state)
-            signature = next((s for s in fits if s.program.bind_flat(leaves, spec) is not None), None)
+            return self._captures.state.now()
+
+    def captured(self, call: CallArguments, state: State) -> BoundSignature | None:
+        """The signature that `bind` would find for a call in this state of the model; None: it would capture."""
+        leaves, spec = flattened(call.args, call.kwargs)
+        fits = (s for s in reversed(self._captures.known) if s.state == state)
+        return next((s for s in fits if s.program.bind_flat(leaves, spec) is not None), None)
+
+    def knows(self, call: CallArguments, signature: BoundSignature | None) -> bool:
+        """Whether `bind` needs no values of the call's tensors: its `signature` is placed, and its loss studied."""
         if signature is None or signature.executable is None or signature.reused:
             return False
         if call.loss is None:
@@ -119,9 +126,9 @@ class RankSignatures(Signatures):
 
     def _place(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         with torch.inference_mode(False):
-            self._placed(signature, plan, check_hints=check_hints)
+            self._place_on_ranks(signature, plan, check_hints=check_hints)
 
-    def _placed(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
+    def _place_on_ranks(self, signature: BoundSignature, plan: Plan, *, check_hints: bool) -> None:
         program, batching = signature.program, signature.batching
         self._compare(signature, plan)
         stage_of = plan.assign(program, batching.storages)

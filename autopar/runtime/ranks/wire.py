@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.capture import torch_private
 from autopar.errors import AutoparError
 from autopar.runtime.error_context import PHASE_NAMES
 from autopar.runtime.mailbox import Aborted, Address, Mailbox
@@ -211,6 +212,11 @@ class Wire(Mailbox):
                 f"stage {address.sender} made a tensor of shape {tuple(value.shape)} and {value.dtype} for stage "
                 f"{address.receiver}, which expects {spec.shape} and {spec.dtype}: its shape depends on values, and "
                 "stages in different processes need shapes that follow from those of the inputs"
+            )
+        if torch_private.is_fake(value):
+            raise AutoparError(
+                f"stage {address.sender} made a tensor without values for stage {address.receiver}: its code, or the "
+                "loss, keeps a tensor from when it was captured"
             )
         return value.detach().contiguous()
 

@@ -67,7 +67,7 @@ print("trained", flush=True)
 WANTED = {
     "world": "PlanError: .*3.*2",
     "models": "InputError: ranks differ in the captured program|InputError: ranks differ in the model's weights",
-    "layers": "InputError: ranks differ in the captured program",
+    "layers": "InputError: ranks differ in the model: module '4': missing on rank 0, in training mode on rank 1",
     "seeds": "InputError: ranks differ in the model's weights: .* on rank 0, .* on rank 1; build the model from",
     "batches": r"InputError: ranks differ in the content of input 'input' \(\(8, 12\) .*\): rank 1 from rank 0",
     "lengths": r"InputError: ranks differ in input 'input': \(4, 12\) torch.float32 on rank 0, \(5, 12\) .* on rank 1",

@@ -1,0 +1,213 @@
+"""The objects that a loss function refers to. Studying it calls it on examples, which must leave no trace in them.
+
+```
+   loss_fn ── closure, defaults, globals that its code names ──> scaler ── attributes ──> _scale: None
+                                            while it is captured: a tensor of the tracer, which has no values
+                                                      afterwards: None again
+```
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_STATELESS = (  # values that keep nothing of a call; export restores what a module assigns
+    *(bool, int, float, str, type(None), torch.dtype, torch.device, torch.Tensor, nn.Module),
+    *(types.BuiltinFunctionType, types.ModuleType, type, list, tuple, dict, set),
+)
+_ATOMS = (  # values that refer to nothing that a call could change by assignment
+    *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor, torch.Generator),
+    *(types.BuiltinFunctionType, types.ModuleType, type, range, slice),
+)
+_DEPTH = 5  # of objects inside objects that are looked into
+_MOST = 10_000  # objects that are looked at: a loss may refer to a whole trainer, and that to its data
+_OF_OTHERS = ("autopar", "torch", "threading", "logging", "multiprocessing", "concurrent", "asyncio")  # packages whose
+# objects are left alone: no loss assigns to them, and other threads may, while the loss is studied
+_ABSENT = object()
+
+
+def refers_to_objects(loss_fn: Any) -> bool:
+    """Whether a loss function reads objects that may keep what they are called with."""
+    seen: set[int] = set()
+
+    def reads(value: Any) -> bool:
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            return any(map(reads, (value.func, *value.args, *value.keywords.values())))
+        if isinstance(value, types.FunctionType):
+            return not _is_of(value.__module__, "torch") and any(map(reads, _read_by(value)))
+        return not isinstance(value, _STATELESS)
+
+    return reads(loss_fn)
+
+
+@contextmanager
+def restored(loss_fn: Any, *, but: type | tuple[type, ...] = ()) -> Iterator[None]:
+    """Afterwards, the objects that `loss_fn` refers to have the attributes and the entries that they had before.
+
+    `but`: classes whose objects may keep what they are given inside. Values of tensors that change in place stay
+    changed.
+    """
+    found = _Snapshot(but)
+    found.add(loss_fn)
+    try:
+        yield
+    finally:
+        found.restore()
+
+
+def _is_of(module: Any, *packages: str) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in packages
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """What a function, and the functions inside it, read or write by name: globals and attributes."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return list(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(map(_names, inner))]))
+
+
+def _read_by(function: types.FunctionType) -> Iterator[Any]:
+    """The values in a function's closure and defaults, and those of the globals that its code names."""
+    for cell in function.__closure__ or ():
+        if cell != types.CellType():
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from function.__dict__.values()
+    names = [name for name in _names(function.__code__) if name in function.__globals__]
+    modules = []
+    for name in names:
+        value = function.__globals__[name]
+        yield value
+        if isinstance(value, types.ModuleType) and not _is_of(value.__name__, *_OF_OTHERS):
+            modules.append(value)
+    for module in modules:  # helper.scaled(loss): what the code names of a user's module
+        yield from (vars(module)[name] for name in _names(function.__code__) if name in vars(module))
+
+
+class _Snapshot:
+    """The attributes and entries of all objects that a value refers to."""
+
+    def __init__(self, but: type | tuple[type, ...]) -> None:
+        self._but = but
+        self._held: dict[int, Any] = {}  # what was looked at, by id: none of it is freed meanwhile
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, value: Any, depth: int = 0) -> None:
+        if isinstance(value, _ATOMS) or id(value) in self._held or depth > _DEPTH or len(self._held) >= _MOST:
+            return
+        self._held[id(value)] = value
+        for inner in list(self._inside(value)):
+            self.add(inner, depth + 1)
+
+    def restore(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def _inside(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, types.FunctionType):
+            if _is_of(value.__module__, *_OF_OTHERS):
+                return
+            self._undo += [_cell(cell) for cell in value.__closure__ or ()]
+            self._undo.append(_entries(value.__globals__, _names(value.__code__)))
+            self._undo.append(_entries(value.__dict__))
+            yield from _read_by(value)
+        elif isinstance(value, functools.partial):
+            yield from (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, types.MethodType):
+            yield from (value.__func__, value.__self__)
+        elif isinstance(value, (tuple, frozenset)):
+            yield from value
+        elif type(value) in (list, collections.deque, set):
+            self._undo.append(_items(value))
+            yield from value
+        elif type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
+            self._undo.append(_entries(value))
+            yield from value.values()
+        elif not isinstance(value, self._but):
+            yield from self._attributes(value)
+
+    def _attributes(self, value: Any) -> Iterator[Any]:
+        """Those of an object."""
+        kind = type(value)
+        if _is_of(kind.__module__, *_OF_OTHERS) and not isinstance(value, (nn.Module, torch.amp.GradScaler)):
+            return
+        try:
+            own: Any = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            own = None
+        if type(own) is dict:
+            self._undo.append(_entries(own))
+            yield from own.values()
+        slots = (getattr(one, "__slots__", ()) for one in kind.__mro__)
+        for names in slots:
+            for name in (names,) if isinstance(names, str) else names:
+                before = getattr(value, name, _ABSENT)
+                if name not in ("__dict__", "__weakref__"):
+                    self._undo.append(_slot(value, name, before))
+                    yield before
+        called = kind.__dict__.get("__call__")
+        if isinstance(called, types.FunctionType):
+            yield called
+
+
+def _cell(cell: types.CellType) -> Callable[[], None]:
+    before = cell.cell_contents if cell != types.CellType() else _ABSENT
+
+    def undo() -> None:
+        if before is _ABSENT:
+            if cell != types.CellType():
+                del cell.cell_contents
+        elif cell == types.CellType() or cell.cell_contents is not before:
+            cell.cell_contents = before
+
+    return undo
+
+
+def _entries(entries: dict[Any, Any], names: list[str] | None = None) -> Callable[[], None]:
+    """`names`: of entries that count; all by default."""
+    before = dict(entries) if names is None else {name: entries.get(name, _ABSENT) for name in names}
+
+    def undo() -> None:
+        for key in list(entries) if names is None else names:
+            if before.get(key, _ABSENT) is _ABSENT:
+                entries.pop(key, None)
+        for key, value in before.items():
+            if entries.get(key, _ABSENT) is not value:
+                entries[key] = value
+
+    return undo
+
+
+def _items(items: Any) -> Callable[[], None]:
+    before = list(items)
+
+    def undo() -> None:
+        if len(items) != len(before) or any(a is not b for a, b in zip(items, before, strict=True)):
+            items.clear()
+            (items.update if isinstance(items, set) else items.extend)(before)
+
+    return undo
+
+
+def _slot(value: Any, name: str, before: Any) -> Callable[[], None]:
+    def undo() -> None:
+        if getattr(value, name, _ABSENT) is before:
+            return
+        if before is _ABSENT:
+            object.__delattr__(value, name)
+        else:
+            object.__setattr__(value, name, before)
+
+    return undo

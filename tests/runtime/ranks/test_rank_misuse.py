@@ -1,0 +1,97 @@
+"""What scripts do wrong, or on some ranks only, ends with an error on all ranks, or changes nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from rank_misuse import (
+    caught_inside_accumulation,
+    changed_on_one_rank,
+    clipped_between,
+    clipped_with_another_model,
+    loss_of_another_dtype,
+    loss_with_a_late_scale,
+    raised_together,
+    refused_where_a_rank_goes_on,
+)
+from rank_pool import RankPool
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-10  # float64
+
+
+@pytest.mark.parametrize(
+    ("n", "plan", "inside"), [(2, "replicas 2", False), (3, "replicas 2,1", False), (3, "replicas 2,1", True)]
+)
+def test_gradients_of_accumulation_outlive_a_refused_call(ranks: RankPool, n: int, plan: str, inside: bool) -> None:
+    """The optimizer's step between is refused on all ranks, also on those that share no parameter."""
+    for found in ranks.run(caught_inside_accumulation, n, plan, inside):
+        assert "returned a loss without a gradient" in found["message"]
+        assert re.match("InputError: an optimizer's step needs the gradients of all ranks", found["step"])
+        assert found["error"] < TOLERANCE
+
+
+@pytest.mark.parametrize("where", ["a global", "a dictionary", "a closure"])
+def test_a_loss_may_set_itself_up_at_its_first_call(ranks: RankPool, where: str) -> None:
+    for found in ranks.run(loss_with_a_late_scale, 2, where):
+        assert max(found.values()) < TOLERANCE
+
+
+CHANGED = {
+    "hook": "the model: module '0': in training mode, with hooks on rank 0, in training mode on rank 1; change",
+    "mode": "the model: module '1': in eval mode on rank 0, in training mode on rank 1; change the model alike",
+    "module": r"the model or in the arguments: only rank 0 would capture the model anew",
+    "default": r"the model: torch: default dtype torch.float64, .* on rank 0, default dtype torch.float32",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "data"), [*((what, "whole") for what in CHANGED), ("hook", "per-rank"), ("module", "per-rank")]
+)
+def test_a_model_that_changes_on_one_rank_is_refused_on_all(ranks: RankPool, what: str, data: str) -> None:
+    """And works again once it is alike."""
+    for message, later in ranks.run(changed_on_one_rank, 2, what, data):
+        assert re.match(f"InputError: ranks differ in {CHANGED[what]}", message), message
+        assert later == ""
+
+
+@pytest.mark.parametrize("what", ["a layer", "both models"])
+def test_clipping_with_two_models_is_that_of_one_process(ranks: RankPool, what: str) -> None:
+    """Also where a rank has none of the parameters, so that it cannot see which model they are of."""
+    for found in ranks.run(clipped_with_another_model, 2, what):
+        assert found["norm"] < 1e-6  # the norm is a float32
+        assert found["gradients"] < TOLERANCE
+
+
+def test_clipping_between_is_refused_also_without_parameters(ranks: RankPool) -> None:
+    *some, nothing = ranks.run(clipped_between, 3)
+    assert (some[0][0], nothing[0]) == ("2", "0")
+    for _, message in (*some, nothing):
+        assert message.startswith("InputError: clip_grad_norm_ needs the gradients of all ranks")
+
+
+def test_a_rank_that_alone_refuses_a_step_shows_why(ranks: RankPool) -> None:
+    (message, _), (other, is_shown_by_first) = ranks.run(refused_where_a_rank_goes_on, 2)
+    assert message == ""
+    assert re.match(r"GradScaler.step\(\) skips by", other)
+    assert not is_shown_by_first
+
+
+def test_what_all_ranks_raise_is_shown_once(ranks: RankPool) -> None:
+    """What rank 0 raises as it plans, and what one rank raises as all save or load."""
+    for found in ranks.run(raised_together, 2):
+        assert [(kind, text[:19]) for kind, text, _ in found] == [
+            ("InfeasibleError", found[0][1][:19]),
+            ("CheckpointError", "writing: OSError: n"),
+            ("CheckpointError", "a mistake of rank 1"),
+        ]
+        assert all(is_shown_by_first for *_, is_shown_by_first in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_a_loss_of_whole_numbers_is_refused_on_all_ranks(ranks: RankPool, dtype: torch.dtype) -> None:
+    for message in ranks.run(loss_of_another_dtype, 2, dtype):
+        assert "returned a loss without a gradient" in message

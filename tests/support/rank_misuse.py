@@ -1,0 +1,175 @@
+"""What scripts do wrong, or on some ranks only: errors that they catch, hooks of one rank, lists without parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_behaviour import message_of
+from rank_cases import Job, mlp
+from rank_training import gradient_error, ready
+from torch import nn
+from torch.nn import functional
+
+import autopar
+from autopar import AutoparError
+from autopar.analysis.example import LossFunction
+from autopar.errors import CheckpointError
+from autopar.runtime.checkpoints.participants import participants
+from autopar.runtime.ranks.one_message import is_on_all_ranks
+
+NO_GRADIENT = "returned a loss without a gradient"
+
+
+def caught_inside_accumulation(plan: str, inside: bool) -> dict[str, Any]:
+    """A call of accumulate(), one whose loss has no gradient, whose error the script catches, and a last one.
+
+    `inside`: the failing call is inside accumulate(), too.
+    """
+    original, pm, x = ready(Job("mlp", plan))
+
+    def step() -> None:
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+
+    def fails() -> None:
+        pm.train_step(x, target=x, loss_fn=lambda y, t: functional.mse_loss(y.detach(), t))
+
+    with pm.accumulate():
+        step()
+        message = message_of(fails) if inside else ""
+    if not inside:
+        message = message_of(fails)
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    refused = message_of(optimizer.step)
+    step()
+    for _ in range(2):
+        functional.mse_loss(original(x), x).backward()
+    return {"message": message, "step": refused, "error": gradient_error(pm, original)}
+
+
+_SCALERS = {"global": torch.amp.GradScaler("cpu", init_scale=8.0)}
+_SCALER = _SCALERS["global"]
+
+
+def loss_with_a_late_scale(where: str) -> dict[str, Any]:
+    """A training step whose loss uses a scaler that sets itself up at its first call."""
+    original, pm, x = ready(Job("mlp", "chain"))
+    for scaler in (_SCALER, inner := torch.amp.GradScaler("cpu", init_scale=8.0)):
+        scaler._scale = scaler._growth_tracker = None
+    losses: dict[str, LossFunction] = {
+        "a global": lambda y, t: _SCALER.scale(functional.mse_loss(y, t)),
+        "a dictionary": lambda y, t: _SCALERS["global"].scale(functional.mse_loss(y, t)),
+        "a closure": lambda y, t: inner.scale(functional.mse_loss(y, t)),
+    }
+    loss = pm.train_step(x, target=x, loss_fn=losses[where])
+    wanted = 8 * functional.mse_loss(original(x), x)
+    wanted.backward()
+    return {"loss": (loss - wanted).abs().item(), "error": gradient_error(pm, original)}
+
+
+def changed_on_one_rank(what: str, data: str) -> list[str]:
+    """What a step raises after a change of the model on rank 0 alone, and what the next one raises without it."""
+    _, pm, x = ready(Job("mlp", "replicas 2"), data=data)
+    model, found = pm.unwrap(), []
+
+    def step() -> None:
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+
+    step()
+    first = dist.get_rank() == 0
+    before = model[1]
+    if first and what == "hook":
+        hook = model[0].register_forward_hook(lambda *_: None)
+    elif first and what == "mode":
+        before.eval()
+    elif first and what == "module":
+        model[1] = copy.deepcopy(before)
+    elif first and what == "default":
+        torch.set_default_dtype(torch.float64)
+    found.append(message_of(step))
+    torch.set_default_dtype(torch.float32)
+    if first and what == "hook":
+        hook.remove()
+    before.train()
+    model[1] = before
+    found.append(message_of(step))
+    return found
+
+
+def clipped_with_another_model(what: str) -> dict[str, float]:
+    """Errors of clipping with two models on ranks: the first layer of one, or all parameters of both."""
+    original, pm, x = ready(Job("mlp", "chain"))
+    other, second, _ = ready(Job("mlp", "chain"))
+    for pipelined, plain, scale in ((pm, original, 1.0), (second, other, 3.0)):
+        pipelined.train_step(x, target=x, loss_fn=lambda y, t, scale=scale: scale * functional.mse_loss(y, t))
+        (scale * functional.mse_loss(plain(x), x)).backward()
+    if what == "a layer":  # none of it is on the last rank
+        ours = [p for name, p in pm.named_parameters() if name.startswith("0.")]
+        theirs = list(original[0].parameters())
+    else:
+        ours = [*pm.parameters(), *second.parameters()]
+        theirs = [*original.parameters(), *other.parameters()]
+    norm = autopar.clip_grad_norm_(ours, 1e-3)
+    wanted = nn.utils.clip_grad_norm_(theirs, 1e-3)
+    errors = [gradient_error(pm, original), gradient_error(second, other)]
+    return {"norm": abs(norm.item() / wanted.item() - 1), "gradients": max(errors)}
+
+
+def clipped_between() -> list[str]:
+    """What clipping a layer, of which the last rank has nothing, raises while gradients wait, and of which ranks."""
+    pms = [ready(Job("mlp", plan)) for plan in ("replicas 2,1", "replicas 2,1")]
+    for _, pm, x in pms:
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+        pm.zero_grad()
+    _, pm, x = pms[0]
+    with pm.accumulate():
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    ours = [p for name, p in pm.named_parameters() if name.startswith("0.")]
+    return [str(len(ours)), message_of(lambda: autopar.clip_grad_norm_(ours, 1.0))]
+
+
+def refused_where_a_rank_goes_on() -> tuple[str, bool]:
+    """What a step of torch's own scaler raises, which the first rank skips for its gradients, and whether the error
+    counts as one that rank 0 shows."""
+    _, pm, x = ready(Job("mlp", "chain"))
+    pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    if dist.get_rank() == 0:
+        next(pm.parameters()).grad.to_local().fill_(torch.inf)
+    _, text, is_shown_by_first = raised_by(lambda: scaler.step(torch.optim.SGD(pm.parameters(), lr=0.1)))
+    return text, is_shown_by_first
+
+
+def raised_by(call: Callable[[], Any]) -> tuple[str, str, bool]:
+    """Class and message of the error that `call` raises, and whether it counts as one that rank 0 shows."""
+    try:
+        call()
+    except AutoparError as error:
+        return type(error).__name__, str(error), is_on_all_ranks(error)
+    return "", "", False
+
+
+def raised_together() -> list[tuple[str, str, bool]]:
+    """Errors in planning and in checkpoints, of one rank or of all."""
+    torch.manual_seed(0)
+    pm, x, team = autopar.parallelize(mlp(), memory_limit=10), torch.randn(8, 12), participants()
+
+    def fails(error: Exception) -> None:
+        if dist.get_rank() == 1:
+            raise error
+
+    return [
+        raised_by(lambda: pm.train_step(x, target=x, loss_fn=functional.mse_loss)),
+        raised_by(lambda: team.done("writing", lambda: fails(OSError("no space")))),
+        raised_by(lambda: team.done("reading", lambda: fails(CheckpointError("a mistake of rank 1")))),
+    ]
+
+
+def loss_of_another_dtype(dtype: torch.dtype) -> str:
+    """The message for a loss that counts, without a gradient."""
+    _, pm, x = ready(Job("mlp", "chain"))
+    return message_of(lambda: pm.train_step(x, target=x, loss_fn=lambda y, t: (y > t).sum().to(dtype)))

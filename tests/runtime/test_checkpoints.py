@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
     "rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
     "groups": lambda m: torch.optim.AdamW(
         [{"params": [m.a.weight, m.b.weight], "lr": 0.1}, {"params": [m.a.bias, m.norm.weight]}], lr=0.01
     ),
@@ -49,14 +50,13 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> list[float]:
-    losses = []
-    for _ in range(n):
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(torch.randn(4, 8)).square().mean()
+        loss: torch.Tensor = model(torch.randn(4, 8)).square().mean()
         loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return loss
+
+    return [float(optimizer.step(closure)) for _ in range(n)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

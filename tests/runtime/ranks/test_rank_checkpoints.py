@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rank_cases import Job
-from rank_checkpoints import Run, copied_first, extras, killed_while_saving, losses, messages
+from rank_checkpoints import Run, copied_first, extras, killed_while_saving, losses, messages, states_go_on
 from rank_pool import RankFailure, RankPool
 from torch import nn
 
@@ -113,6 +113,19 @@ def test_dropout_of_ranks_goes_on_in_one_process(ranks: RankPool, tmp_path: Path
     job = Job("mlp with dropout", "chain")
     whole = run(ranks, Run(job, tmp_path, steps=8, save_at=4), 2)
     assert losses(Run(job, tmp_path, steps=4, load=True, seed=9)) == pytest.approx(whole[4:], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "degrees"),
+    [("adafactor", {}), ("lbfgs", {}), ("lbfgs", {"data": 1, "tensor": 2}), ("adamw", {})],
+    ids=["adafactor", "lbfgs", "lbfgs, parts of weights", "adamw"],
+)
+def test_states_of_other_shapes_than_the_parameter_go_on(
+    ranks: RankPool, tmp_path: Path, optimizer: str, degrees: dict[str, int]
+) -> None:
+    for found in ranks.run(states_go_on, 2, tmp_path, optimizer, degrees):
+        assert len(found) == 3
+        assert max(found.values()) < 1e-9, found
 
 
 @pytest.mark.parametrize("point", ["before writing", "after writing", "before the manifest", "before the last name"])

@@ -114,6 +114,20 @@ def killed_while_saving(folder: Path, point: str) -> None:
     autopar.save(folder, model, step=2)
 
 
+def killed_while_saving_in_the_background(folder: Path) -> None:
+    """Rank 1; rank 0 waits for the checkpoint, twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if dist.get_rank() == 1:
+        directories.File.of = _killed  # type: ignore[method-assign,assignment]
+    pending = autopar.save(folder, model, step=2, asynchronous=True)
+    messages = [message_of(pending.wait) for _ in range(2)]
+    assert messages[0] == messages[1]
+    said = f"CheckpointError: {folder}/step-00000002 cannot be saved: AutoparError: rank 1 failed"
+    assert messages[0].startswith(said)
+    assert "its process ended: killed, or crashed" in messages[0]
+
+
 def _killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

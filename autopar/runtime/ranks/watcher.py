@@ -93,6 +93,13 @@ def watched(what: str) -> Iterator[None]:
         yield
 
 
+def lost(error: BaseException) -> BaseException:
+    """What to raise in the place of an error outside of the caller's thread: AutoparError for a broken connection."""
+    if _watcher is None or _watcher.stopped or not is_lost_connection(error):
+        return error
+    return _watcher.lost(error)
+
+
 def _watch_uncaught_errors() -> None:
     """An error that ends the script ends all ranks: they would wait for this one."""
     before = sys.excepthook
@@ -225,6 +232,10 @@ class Watcher:
         _listen_to_signals()
         for thread in self._threads:
             thread.start()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped.is_set()
 
     def stop(self) -> None:
         """This rank ends in good order, or its process group does."""

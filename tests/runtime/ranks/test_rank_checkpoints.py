@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 from rank_cases import Job
-from rank_checkpoints import Run, copied_first, extras, killed_while_saving, losses, messages, states_go_on
+from rank_checkpoints import (
+    Run,
+    copied_first,
+    extras,
+    killed_while_saving,
+    killed_while_saving_in_the_background,
+    losses,
+    messages,
+    states_go_on,
+)
 from rank_pool import RankFailure, RankPool
 from torch import nn
 
@@ -154,6 +163,11 @@ def test_a_kill_during_saving_leaves_a_checkpoint_that_can_be_used(ranks: RankPo
     assert found is not None
     assert found.step == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_kill_during_saving_in_the_background_is_said_by_wait(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.outcomes(killed_while_saving_in_the_background, 2, tmp_path, within=30.0)
+    assert found == ["returned", "ended"], found[0]
 
 
 def test_mistakes_are_refused_in_the_same_words_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rank_faults import caught_on_all_ranks, caught_on_one_rank, interrupted_while_waiting, train
+from rank_faults import caught_on_all_ranks, caught_on_one_rank, interrupted_while_waiting, saved_on_one_rank, train
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -66,6 +66,18 @@ def test_an_interrupted_wait_ends_all_ranks(ranks: RankPool, tmp_path: Path) -> 
     assert ranks.outcomes(interrupted_while_waiting, 2, tmp_path, within=30.0) == ["ended", "ended"]
     for text in said(tmp_path, 2):
         assert "rank 0 failed in call 2, train_step: KeyboardInterrupt" in text
+
+
+def test_ranks_that_wait_in_different_calls_end(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.outcomes(saved_on_one_rank, 2, tmp_path, within=30.0)
+    assert not {"returned", "still runs"} & set(found)
+    calls = ["call 3, save", "call 3, train_step"]
+    for text, outcome in zip(said(tmp_path, 2), found, strict=True):
+        assert any(
+            f"rank {one} failed in {calls[one]}: rank {1 - one} is in another call 3, {what}, and both wait"
+            in text + outcome
+            for one, what in ((0, "train_step"), (1, "save"))
+        ), (text, outcome)
 
 
 def test_an_error_that_all_ranks_catch_ends_nothing(ranks: RankPool) -> None:

@@ -35,12 +35,12 @@ def bucketed(seconds: Callable[[float], float], nbytes: float) -> float:
     """Seconds for `nbytes` in buckets, equal to `ReductionCurve.at`. `seconds`: of one collective, by its bytes."""
     if nbytes <= 0:
         return 0.0
-    below, weight, buckets = Position.of(np.array(float(nbytes)))
+    below, weight, buckets = SizePosition.of(np.array(float(nbytes)))
     smaller, larger = (seconds(float(size)) for size in _SIZES[below : below + 2])
     return float(buckets * (smaller * (1 - weight) + larger * weight))
 
 
-class Position(NamedTuple):
+class SizePosition(NamedTuple):
     """Where numbers of bytes lie among the sizes that a curve knows. All curves share the sizes."""
 
     below: np.ndarray  # index of the next smaller size
@@ -48,7 +48,7 @@ class Position(NamedTuple):
     buckets: np.ndarray  # at least 1; 0 where there are no bytes
 
     @classmethod
-    def of(cls, nbytes: np.ndarray) -> Position:
+    def of(cls, nbytes: np.ndarray) -> SizePosition:
         within = np.minimum(nbytes, BUCKET)
         below = np.clip(np.searchsorted(_SIZES, within, side="right") - 1, 0, len(_SIZES) - 2)
         weight = (within - _SIZES[below]) / (_SIZES[below + 1] - _SIZES[below])
@@ -74,7 +74,7 @@ class ReductionCurve:
         """Seconds of a full bucket."""
         return self.seconds[-1]
 
-    def at(self, position: Position) -> np.ndarray:
+    def at(self, position: SizePosition) -> np.ndarray:
         known = np.array(self.seconds)
         between = known[position.below] * (1 - position.weight) + known[position.below + 1] * position.weight
         return np.asarray(position.buckets * between)

@@ -27,12 +27,19 @@ from autopar.costs.cost_table import Calls
 from autopar.errors import first_line
 from autopar.lower.device_values import GROUP, KEPT
 from autopar.lower.rerun_groups import rerunning
+from autopar.lower.size_values import SizeSplit, split_by_sizes
 from autopar.lower.split_backward import input_part
 from autopar.lower.stages import Constant, Lowered, StageProgram, lower
 from autopar.plan.recompute import Recompute
 from cost_models.graphs import Loss, get_attribute, on_meta, storage_key, tensors_in
 from cost_models.measuring.autocast import Autocast
-from cost_models.memory.micro_batch_memory import MicroBatchMemory, PassConditions, TensorSpec, micro_batch_memory
+from cost_models.memory.micro_batch_memory import (
+    MicroBatchMemory,
+    PassConditions,
+    SplitBackward,
+    TensorSpec,
+    micro_batch_memory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +98,7 @@ class StepRehearsal:
         self._lowered: dict[tuple[Any, ...], Lowered] = {}
         self._known: dict[Any, MicroBatchMemory] = {}
         self._signatures: dict[int, tuple[Any, ...]] = {}
+        self._splits: dict[int, SizeSplit | None] = {}
 
     @classmethod
     def of(
@@ -187,12 +195,26 @@ class StepRehearsal:
             split = input_part if in_parts else None
             try:
                 with torch.device("cpu"):
-                    self._known[key] = micro_batch_memory(
-                        stage.module, whole, several=several, split=split, reruns=_rerunning if stage.reruns else None
-                    )
+                    self._known[key] = self._rehearsed(stage, whole, several, split)
             except RuntimeError as error:  # torch's for what has no result without values; NotImplementedError is one
                 raise NotRehearsed(f"an operator of stage {index} needs values: {first_line(error)}") from error
         return self._known[key]
+
+    def _rehearsed(
+        self, stage: StageProgram, passes: PassConditions, several: bool, split: SplitBackward | None
+    ) -> MicroBatchMemory:
+        """What follows from the sizes of its inputs alone, a stage computes once. One whose layers run again is
+        rehearsed as if every micro-batch did, which states no less."""
+        if stage.reruns:
+            return micro_batch_memory(stage.module, passes, several=several, split=split, reruns=_rerunning)
+        key = id(stage)
+        if key not in self._splits:
+            self._splits[key] = split_by_sizes(stage.module) if stage.shards == 1 else None
+        apart = self._splits[key]
+        if apart is None:
+            return micro_batch_memory(stage.module, passes, several=several, split=split)
+        sizes = [passes.inputs[place].shape[dim] for place, dim in apart.sizes]
+        return micro_batch_memory(apart.rest, passes, several=several, split=split, shared=(apart.values, sizes))
 
     def _stage_inputs(self, lowered: Lowered, stage: StageProgram, rows: int, kind: str) -> tuple[list[Any], int]:
         """The inputs of a stage, and how many of them are views of the caller's batch: on a CPU it is not copied."""

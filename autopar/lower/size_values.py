@@ -28,7 +28,7 @@ _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.floordiv, oper
 
 
 @dataclass(frozen=True)
-class Split:
+class SizeSplit:
     """The two graphs of a stage."""
 
     sizes: tuple[tuple[int, int], ...]  # (input of the stage, dimension): what `values` takes, in this order
@@ -56,7 +56,7 @@ def values_of_sizes(module: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def split_by_sizes(module: fx.GraphModule) -> Split | None:
+def split_by_sizes(module: fx.GraphModule) -> SizeSplit | None:
     """`module` in two; None where it computes nothing from sizes alone."""
     own = values_of_sizes(module)
     kept = [node for node in module.graph.nodes if node in own and any(user not in own for user in node.users)]
@@ -82,7 +82,7 @@ def split_by_sizes(module: fx.GraphModule) -> Split | None:
         if node.target in _ARITHMETIC and not node.users:
             rest.erase_node(node)  # only the values needed it
     name = type(module).__name__
-    return Split(
+    return SizeSplit(
         tuple((inputs.index(size.args[0]), int(size.args[1])) for size in sizes),
         fx.GraphModule(module, values, class_name=f"{name}Sizes"),
         fx.GraphModule(module, rest, class_name=name),

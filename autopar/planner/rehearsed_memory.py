@@ -202,6 +202,7 @@ class _Step:
         nbytes += sum(int(self._weight(one).state(self._conditions.optimizer)) for one in self._updated(slot, stages))
         if self._shared:
             nbytes += max(self._stages[stage].batch_bytes for stage in stages)
+        nbytes += sum(self._passes[stage, rows].shared for stage in stages for rows in dict.fromkeys(self._sizes))
         if len(self._stages) - 1 in stages and self._costs.training:
             nbytes += self._rehearsal.target_bytes
         return nbytes

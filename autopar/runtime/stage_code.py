@@ -21,7 +21,7 @@ from torch import fx, nn
 from autopar.capture import torch_private
 from autopar.errors import InputError
 from autopar.lower.random_operators import from_global_generator, keep_from_compiler
-from autopar.lower.size_values import Split
+from autopar.lower.size_values import SizeSplit
 from autopar.lower.stages import StageProgram
 from cost_models.hardware.devices import Device
 
@@ -103,7 +103,7 @@ class KeptSizeValues:
     It keeps that for the last few sizes: a plan has one or two micro-batch sizes, for every length of its samples.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: SizeSplit) -> None:
         self._sizes, self._values, self.module = split.sizes, split.values.forward, split.rest
         self._code = found_at_once(split.rest)
         self._known: OrderedDict[Any, tuple[torch.Tensor, ...]] = OrderedDict()

@@ -31,11 +31,14 @@ from cost_models.memory.step_memory import BLOCK
 
 META = torch.device("meta")
 
-Split = Callable[[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]], tuple[Any, Any]]
+SplitBackward = Callable[[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]], tuple[Any, Any]]
 """A backward in two parts: (roots with their gradients, inputs) -> gradients of the inputs, the rest with `run()`."""
 
 Reruns = Callable[[fx.GraphModule, Callable[[], AbstractContextManager[Any]]], fx.GraphModule]
 """The same code with groups of operators that run again in the backward, each time in a context."""
+
+Shared = tuple[fx.GraphModule, Sequence[int]]
+"""A graph and the sizes that it takes: it computes tensors that all micro-batches of these sizes share."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class MicroBatchMemory:
     keeps_gradients: bool = False  # the weight part needs gradients that the input part has received
     keeps_sent: int = 0  # bytes of `input_gradients` that the weight part needs, too
     casts: int = 0  # bytes of parameters cast by autocast, from the first forward to the end of all passes
+    shared: int = 0  # bytes of inputs that all micro-batches of this size share, in all steps
 
 
 @dataclass(frozen=True)
@@ -115,14 +119,15 @@ def micro_batch_memory(
     passes: PassConditions,
     *,
     several: bool = True,
-    split: Split | None = None,
+    split: SplitBackward | None = None,
     reruns: Reruns | None = None,
+    shared: Shared | None = None,
 ) -> MicroBatchMemory:
     """The memory of a micro-batch's passes through a flat graph. About half a millisecond an operator and pass.
 
     `several`: micro-batches come one after the other; else only the first is rehearsed. `split`: the backward comes in
-    two parts. `reruns`: what of the graph runs again for its backward. Buffers and parameters are not counted,
-    gradients of parameters are.
+    two parts. `reruns`: what of the graph runs again for its backward. `shared`: makes what the graph takes before its
+    inputs. Buffers and parameters are not counted, gradients of parameters are.
 
     Raises:
         ValueError: an unknown device type.
@@ -130,18 +135,18 @@ def micro_batch_memory(
     """
     if passes.device_type not in BLOCK:
         raise ValueError(f"unknown device type {passes.device_type!r}; known are {', '.join(BLOCK)}")
-    rehearsal = _Rehearsal(module, passes, split, reruns, caller_keeps=passes.start == "caller" and not several)
+    caller_keeps = passes.start == "caller" and not several
+    rehearsal = _Rehearsal(module, passes, split, reruns, shared, caller_keeps)
     forward = rehearsal.forward()
     if not passes.training:
-        return MicroBatchMemory(forward, (), (), rehearsal.outputs, 0, casts=rehearsal.casts)
+        return MicroBatchMemory(forward, (), (), rehearsal.outputs, 0, casts=rehearsal.casts, shared=rehearsal.shared)
     first = later = rehearsal.backward()
     if several:
         rehearsal.forward()
         later = rehearsal.backward()
     sent, keeps = rehearsal.input_gradients, rehearsal.keeps_gradients
-    return MicroBatchMemory(
-        forward, first, later, rehearsal.outputs, sent, keeps, rehearsal.keeps_sent, rehearsal.casts
-    )
+    known = rehearsal.keeps_sent, rehearsal.casts, rehearsal.shared
+    return MicroBatchMemory(forward, first, later, rehearsal.outputs, sent, keeps, *known)
 
 
 class _Rehearsal:
@@ -151,8 +156,9 @@ class _Rehearsal:
         self,
         module: fx.GraphModule,
         passes: PassConditions,
-        split: Split | None,
+        split: SplitBackward | None,
         reruns: Reruns | None,
+        shared: Shared | None,
         caller_keeps: bool,
     ) -> None:
         """`caller_keeps`: the outputs, which are those of the model, to the step's end."""
@@ -170,6 +176,11 @@ class _Rehearsal:
         self._gradients = [bool(isinstance(x, torch.Tensor) and x.requires_grad) for x in own]
         there = [*self._module.parameters(), *self._module.buffers(), *tensors_in(self._pieces), *passes.known]
         self._allocations.record(there)
+        self._values: tuple[Any, ...] = ()  # that all micro-batches share
+        if shared is not None:
+            with torch.inference_mode(False), torch.no_grad(), self._as_on_device():
+                self._values = run_nodes(private_copy(shared[0], META), shared[1])
+        self.shared = sum(self._allocations.nbytes[place] for place in {*self._allocations.record(self._values)})
         self._leaves: list[Any] = []  # inputs of the graph
         self._kept: tuple[Any, ...] | None = None  # outputs with their history
         self._result: torch.Tensor | None = None  # the loss
@@ -268,7 +279,7 @@ class _Rehearsal:
         keep_nothing = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _forgotten)
         forgetting = self._passes.recompute and self._passes.training and not again
         with keep_nothing if forgetting else nullcontext():
-            return run_nodes(self._code, self._leaves)
+            return run_nodes(self._code, [*self._values, *self._leaves])
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -285,7 +296,7 @@ class _Rehearsal:
             self._send()
         return self._change()
 
-    def _backward_in_parts(self, split: Split) -> tuple[MemoryChange, MemoryChange]:
+    def _backward_in_parts(self, split: SplitBackward) -> tuple[MemoryChange, MemoryChange]:
         with self._recorded(grad=True):
             wanted = [x for x in self._leaves if isinstance(x, torch.Tensor) and x.requires_grad]
             roots = self._roots()

@@ -242,6 +242,7 @@ def test_ctrl_c_at_any_line_of_the_caller_leaves_nothing_behind(way: str, ctrl_c
             watching_lines(step, look)
 
     step()
+    trial.pm.zero_grad()  # as before every interrupted step
     lines: dict[tuple[str, int], None] = {}
     watching_lines(step, lambda line: lines.setdefault(line))
     trial.pm.zero_grad()

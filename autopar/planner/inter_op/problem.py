@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.costs.gradient_reduction import BUCKET, Position, ReductionCurve
+from autopar.costs.gradient_reduction import BUCKET, ReductionCurve, SizePosition
 from autopar.costs.sends import Lane
 from autopar.plan.recompute import Recompute
 from autopar.planner.inter_op.atom_times import Behind, CoreSeconds, PassSeconds
@@ -119,9 +119,9 @@ class Gradients:
     nbytes: np.ndarray
 
     @cached_property
-    def position(self) -> Position:
+    def position(self) -> SizePosition:
         """Where they lie on all curves."""
-        return Position.of(self.nbytes)
+        return SizePosition.of(self.nbytes)
 
 
 @dataclass(frozen=True)

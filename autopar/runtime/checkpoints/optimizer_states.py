@@ -28,7 +28,7 @@ STATE = "optimizer.state."
 
 
 @dataclass
-class Group:
+class ParameterGroup:
     """One parameter group."""
 
     options: dict[str, Any]  # lr, betas, ...
@@ -39,7 +39,7 @@ class Group:
 class SmallStates:
     """What is not a tensor of its own in the checkpoint."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ParameterGroup] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter: step counts and the like
 
     def joined(self, others: Sequence[SmallStates]) -> SmallStates:
@@ -48,7 +48,7 @@ class SmallStates:
             counts = ", ".join(str(len(one.groups)) for one in others)
             raise InputError(f"the ranks' optimizers differ in their number of parameter groups: {counts}")
         groups = [
-            Group(_options_of([one.groups[i] for one in others]), list(dict.fromkeys(_names(others, i))))
+            ParameterGroup(_options_of([one.groups[i] for one in others]), list(dict.fromkeys(_names(others, i))))
             for i in range(len(self.groups))
         ]
         values: dict[str, dict[str, Any]] = {}
@@ -57,7 +57,7 @@ class SmallStates:
         return SmallStates(groups, values)
 
 
-def _options_of(groups: Sequence[Group]) -> dict[str, Any]:
+def _options_of(groups: Sequence[ParameterGroup]) -> dict[str, Any]:
     """Those of a rank that has parameters of the group, if there is one."""
     return next((group for group in groups if group.names), groups[0]).options
 
@@ -96,7 +96,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
     names, tensors, small = names_of(model, optimizer), {}, SmallStates()
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
-        small.groups.append(Group(options, [names[id(p)] for p in group["params"]]))
+        small.groups.append(ParameterGroup(options, [names[id(p)] for p in group["params"]]))
     for parameter, state in optimizer.state.items():
         if id(parameter) not in names:
             continue
@@ -236,7 +236,9 @@ def _beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _saved_group(i: int, names: Sequence[str], by_name: Mapping[str, int], groups: Sequence[Group], n: int) -> Group:
+def _saved_group(
+    i: int, names: Sequence[str], by_name: Mapping[str, int], groups: Sequence[ParameterGroup], n: int
+) -> ParameterGroup:
     """The saved group that an optimizer's group i of n, with the parameters `names` on this rank, continues."""
     unknown = [name for name in names if name not in by_name]
     if unknown:

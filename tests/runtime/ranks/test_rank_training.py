@@ -191,6 +191,8 @@ REFUSED = {
     ("Rprop", "hand tensor=2"): "torch.optim.Rprop cannot step parts of a parameter",
 }
 
+ROUNDED = {("Muon", "hand tensor=2"): 2**-6}  # bfloat16 has 8 bits
+
 
 @slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -203,7 +205,7 @@ def test_every_optimizer_steps_as_in_one_process_or_is_refused(ranks: RankPool, 
                 assert re.match(f"InputError: {REFUSED[name, plan]}", str(one)), one
             else:
                 assert isinstance(one, float), one
-                assert one < 1e-8
+                assert one < ROUNDED.get((name, plan), 1e-8)
 
 
 @slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,7 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
     "rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
     "groups": lambda m: torch.optim.AdamW(
         [{"params": [m.a.weight, m.b.weight], "lr": 0.1}, {"params": [m.a.bias, m.norm.weight]}], lr=0.01
     ),
@@ -49,14 +51,13 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> list[float]:
-    losses = []
-    for _ in range(n):
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(torch.randn(4, 8)).square().mean()
+        loss: torch.Tensor = model(torch.randn(4, 8)).square().mean()
         loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return loss
+
+    return [torch.as_tensor(optimizer.step(closure)).item() for _ in range(n)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -195,6 +196,53 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(
     assert started.done
     assert list(tmp_path.iterdir()) == []
     assert autopar.save(tmp_path, model, step=2, asynchronous=True).wait() == tmp_path / "step-00000002"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gloo: Connection closed by peer"), MemoryError(), SystemExit()])
+def test_whatever_ends_a_save_in_the_background_is_raised_by_every_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    model, words = nn.Linear(2, 2), f"step-00000001 cannot be saved: .*({type(error).__name__}|Connection closed)"
+
+    def write(_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving._Writing, "write", write)
+        started = autopar.save(tmp_path, model, step=1, asynchronous=True)
+        for _ in range(2):
+            with pytest.raises(autopar.CheckpointError, match=words):
+                started.wait()
+    autopar.save(tmp_path, model, step=2)  # does not raise it again
+
+
+def test_an_asynchronous_save_copies_what_modules_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counts(nn.Linear):
+        seen: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.seen
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state
+
+    model, other, goes_on = Counts(2, 2), Counts(2, 2), threading.Event()
+    model.seen = {"numbers": [1], "mean": torch.ones(2)}
+    write = saving._Writing.write
+
+    def later(self: Any) -> None:
+        goes_on.wait()
+        write(self)
+
+    monkeypatch.setattr(saving._Writing, "write", later)
+    started = autopar.save(tmp_path, model, step=1, asynchronous=True)
+    model.seen["numbers"].append(2)
+    model.seen["mean"].zero_()
+    goes_on.set()
+    started.wait()
+    autopar.load(tmp_path, other)
+    assert other.seen["numbers"] == [1]
+    assert other.seen["mean"].tolist() == [1.0, 1.0]
 
 
 def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:

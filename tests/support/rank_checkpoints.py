@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_cases import MODELS, Job, loss_of, plan_of
+from rank_states import OPTIMIZERS, ready, square
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.runtime.checkpoints import directories
@@ -112,6 +114,20 @@ def killed_while_saving(folder: Path, point: str) -> None:
     autopar.save(folder, model, step=2)
 
 
+def killed_while_saving_in_the_background(folder: Path) -> None:
+    """Rank 1; rank 0 waits for the checkpoint, twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if dist.get_rank() == 1:
+        directories.File.of = _killed  # type: ignore[method-assign,assignment]
+    pending = autopar.save(folder, model, step=2, asynchronous=True)
+    messages = [message_of(pending.wait) for _ in range(2)]
+    assert messages[0] == messages[1]
+    said = f"CheckpointError: {folder}/step-00000002 cannot be saved: AutoparError: rank 1 failed"
+    assert messages[0].startswith(said)
+    assert "its process ended: killed, or crashed" in messages[0]
+
+
 def _killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -144,6 +160,53 @@ def message_of(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def states_go_on(folder: Path, name: str, degrees: dict[str, Any]) -> dict[str, float]:
+    """How far parameters are, after steps that follow a checkpoint, from those of one process without checkpoints. By
+    way: from ranks to ranks, from ranks to one process, from one process to ranks."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, n: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = square(model, x)
+            loss.backward()
+            return loss
+
+        for _ in range(n):
+            optimizer.step(closure)
+
+    def made(on_ranks: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        pair = ready(0, **degrees)
+        model = pair[1] if on_ranks else pair[0]
+        return model, OPTIMIZERS[name](model.parameters())
+
+    x = ready(0, **degrees)[2]
+    plain, wanted = made(False)
+    step(plain, wanted, x, 3)
+    autopar.save(folder / "plain", plain, wanted, step=3)
+    step(plain, wanted, x, 3)
+    pm, optimizer = made(True)
+    step(pm, optimizer, x, 3)
+    autopar.save(folder / "ranks", pm, optimizer, step=3)
+    found = {}
+    for way, source, on_ranks in (
+        ("ranks to ranks", "ranks", True),
+        ("ranks to one process", "ranks", False),
+        ("one process to ranks", "plain", True),
+    ):
+        model, late = made(on_ranks)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        autopar.load(folder / source, model, late)
+        step(model, late, x, 3)
+        others = dict(plain.named_parameters())
+        found[way] = max(
+            ((p.full_tensor() if isinstance(p, DTensor) else p) - others[n]).abs().max().item()
+            for n, p in model.named_parameters()
+        )
+    return found
 
 
 def extras(folder: Path, save: bool) -> Any:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan
+from autopar.runtime.ranks import heartbeats
 from autopar.runtime.ranks.parameters import RankParameters
 
 N_STEPS = 6
@@ -84,6 +85,21 @@ def interrupted_while_waiting(folder: Path) -> None:
         time.sleep(60)
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+
+
+def saved_on_one_rank(folder: Path) -> None:
+    """Rank 0 alone saves, as scripts for one process do, while the others go on training."""
+    own = dist.get_rank()
+    os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
+    heartbeats.DIFFERENT = 2.0
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(8, 12)
+    pm = autopar.parallelize(model, plan=Plan.from_split(SPLITS["mlp"][2], n_microbatches=4), cache=False)
+    autopar.save(folder, pm, step=0)
+    for step in range(1, 4):
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+        if own == 0:
+            autopar.save(folder, pm, step=step)
 
 
 def caught_on_all_ranks() -> list[float]:

@@ -15,6 +15,8 @@ from rank_checkpoints import batch, message_of
 from torch import nn
 
 import autopar
+from autopar.runtime.checkpoints.participants import participants
+from autopar.runtime.initial_values import sources
 
 
 def named_values(name: str, tensor: torch.Tensor) -> None:
@@ -49,6 +51,31 @@ def first_losses(job: Job, where: str, weights: Path | None, named: bool = False
         optimizer.step()
         found.append(loss.item())
     return found
+
+
+def sending_fails(rank: int) -> tuple[str, list[float]]:
+    """The error when memory runs out on a rank while rank 0 sends parts; then the first entry of each, sent again."""
+    team = participants()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    targets = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    left, bytes_of = [3], sources._bytes
+    for p in model.parameters():
+        nn.init.constant_(p, 2.0)
+
+    def without_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError("no memory left")
+        return bytes_of(tensor)
+
+    if team.rank == rank:
+        sources._bytes = without_memory
+    source = sources.FirstRankSource(team, model, list(targets))
+    message = message_of(lambda: team.done("no values", lambda: source.fill(targets)))
+    sources._bytes = bytes_of
+    again = sources.FirstRankSource(team, model, list(targets))
+    team.done("no values", lambda: again.fill(targets))
+    return message, [tensor.flatten()[0].item() for tensor in targets.values()]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_cases import mlp
+from rank_checkpoints import message_of
 from torch import nn
 from torch.nn import functional
 
 import autopar
 from autopar import Cluster, InputError, Plan, PlanError
+from autopar.runtime.checkpoints.participants import participants
+from autopar.runtime.ranks import planning
 from autopar.runtime.ranks.world import joined
 from cost_models.measuring.process_links import measure_process_links, probe_process_links
 
@@ -69,6 +73,62 @@ def too_large_a_plan() -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+def passes_fail(where: str) -> list[str]:
+    """Errors on a rank, when the passes of rank 1 fail; and when rank 0 fails with what cannot be pickled."""
+    world = joined()
+    assert world is not None
+    measured: Any = planning.passes_of
+
+    def fail(*_: object, **__: object) -> Any:
+        raise MemoryError("no memory left")
+
+    @contextlib.contextmanager
+    def failing(*_: object) -> Any:
+        if where == "before":
+            fail()
+
+        def passes(device: object, workers: int, rows: int, companions: Any) -> None:
+            companions.wait()
+            if where == "amid":
+                fail()
+            companions.largest(1.0)
+            fail()
+
+        yield passes
+
+    @contextlib.contextmanager
+    def passing(*_: object) -> Any:
+        def passes(device: object, workers: int, rows: int, companions: Any) -> None:
+            companions.wait()
+            companions.largest(1.0)
+
+        yield passes
+
+    planning.passes_of = failing if world.rank == 1 else passing
+    try:
+        example: Any = None
+        devices = world.devices([])
+        messages = [
+            message_of(
+                lambda: planning.plan_together(
+                    world, devices, example, lambda _, ranks: ranks.passes(range(world.size), 2, 4)
+                )
+            )
+        ]
+    finally:
+        planning.passes_of = measured
+
+    def unpicklable(*_: object) -> Any:
+        error = ValueError("of rank 0")
+        error.__dict__["what"] = lambda: None
+        raise error
+
+    messages.append(message_of(lambda: planning.plan_together(world, devices, example, unpicklable)))
+    team = participants()
+    messages.append(message_of(lambda: team.first("it fails", lambda: lambda: None)))
+    return messages
 
 
 def wrapped_in_ddp() -> str:

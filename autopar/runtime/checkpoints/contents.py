@@ -74,7 +74,7 @@ def own_copies(entries: Mapping[str, Any]) -> dict[str, Any]:
 
     def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value
+            return unpacked(packed(value))  # as it would be saved
         local = (value.to_local() if isinstance(value, DTensor) else value).detach()
         key = (local.data_ptr(), value.shape, value.stride(), value.dtype)
         if key not in copies or not local.numel():

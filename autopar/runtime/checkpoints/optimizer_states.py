@@ -2,8 +2,9 @@
 
 Tensors with dimensions, and those of a parameter without any, are entries of the checkpoint of their own, as DTensors
 where the parameter is one: `optimizer.state.layers.0.weight.exp_avg` (the names of torch's
-`get_optimizer_state_dict(flatten_optimizer_state_dict=True)`). Everything else (step counts, None, the options of
-parameter groups) is small and travels as one value.
+`get_optimizer_state_dict(flatten_optimizer_state_dict=True)`). Those inside of a list, as L-BFGS keeps, have their
+place in the name: `old_dirs[3]`. Everything else (step counts, None, the options of parameter groups) is small and
+travels as one value.
 
 A parameter without states stays without: torch's own functions would give it some, by a step with zero gradients.
 """
@@ -11,14 +12,14 @@ A parameter without states stays without: torch's own functions would give it so
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import CheckpointError, InputError
 from autopar.runtime.initial_values.missing_values import follow
@@ -66,6 +67,13 @@ def _names(ranks: Sequence[SmallStates], i: int) -> Iterator[str]:
         yield from one.groups[i].names
 
 
+@dataclass(frozen=True)
+class TensorEntry:
+    """In the place of a tensor of a list: it is the checkpoint's entry of this name."""
+
+    state: str
+
+
 def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """The first name of each of the optimizer's parameters, by id. Raises InputError for one of another model."""
     follow(optimizer)
@@ -93,13 +101,46 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
         if id(parameter) not in names:
             continue
         name = names[id(parameter)]
+        large: dict[str, torch.Tensor] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and _is_like(key, value, parameter):
-                _check_layout(name, key, value, parameter)
-                tensors[f"{STATE}{name}.{key}"] = value
+                large[key] = value
             else:
-                small.values.setdefault(name, {})[key] = _local(value)
+                small.values.setdefault(name, {})[key] = _without_tensors(key, value, large)
+        for key, tensor in large.items():
+            _check_layout(name, key, tensor, parameter)
+            tensors[f"{STATE}{name}.{key}"] = _summed(tensor)
     return tensors, small
+
+
+def _without_tensors(key: str, value: Any, large: dict[str, torch.Tensor]) -> Any:
+    """For pickling. Tensors with dimensions go from lists, tuples and dicts to `large`, by names that begin with
+    `key`; a DTensor of one number has the same on all its ranks."""
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            large[key] = value
+            return TensorEntry(key)
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    return _mapped(value, lambda place, item: _without_tensors(f"{key}[{place}]", item, large))
+
+
+def _mapped(value: Any, change: Callable[[int, Any], Any]) -> Any:
+    """A list, tuple or dict with its items changed, each given its place; anything else as it is."""
+    if type(value) in (list, tuple):
+        return type(value)(change(place, item) for place, item in enumerate(value))
+    if type(value) is dict:
+        return {key: change(place, item) for place, (key, item) in enumerate(value.items())}
+    return value
+
+
+def _summed(value: torch.Tensor) -> torch.Tensor:
+    """Parts of sums added up: torch.distributed.checkpoint would save one rank's part."""
+    if not isinstance(value, DTensor) or not any(one.is_partial() for one in value.placements):
+        return value
+    whole: torch.Tensor = value.redistribute(
+        placements=[Replicate() if one.is_partial() else one for one in value.placements]
+    )
+    return whole
 
 
 def _is_like(key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -114,11 +155,6 @@ def _check_layout(name: str, key: str, value: torch.Tensor, parameter: torch.Ten
             f"the optimizer's state '{key}' of '{name}' is of a part of the parameter, but no DTensor: it cannot be "
             "saved for other plans; use an optimizer of torch.optim whose states have the parameter's shape"
         )
-
-
-def _local(value: Any) -> Any:
-    """For pickling: a DTensor of one number has the same on all its ranks."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def state_keys(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
@@ -171,15 +207,33 @@ def restore(
         name, _, kind = key.removeprefix(STATE).rpartition(".")
         large.setdefault(name, {})[kind] = tensor
     groups, states, number = [], {}, 0
+
+    def filled(name: str, parameter: torch.Tensor, value: Any) -> Any:
+        if isinstance(value, TensorEntry):
+            value = large[name].pop(value.state)
+        if isinstance(value, torch.Tensor):
+            return _beside(parameter, value)
+        return _mapped(value, lambda _, item: filled(name, parameter, item))
+
     for group in optimizer.param_groups:
         own = [names[id(p)] for p in group["params"]]
         numbers = list(range(number, number + len(own)))
         number += len(own)
         groups.append({**group, "params": numbers})
-        for place, name in zip(numbers, own, strict=True):
-            if state := {**large.get(name, {}), **small.values.get(name, {})}:
+        for place, name, p in zip(numbers, own, group["params"], strict=True):
+            values = {key: filled(name, p, value) for key, value in small.values.get(name, {}).items()}
+            if state := {key: _beside(p, value) for key, value in large.get(name, {}).items()} | values:
                 states[place] = state
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A whole tensor with dimensions as one that can be computed with the parameter: a DTensor where that is one."""
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
+        return value
+    mesh = parameter.device_mesh
+    whole: torch.Tensor = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole
 
 
 def _saved_group(

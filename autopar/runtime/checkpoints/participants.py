@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.errors import AutoparError, CheckpointError, first_line
-from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.world import joined
 
 T = TypeVar("T")
@@ -39,15 +40,18 @@ class Participants:
         Raises on all ranks what it raises on one: CheckpointError, "`what`: the error and its rank", unless it is
         autopar's own.
         """
-        return self.gathered(self.done(what, do))
+        if self.group is None:
+            return [self.done(what, do)]
+        return [pickle.loads(one) for one in self.gathered(self.done(what, lambda: pickle.dumps(do())))]
 
     def done(self, what: str, do: Callable[[], T]) -> T:
         """What `do` returns here, once it has ended on every rank. Raises as `each`."""
-        result, failure = None, None
+        result: T | None = None
+        failure: Exception | None = None
         try:
             result = do()
         except AutoparError as error:
-            failure = error
+            failure = sendable(error)
         except CheckpointException as error:  # a BaseException, the same on all ranks
             failure = CheckpointError(f"{what}: {_causes(error)}")
         except Exception as error:

@@ -32,8 +32,9 @@ from autopar.runtime.checkpoints.directories import File, complete, folder_of, p
 from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import random_states
 from autopar.runtime.checkpoints.reading import alone_warning_off
+from autopar.runtime.ranks.failure import described
 from autopar.runtime.ranks.module import RankedModule
-from autopar.runtime.ranks.watcher import watched
+from autopar.runtime.ranks.watcher import lost, watched
 
 _METADATA = ".metadata"
 
@@ -45,6 +46,7 @@ class Saving:
         self.path, self.step = path, step
         self._thread: threading.Thread | None = None
         self._error: AutoparError | None = None
+        self._is_seen = False  # by whoever waited
 
     @property
     def done(self) -> bool:
@@ -55,10 +57,15 @@ class Saving:
         """The complete checkpoint. Raises CheckpointError if it could not be written."""
         if self._thread is not None:
             self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._is_seen = True
+        if self._error is not None:
+            raise self._error
         return self.path
+
+    @property
+    def unseen_error(self) -> AutoparError | None:
+        """Why it failed, unless `wait` has said so."""
+        return None if self._is_seen else self._error
 
     def _start(self, writing: _Writing) -> None:
         def write() -> None:
@@ -66,6 +73,9 @@ class Saving:
                 writing.write()
             except AutoparError as error:
                 self._error = error
+            except BaseException as error:  # nobody else would notice
+                self._error = CheckpointError(f"{self.path} cannot be saved: {described(lost(error))}")
+                self._error.__cause__ = error
 
         self._thread = threading.Thread(target=write, name=f"autopar saves step {self.step}")  # joined at exit
         self._thread.start()
@@ -77,13 +87,17 @@ _last: list[Saving] = []  # the asynchronous save that was started last
 def wait_for_saving() -> None:
     """Wait until an asynchronous save has ended. Raises CheckpointError if it failed and nobody has seen that."""
     if _last:
-        _last.pop().wait()
+        saving = _last.pop()
+        if saving._thread is not None:
+            saving._thread.join()
+        if saving.unseen_error is not None:
+            saving.wait()
 
 
 @atexit.register  # after the thread has ended: Python joins threads before
 def _report_failure() -> None:
-    if _last and _last[0]._error is not None:
-        print(f"autopar: {_last[0]._error}", file=sys.stderr)
+    if _last and _last[0].unseen_error is not None:
+        print(f"autopar: {_last[0].unseen_error}", file=sys.stderr)
 
 
 @watched("save")
@@ -171,6 +185,9 @@ def _collected(
                 model.follow(optimizer)
             tensors, small = optimizer_states.collect(model, optimizer)
             entries.update(tensors)
+        if asynchronous:
+            copies = contents.own_copies(entries)
+            entries.update(copies)
         return (
             contents.packed({name: _state_of(value) for name, value in extra.items()}),
             small,
@@ -184,8 +201,6 @@ def _collected(
         raise InputError(f"rank 0 saves {'no' if first is None else 'an'} optimizer, rank {without[0]} does otherwise")
     differs = any(one[0] != found[0][0] for one in found)
     mine = contents.RankTraining(random_states(), contents.unpacked(own[0]) if differs else None)
-    if asynchronous:
-        entries = contents.own_copies(entries)
     entries[contents.training_of_rank(team.rank)] = contents.packed(mine)
     if team.rank == 0:
         small = None if first is None else first.joined([one[1] for one in found if one[1] is not None])

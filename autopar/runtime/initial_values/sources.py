@@ -153,23 +153,75 @@ class FirstRankSource:
         return self._shapes
 
     def fill(self, targets: Targets) -> None:
-        """Collective. Rank 0 lets go of the whole tensors at the end."""
-        parts = {name: _part(name, tensor) for name, tensor in targets.items()}
-        wanted = self._team.gathered(list(parts.values()))
-        if self._team.rank == 0:
-            for name, target in targets.items():
-                _local(target).copy_(parts[name].of(self._whole[name]))
-            for rank, of_rank in enumerate(wanted[1:], start=1):
-                for part in of_rank:
-                    if piece := _bytes(part.of(self._whole[part.name])):
-                        dist.send(piece[0], rank, group=self._team.group)
-            self._whole.clear()
+        """Collective. Rank 0 lets go of the whole tensors at the end.
+
+        What fails on one rank ends the sending: before each part, both ends say whether they go on.
+        """
+        wanted = self._team.each(
+            "the parts cannot be described", lambda: [_part(name, tensor) for name, tensor in targets.items()]
+        )
+        own = wanted[self._team.rank]
+        if self._team.rank:
+            self._receive(targets, own)
             return
-        for name, part in parts.items():
-            received = torch.empty(part.sizes, dtype=targets[name].dtype)
-            if piece := _bytes(received):
-                dist.recv(piece[0], 0, group=self._team.group)
-                _local(targets[name]).copy_(received)
+        failure: Exception | None = None
+        try:
+            for part in own:
+                _local(targets[part.name]).copy_(part.of(self._whole[part.name]))
+        except Exception as error:
+            failure = error
+        for rank, of_rank in enumerate(wanted[1:], start=1):
+            failure = self._send(rank, of_rank, failure)
+        self._whole.clear()
+        if failure is not None:
+            raise failure
+
+    def _send(self, rank: int, parts: Sequence[_Part], failure: Exception | None) -> Exception | None:
+        """To a rank, unless rank 0 has failed, until one of both does. Returns why rank 0 failed."""
+        for part in parts:
+            if 0 in part.sizes:
+                continue
+            piece = torch.empty(0)
+            if failure is None:
+                try:
+                    (piece,) = _bytes(part.of(self._whole[part.name]))
+                except Exception as error:
+                    failure = error
+            if not self._both_go_on(rank, failure is None):
+                break
+            dist.send(piece, rank, group=self._team.group)
+        return failure
+
+    def _receive(self, targets: Targets, parts: Sequence[_Part]) -> None:
+        failure: Exception | None = None
+        for part in parts:
+            if 0 in part.sizes:
+                continue
+            piece = torch.empty(0)
+            if failure is None:
+                try:
+                    received = torch.empty(part.sizes, dtype=targets[part.name].dtype)
+                    (piece,) = _bytes(received)
+                except Exception as error:
+                    failure = error
+            if not self._both_go_on(0, failure is None):
+                raise failure or RuntimeError("rank 0 could not send its values")
+            dist.recv(piece, 0, group=self._team.group)
+            try:
+                _local(targets[part.name]).copy_(received)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _both_go_on(self, rank: int, this: bool) -> bool:
+        """Whether this rank and another one are ready for the next part."""
+        own, theirs = torch.tensor([this]), torch.tensor([False])
+        pending = dist.isend(own.view(torch.uint8), rank, group=self._team.group)
+        dist.recv(theirs.view(torch.uint8), rank, group=self._team.group)
+        assert pending is not None, "this rank is a member of the group"
+        pending.wait()
+        return this and bool(theirs)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from types import TracebackType
 from typing import Any, TypeVar
+
+from autopar.errors import AutoparError
 
 _Error = TypeVar("_Error", bound=BaseException)
 _HEAD_START = 1.0  # s that rank 0 has to show the error: torchrun ends all ranks as soon as one has ended
@@ -21,6 +24,15 @@ def on_all_ranks(error: _Error) -> _Error:
 
 def is_on_all_ranks(error: BaseException) -> bool:
     return bool(getattr(error, "on_all_ranks", False))
+
+
+def sendable(error: Exception) -> Exception:
+    """An error that other ranks can raise: itself, or an AutoparError with its text where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return AutoparError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def shown_once(rank: int) -> None:

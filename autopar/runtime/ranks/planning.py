@@ -23,7 +23,7 @@ from autopar.costs.measured import passes_of
 from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
-from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.places import Place, cores_of, numbered
 from autopar.runtime.ranks.world import World
 from cost_models import Collective, Device, MeasuredCollectives, measure_collectives
@@ -53,7 +53,7 @@ def plan_together(world: World, devices: Sequence[Device], example: Example, dec
             plan = decide(example, _Asking(world, tasks))
             last: tuple[Any, ...] = ("plan", plan.to_json())
         except Exception as error:
-            world.broadcast_objects([("failed", error)], 0)
+            world.broadcast_objects([("failed", sendable(error))], 0)
             on_all_ranks(error)
             raise
         world.broadcast_objects([last], 0)
@@ -133,9 +133,14 @@ class _Tasks:
         groups = self._world.groups([ranks])
         if self._world.rank not in ranks:
             return None
+        if len(ranks) == 1:
+            return self._own_passes(workers, rows, None)
+        with _Companions(groups[ranks]) as companions:
+            return self._own_passes(workers, rows, companions)
+
+    def _own_passes(self, workers: int, rows: int, companions: _Companions | None) -> GraphTimes:
         if self._passes is None:
             self._passes = self._stack.enter_context(passes_of(self._example, self._devices))
-        companions = _Companions(groups[ranks]) if len(ranks) > 1 else None
         return self._passes(self._devices[self._world.rank], workers, rows, companions)
 
     def links(self, hosts: Sequence[int]) -> ProcessLinks:
@@ -172,15 +177,37 @@ def measured_all_reduce(group: Any, nbytes: int) -> float:
 
 
 class _Companions:
-    """The other ranks of a machine that run the same passes."""
+    """The other ranks of a machine that run the same passes.
+
+    ```
+       rank 0   wait   wait   largest   leaves         each is one collective, with whether the rank has failed
+       rank 1   wait   fails: leaves                   rank 0 raises at `largest`, and they meet no more
+    ```
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._ended = False  # a rank has failed, and all know
+
+    def __enter__(self) -> _Companions:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if not self._ended:
+            self._meet(0.0, failed=error is not None)
 
     def wait(self) -> None:
-        dist.barrier(self._group)
+        self._meet(0.0)
 
     def largest(self, value: float) -> float:
-        found = torch.tensor([value], dtype=torch.float64)
+        return self._meet(value)
+
+    def _meet(self, value: float, *, failed: bool = False) -> float:
+        """The largest value of all. Raises AutoparError where another rank has failed."""
+        found = torch.tensor([float(failed), value], dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return float(found)
+        some_failed, largest = found.tolist()
+        self._ended = bool(some_failed)
+        if self._ended and not failed:
+            raise AutoparError("another rank could not run the passes that are measured on all at once")
+        return float(largest)

@@ -9,6 +9,7 @@ half an hour. So every rank has two threads beside the one that computes:
 ```
 A rank that fails writes the failure itself; one that was killed is noticed by the ranks that wait for it, as a broken
 connection; one that is stopped, or whose machine is gone, by its right neighbour, after `timeout` without a new beat.
+Ranks that wait for each other in different calls see that in their beats, too.
 """
 
 from __future__ import annotations
@@ -93,6 +94,13 @@ def watched(what: str) -> Iterator[None]:
         yield
 
 
+def lost(error: BaseException) -> BaseException:
+    """What to raise in the place of an error outside of the caller's thread: AutoparError for a broken connection."""
+    if _watcher is None or _watcher.stopped or not is_lost_connection(error):
+        return error
+    return _watcher.lost(error)
+
+
 def _watch_uncaught_errors() -> None:
     """An error that ends the script ends all ranks: they would wait for this one."""
     before = sys.excepthook
@@ -119,6 +127,7 @@ class Watcher:
         self._is_current, self._process = is_current, os.getpid()
         self.raised_calls = RaisedCalls(store, size, timeout)
         self._n_calls, self._inside, self._doing = 0, "", (Phase.FORWARD, -1, -1)
+        self._n_raised = 0  # of the calls
         self._own = threading.Event()  # this rank failed by itself, and is about to end
         self._stopped = threading.Event()
         self._n_looks = 0
@@ -143,18 +152,21 @@ class Watcher:
 
     @contextlib.contextmanager
     def call(self, what: str) -> Iterator[None]:
-        """A call that needs other ranks. Raises AutoparError in the place of gloo's error if it loses one."""
+        """A call that all ranks make. Raises AutoparError in the place of gloo's error if it loses one."""
         outer, self._doing = self._inside, (Phase.FORWARD, -1, -1)
         if not outer:
             self._n_calls += 1
             self._inside = what
+        ended = False
         try:
             yield
+            ended = True
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
             raise self.lost(error) from error
         finally:
+            self._n_raised += not (ended or outer)
             self._inside = outer
             self._doing = (Phase.FORWARD, -1, -1)
 
@@ -221,10 +233,14 @@ class Watcher:
     # -- threads --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.heartbeats.beat(self.position)
+        self.heartbeats.beat(self.position, self._n_raised)
         _listen_to_signals()
         for thread in self._threads:
             thread.start()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped.is_set()
 
     def stop(self) -> None:
         """This rank ends in good order, or its process group does."""
@@ -248,7 +264,7 @@ class Watcher:
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * BEAT), now  # at most: this rank itself may have been stopped
             try:
-                self.heartbeats.beat(self.position)
+                self.heartbeats.beat(self.position, self._n_raised)
                 self.heartbeats.known()
                 self.heartbeats.listen(elapsed)
             except RuntimeError:

@@ -51,19 +51,6 @@ class World:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0, on all ranks. What it raises there, every rank raises."""
-        sent: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                sent = [make(), None]
-            except Exception as error:
-                sent = [None, error]
-        value, failure = self.broadcast_objects(sent, 0)
-        if failure is not None:
-            raise on_all_ranks(failure)
-        return value
-
     def outcome(self, what: str, work: Callable[[], Any]) -> Any:
         """What `work` returns. Where it raises on any rank, every rank raises: none of them waits for another.
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rank_faults import caught_on_all_ranks, caught_on_one_rank, interrupted_while_waiting, train
+from rank_faults import caught_on_all_ranks, caught_on_one_rank, interrupted_while_waiting, saved_on_one_rank, train
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -66,6 +66,17 @@ def test_an_interrupted_wait_ends_all_ranks(ranks: RankPool, tmp_path: Path) -> 
     assert ranks.outcomes(interrupted_while_waiting, 2, tmp_path, within=30.0) == ["ended", "ended"]
     for text in said(tmp_path, 2):
         assert "rank 0 failed in call 2, train_step: KeyboardInterrupt" in text
+
+
+def test_ranks_that_wait_in_different_calls_end(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.outcomes(saved_on_one_rank, 2, tmp_path, within=30.0)
+    assert not {"returned", "still runs"} & set(found)
+    waits = [
+        "rank 0 failed in call 3, save: rank 1 is in another call 3, train_step, and both wait",
+        "rank 1 failed in call 3, train_step: rank 0 is in another call 3, save, and both wait",
+    ]
+    for text, outcome in zip(said(tmp_path, 2), found, strict=True):
+        assert any(one in text + outcome for one in waits), (text, outcome)
 
 
 def test_an_error_that_all_ranks_catch_ends_nothing(ranks: RankPool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_cases import MODELS, Job
-from rank_initial_values import WHOLE, first_losses, large, refused, small_weights, under_a_limit
+from rank_initial_values import WHOLE, first_losses, large, refused, sending_fails, small_weights, under_a_limit
 from rank_pool import RankPool
 from safetensors.torch import save_file
 from torch import nn
@@ -53,6 +53,13 @@ def test_a_function_gives_the_same_values_under_every_plan(ranks: RankPool, job:
     alone = first_losses(Job(job.model, "chain"), "meta", None, named=True)
     for found in ranks.run(first_losses, n, job, "meta", None, True):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_while_rank_0_sends_leaves_none_waiting(ranks: RankPool, rank: int) -> None:
+    for message, sent in ranks.run(sending_fails, 3, rank):
+        assert message == f"CheckpointError: no values: MemoryError: no memory left (rank {rank})"
+        assert sent == [2.0] * 6
 
 
 def test_a_model_of_twice_the_memory_of_a_rank_starts(ranks: RankPool, tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 from rank_cases import Job
-from rank_checkpoints import Run, copied_first, extras, killed_while_saving, losses, messages
+from rank_checkpoints import (
+    Run,
+    copied_first,
+    extras,
+    killed_while_saving,
+    killed_while_saving_in_the_background,
+    losses,
+    messages,
+    states_go_on,
+)
 from rank_pool import RankFailure, RankPool
 from torch import nn
 
@@ -115,6 +124,19 @@ def test_dropout_of_ranks_goes_on_in_one_process(ranks: RankPool, tmp_path: Path
     assert losses(Run(job, tmp_path, steps=4, load=True, seed=9)) == pytest.approx(whole[4:], rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "degrees"),
+    [("adafactor", {}), ("lbfgs", {}), ("lbfgs", {"data": 1, "tensor": 2}), ("adamw", {})],
+    ids=["adafactor", "lbfgs", "lbfgs, parts of weights", "adamw"],
+)
+def test_states_of_other_shapes_than_the_parameter_go_on(
+    ranks: RankPool, tmp_path: Path, optimizer: str, degrees: dict[str, int]
+) -> None:
+    for found in ranks.run(states_go_on, 2, tmp_path, optimizer, degrees):
+        assert len(found) == 3
+        assert max(found.values()) < 1e-9, found
+
+
 @pytest.mark.parametrize("point", ["before writing", "after writing", "before the manifest", "before the last name"])
 def test_a_kill_during_saving_leaves_a_checkpoint_that_can_be_used(ranks: RankPool, tmp_path: Path, point: str) -> None:
     with pytest.raises(RankFailure, match="its process ended"):
@@ -141,6 +163,11 @@ def test_a_kill_during_saving_leaves_a_checkpoint_that_can_be_used(ranks: RankPo
     assert found is not None
     assert found.step == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_kill_during_saving_in_the_background_is_said_by_wait(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.outcomes(killed_while_saving_in_the_background, 2, tmp_path, within=30.0)
+    assert found == ["returned", "ended"], found[0]
 
 
 def test_mistakes_are_refused_in_the_same_words_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
-from rank_planning import followed, links, plans, too_large_a_plan, wrapped_in_ddp
+from rank_planning import followed, links, passes_fail, plans, too_large_a_plan, wrapped_in_ddp
 from rank_pool import RankPool
 
 
@@ -39,6 +40,17 @@ def test_a_plan_for_more_devices_than_ranks_is_refused(ranks: RankPool) -> None:
     for message in ranks.run(too_large_a_plan, 2):
         assert "the plan uses 3 devices, but 2 are given" in message
         assert "one rank for each device, 2 of them" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["before", "amid", "at the end"])
+def test_an_error_while_measuring_or_planning_is_raised_on_all_ranks(ranks: RankPool, where: str) -> None:
+    for rank, (measured, planned, sent) in enumerate(ranks.run(passes_fail, 3, where)):
+        assert measured.startswith("AutoparError: measuring the passes for a plan failed: ")
+        assert "rank 1: MemoryError: no memory left" in measured
+        assert "rank 2: AutoparError: another rank could not run" in measured
+        assert planned == ("AutoparError: ValueError: of rank 0" if rank else "ValueError: of rank 0")
+        assert re.match(r"CheckpointError: it fails: (Attribute|Pickling)Error: .* \(rank 0\)", sent)
 
 
 @pytest.mark.slow

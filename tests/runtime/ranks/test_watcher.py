@@ -61,6 +61,67 @@ def test_a_rank_without_beats_fails_after_the_timeout() -> None:
     )
 
 
+def listened(ranks: list[Watcher], seconds: int) -> Failure | None:
+    """What is known after ranks have gone on beating."""
+    for _ in range(seconds):
+        for one in ranks:
+            one.heartbeats.beat(one.position, one._n_raised)
+        for one in ranks:
+            one.heartbeats.listen(1.0)
+    return ranks[0].heartbeats.known()
+
+
+def test_ranks_that_stay_in_different_calls_end() -> None:
+    ranks = watchers(3)
+    for one in ranks:
+        with one.call("train_step"):
+            pass
+    with ranks[0].call("save"), ranks[1].call("train_step"):
+        assert listened(ranks, 10) is None
+        found = listened(ranks, 3)
+    assert str(found) == (
+        "rank 1 failed in call 2, train_step: rank 0 is in another call 2, save, and both wait: every rank must make "
+        "the same calls in the same order"
+    )
+
+
+def test_ranks_in_the_same_call_or_one_behind_the_other_may_take_long() -> None:
+    first, second = ranks = watchers(2)
+    with first.call("train_step"), second.call("train_step"), first.call("backward"):
+        assert listened(ranks, 20) is None
+    with first.call("save"):
+        assert listened(ranks, 20) is None  # the other one computes between calls
+        with second.call("save"):
+            pass
+        with second.call("train_step"):  # the first has not left the call that both made
+            assert listened(ranks, 20) is None
+
+
+def test_calls_that_raised_on_one_rank_do_not_make_ranks_differ() -> None:
+    first, second = ranks = watchers(2)
+    with pytest.raises(ValueError, match="caught"), first.call("load"):
+        raise ValueError("caught")
+    with second.call("save"):
+        pass
+    with first.call("save"), second.call("train_step"):  # the first has not left the call that both made
+        assert listened(ranks, 20) is None
+    with first.call("train_step"):
+        pass
+    with pytest.raises(ValueError, match="caught"), second.call("load"):
+        raise ValueError("caught")
+    with first.call("save"), second.call("train_step"):
+        assert listened(ranks, 13) is not None
+
+
+def test_different_calls_for_a_moment_end_nothing() -> None:
+    """Beats are taken while calls begin and end."""
+    first, second = ranks = watchers(2)
+    for _ in range(4):
+        with first.call("save"), second.call("train_step"):
+            assert listened(ranks, 8) is None
+        assert listened(ranks, 1) is None
+
+
 def test_a_rank_that_ended_in_good_order_is_not_missed() -> None:
     ranks = watchers(3)
     for one in ranks:

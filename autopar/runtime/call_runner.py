@@ -162,7 +162,7 @@ class CallRunner:
         assert call.loss is not None
         device = next((x.device for x in torch_private.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
         target = torch_private.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call.target)
-        loss = checked_loss(call.loss(output, target), call.loss)
+        loss = checked_loss(call.loss(output, target), call.loss, output)
         check_trains(loss.requires_grad, call.loss)
         loss.backward()
         return loss.detach(), detached(output)

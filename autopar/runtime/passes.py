@@ -143,7 +143,8 @@ class Passes:
         target = self._call.targets[microbatch]
         if self._call.state.streams:  # the caller cannot know on which device the plan puts the last stage
             target = torch_private.tree_map(lambda x: self._transfers.moved_input(x, device), target)
-        loss = checked_loss(function(self._executable.returned(outputs), target), self._call.loss or function)
+        output = self._executable.returned(outputs)
+        loss = checked_loss(function(output, target), self._call.loss or function, output)
         self._tensors.losses[microbatch] = loss.detach()
         self._tensors.has_gradient |= loss.requires_grad
         return loss

@@ -59,7 +59,7 @@ def plain_step(
     with _recorded(recorder, Phase.FORWARD, device):
         output = plain_call(model, device, args, kwargs)
         timed = loss_fn if recorder is None else recorder.timed_loss(loss_fn)
-        loss = checked_loss(timed(output, _moved(target, device)), loss_fn)
+        loss = checked_loss(timed(output, _moved(target, device)), loss_fn, output)
         check_trains(loss.requires_grad, loss_fn)
     with _recorded(recorder, Phase.BACKWARD, device):
         loss.backward()

@@ -434,6 +434,27 @@ def test_hooks_of_gradients_are_seen_until_they_are_removed() -> None:
     assert not torch_private.have_gradient_hooks([other, weight])
 
 
+def test_a_tensor_in_the_place_of_another_runs_its_hooks_until_they_are_removed() -> None:
+    old, ran = nn.Parameter(torch.ones(2)), list[str]()
+    handles = [
+        old.register_hook(lambda g: ran.append("gradient") or 2 * g),  # type: ignore[func-returns-value]
+        old.register_post_accumulate_grad_hook(lambda p: ran.append("accumulated")),
+    ]
+    old.tag, old.kept = "old", "old"  # type: ignore[attr-defined]
+    new = nn.Parameter(torch.zeros(2))
+    new.kept = "new"  # type: ignore[attr-defined]
+    torch_private.keep_hooks_and_attributes(old, new)
+    new.sum().backward()
+    assert ran == ["gradient", "accumulated"]
+    assert new.grad is not None
+    assert new.grad.tolist() == [2.0, 2.0]
+    assert (new.tag, new.kept) == ("old", "new")  # type: ignore[attr-defined]
+    for handle in handles:
+        handle.remove()
+    new.sum().backward()
+    assert ran == ["gradient", "accumulated"]
+
+
 def test_default_store_is_the_one_of_the_process_group() -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -294,13 +294,18 @@ def measure_costs(
         return replace(costs, rehearsal=StepRehearsal.of(example, types, autocasts(types.values())))
 
 
-@contextmanager
 def passes_of(
     example: Example, devices: Sequence[Device]
-) -> Iterator[Callable[[Device, int, int, Companions | None], GraphTimes]]:
+) -> Callable[[Device, int, int, Companions | None], GraphTimes]:
     """`Measuring.passes` of a call, for a process that takes part in what another one measures."""
     with _apart(example):
-        yield Measured.of(example, devices).measuring().passes
+        measuring = Measured.of(example, devices).measuring()
+
+    def passes(device: Device, workers: int, rows: int, companions: Companions | None) -> GraphTimes:
+        with _apart(example):
+            return measuring.passes(device, workers, rows, companions)
+
+    return passes
 
 
 @contextmanager

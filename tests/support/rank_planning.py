@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from typing import Any
@@ -31,6 +30,17 @@ def plans(options: dict[str, Any] | None = None) -> tuple[str, str, list[str]]:
     pm = autopar.parallelize(model, **given)
     assert pm.plan is not None
     return made.to_json(), pm.plan.to_json(), list(made.notes)
+
+
+def modes_after_planning() -> tuple[bool, bool, bool]:
+    """After first calls, which plan: whether the output has gradients, whether they are on, inference mode off."""
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(8, 16)
+    with torch.no_grad():
+        output = autopar.parallelize(copy.deepcopy(model), cache=False, tune=0)(x)
+        after = torch.is_grad_enabled()
+    with torch.inference_mode():
+        autopar.parallelize(model, cache=False, tune=0)(x)
+        return output.requires_grad, after, torch.is_grad_enabled() or not torch.is_inference_mode_enabled()
 
 
 def links(hosts: list[int]) -> tuple[dict[Any, Any], bool, float]:
@@ -84,7 +94,6 @@ def passes_fail(where: str) -> list[str]:
     def fail(*_: object, **__: object) -> Any:
         raise MemoryError("no memory left")
 
-    @contextlib.contextmanager
     def failing(*_: object) -> Any:
         if where == "before":
             fail()
@@ -96,15 +105,14 @@ def passes_fail(where: str) -> list[str]:
             companions.largest(1.0)
             fail()
 
-        yield passes
+        return passes
 
-    @contextlib.contextmanager
     def passing(*_: object) -> Any:
         def passes(device: object, workers: int, rows: int, companions: Any) -> None:
             companions.wait()
             companions.largest(1.0)
 
-        yield passes
+        return passes
 
     planning.passes_of = failing if world.rank == 1 else passing
     try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -45,19 +44,18 @@ def plan_together(world: World, devices: Sequence[Device], example: Example, dec
 
     Collective. Rank 0 gets its plan back as it is, with what explains it; the others what JSON keeps of it.
     """
-    with ExitStack() as stack:
-        tasks = _Tasks(world, devices, example, stack)
-        if world.rank:
-            return _followed(world, tasks)
-        try:
-            plan = decide(example, _Asking(world, tasks))
-            last: tuple[Any, ...] = ("plan", plan.to_json())
-        except Exception as error:
-            world.broadcast_objects([("failed", sendable(error))], 0)
-            on_all_ranks(error)
-            raise
-        world.broadcast_objects([last], 0)
-        return plan
+    tasks = _Tasks(world, devices, example)
+    if world.rank:
+        return _followed(world, tasks)
+    try:
+        plan = decide(example, _Asking(world, tasks))
+        last: tuple[Any, ...] = ("plan", plan.to_json())
+    except Exception as error:
+        world.broadcast_objects([("failed", sendable(error))], 0)
+        on_all_ranks(error)
+        raise
+    world.broadcast_objects([last], 0)
+    return plan
 
 
 def _followed(world: World, tasks: _Tasks) -> Plan:
@@ -125,8 +123,8 @@ def _fewest_cores(places: Sequence[Place]) -> int:
 class _Tasks:
     """What one rank does when it is asked to. All ranks do the same task at the same time."""
 
-    def __init__(self, world: World, devices: Sequence[Device], example: Example, stack: ExitStack) -> None:
-        self._world, self._devices, self._example, self._stack = world, devices, example, stack
+    def __init__(self, world: World, devices: Sequence[Device], example: Example) -> None:
+        self._world, self._devices, self._example = world, devices, example
         self._passes: Callable[..., GraphTimes] | None = None
 
     def passes(self, ranks: tuple[int, ...], workers: int, rows: int) -> GraphTimes | None:
@@ -140,7 +138,7 @@ class _Tasks:
 
     def _own_passes(self, workers: int, rows: int, companions: _Companions | None) -> GraphTimes:
         if self._passes is None:
-            self._passes = self._stack.enter_context(passes_of(self._example, self._devices))
+            self._passes = passes_of(self._example, self._devices)
         return self._passes(self._devices[self._world.rank], workers, rows, companions)
 
     def links(self, hosts: Sequence[int]) -> ProcessLinks:

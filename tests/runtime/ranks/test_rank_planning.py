@@ -6,7 +6,15 @@ import itertools
 import re
 
 import pytest
-from rank_planning import followed, links, passes_fail, plans, too_large_a_plan, wrapped_in_ddp
+from rank_planning import (
+    followed,
+    links,
+    modes_after_planning,
+    passes_fail,
+    plans,
+    too_large_a_plan,
+    wrapped_in_ddp,
+)
 from rank_pool import RankPool
 
 
@@ -18,6 +26,11 @@ def test_all_ranks_get_the_plan_of_rank_0(ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_planning_leaves_the_callers_grad_mode(ranks: RankPool) -> None:
+    assert ranks.run(modes_after_planning, 2) == [(False, False, False)] * 2
+
+
 def test_links_between_all_pairs_of_ranks_are_measured(ranks: RankPool) -> None:
     for hosts in ([0, 0], [0, 1, 2], [0, 0, 1, 1]):
         (found, shared, factor), *others = ranks.run(links, len(hosts), hosts)

@@ -12,7 +12,7 @@ name. A parameter that is assigned anew would be whole, on every rank, and in no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,24 +64,18 @@ class ModelTables:
                         full = f"{path}.{name}" if path else name
                         entry = _Entry(module, table, name, full, before, new[id(before)], before.dtype, before)
                         self._entries.append(entry)
-        self._show(lambda entry: entry.after)
-
-    def _show(self, of: Callable[[_Entry], torch.Tensor | None]) -> None:
-        for entry in self._entries:
-            value = of(entry)
-            if value is None:
-                entry.table.pop(entry.name, None)
-            else:
-                entry.table[entry.name] = value
+        _show((entry, entry.after) for entry in self._entries)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the model has all the tensors that it was built with, those that were placed without values."""
-        self._show(lambda entry: entry.before)
+        shown = [(entry, entry.table.get(entry.name)) for entry in self._entries]  # also what `follow` has not seen yet
+        _show((entry, entry.before) for entry in self._entries)
         try:
             yield
         finally:
-            self._show(lambda entry: entry.after)
+            _show(shown)
+            _show((entry, entry.after) for entry in self._entries[len(shown) :])  # placed inside
 
     def follow(self) -> str:
         """Take over the buffers that were assigned since the last call. Returns why the call must be refused; "" if it
@@ -123,6 +117,15 @@ class ModelTables:
     def is_complete(self) -> bool:
         """Whether this rank has a part of every parameter."""
         return all(entry.after is not None for entry in self._entries if entry.is_parameter)
+
+
+def _show(values: Iterable[tuple[_Entry, torch.Tensor | None]]) -> None:
+    """Put values into the tables; None: take the name out."""
+    for entry, value in values:
+        if value is None:
+            entry.table.pop(entry.name, None)
+        else:
+            entry.table[entry.name] = value
 
 
 def _problem(entry: _Entry, found: Any) -> str:

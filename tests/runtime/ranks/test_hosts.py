@@ -76,7 +76,12 @@ def test_a_network_ten_times_slower_changes_the_plan(tmp_path: Path) -> None:
     """Replicas, which add up gradients, where the network is fast; a pipeline cut at the waist where it is slow. The
     second plan is made although the cache knows the fast network. `python -m benchmarks network` measures both."""
     with hosts(2, FAST) as network:
-        fast, slow = planned(network, FAST, tmp_path), planned(network, SLOW, tmp_path)
+        for attempt in range(3):  # where other programs use a core meanwhile, one rank is measured to be the fastest
+            folder = tmp_path / str(attempt)
+            folder.mkdir()
+            fast, slow = planned(network, FAST, folder), planned(network, SLOW, folder)
+            if len(fast.used_devices) == len(slow.used_devices) == 2:
+                break
     assert fast.predicted_step_time is not None
     assert slow.predicted_step_time is not None
     assert [stage.replicas for stage in fast.stages] == [2]

@@ -16,7 +16,7 @@ BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandw
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class ReductionGroup:
     """Ranks that exchange tensors."""
 
     name: str  # of the process group
@@ -43,8 +43,8 @@ class Bucket:
 
     entries: tuple[Entry, ...]
     dtype: torch.dtype
-    row: RankGroup | None  # ranks that store different parts; None: this one stores what it reads
-    column: RankGroup | None  # ranks that store the same part; None: this one alone
+    row: ReductionGroup | None  # ranks that store different parts; None: this one stores what it reads
+    column: ReductionGroup | None  # ranks that store the same part; None: this one alone
     stages: frozenset[int]  # that read the parameters
     scattered: bool  # gradients are scattered over the row for every micro-batch
 
@@ -78,8 +78,8 @@ def buckets_of(
         stages = tuple(sorted(mine.stages))
         found[-stages[0], stages, mine.scattered, str(parameter.dtype), ranks].append(entry)
 
-    def group(ranks: tuple[int, ...]) -> RankGroup | None:
-        return RankGroup(groups[ranks].group_name, len(ranks)) if len(ranks) > 1 else None
+    def group(ranks: tuple[int, ...]) -> ReductionGroup | None:
+        return ReductionGroup(groups[ranks].group_name, len(ranks)) if len(ranks) > 1 else None
 
     buckets = []
     for kind in sorted(found):

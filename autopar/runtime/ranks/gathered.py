@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from autopar.lower import process_groups
-from autopar.runtime.ranks.buckets import Bucket, RankGroup, joined
+from autopar.runtime.ranks.buckets import Bucket, ReductionGroup, joined
 
 
 class GatheredValues:
@@ -25,7 +25,7 @@ class GatheredValues:
 
     def __init__(self) -> None:
         self._values: dict[int, torch.Tensor] = {}
-        self._by_row: defaultdict[RankGroup, list[Bucket]] = defaultdict(list)
+        self._by_row: defaultdict[ReductionGroup, list[Bucket]] = defaultdict(list)
 
     def add(self, key: int, value: torch.Tensor) -> None:
         """The value of a parameter of which this rank stores a part. Its memory stays the same from now on."""

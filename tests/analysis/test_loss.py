@@ -187,4 +187,4 @@ def test_a_loss_without_values_is_refused() -> None:
     with FakeTensorMode():
         fake = torch.zeros(())
     with pytest.raises(InputError, match="returned a tensor without values"):
-        checked_loss(fake, F.cross_entropy)
+        checked_loss(fake, F.cross_entropy, torch.zeros(()))

@@ -27,8 +27,8 @@ from autopar.analysis.user_factory import load_call
 from autopar.demo import DEMOS, run_demo
 from autopar.errors import each_warning_once, first_line, users_line
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
+from autopar.plan.degrees import DEGREES
 from autopar.plan.display import printable
-from autopar.planner.hand_plan.degrees import DEGREES
 
 # What typer handles itself: it brings its own click, or uses click.
 _OF_TYPER: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, *typer.BadParameter.__bases__)

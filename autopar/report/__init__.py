@@ -3,6 +3,7 @@
 from autopar.report import (
     cluster_comparison,
     comparison,
+    configuration,
     diff,
     explain,
     operator_strategies,
@@ -15,6 +16,7 @@ from autopar.report import (
 __all__ = [
     "cluster_comparison",
     "comparison",
+    "configuration",
     "diff",
     "explain",
     "operator_strategies",

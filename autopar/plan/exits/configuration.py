@@ -48,6 +48,7 @@ class ToolDegrees:
 
     degrees: Mapping[str, Any]  # arguments of `Plan.by_hand`
     batch_size: int | None = None  # samples of a step on all devices; None: not written down
+    notes: tuple[str, ...] = ()  # where the plan by hand differs from what the tool would do
 
     def check_batch(self, batch_size: int | None) -> None:
         """Raise PlanError if a call has another number of samples than the configuration's step."""

@@ -58,8 +58,8 @@ def configuration_of(plan: Plan) -> ToolConfiguration:
         lost.append(
             NotExpressed(
                 "stages",
-                f"in the script: PipelineModule(layers, num_stages={degrees.pipeline}); its partition_method has no list "
-                f"of layers by stage, and the plan has {each}",
+                f"in the script: PipelineModule(layers, num_stages={degrees.pipeline}); its partition_method takes no "
+                f"layers by stage, and the plan has {each}",
             )
         )
     precision = plan.assumed.precision if plan.assumed is not None else None
@@ -79,8 +79,6 @@ def _impossible(degrees: Degrees) -> Iterator[str]:
         )
     if degrees.chunks > 1:
         yield f"its pipelines have one stage a device, and the plan has chunks={degrees.chunks}"
-    if degrees.tensor > 1 and degrees.zero == 3:
-        yield f"its tensor parallelism (AutoTP) goes with zero=0, 1 or 2, not with zero=3: tensor={degrees.tensor}"
 
 
 def _lost(degrees: Degrees) -> Iterator[NotExpressed]:
@@ -155,7 +153,7 @@ def _problems(source: Mapping[str, Any], stages: int) -> Iterator[str]:
     if source.get("sequence_parallel_size", 1) != 1:
         yield f"sequence_parallel_size={source['sequence_parallel_size']}"
     batch, micro, steps = (source.get(name) for name in _BATCH)
-    if None not in (batch, micro, steps) and batch % (micro * steps):
+    if batch is not None and micro is not None and steps is not None and batch % (micro * steps):
         yield f"train_batch_size={batch} is no multiple of {micro} x {steps} samples"
     if stages == 1 and "pipeline" in source and source["pipeline"].get("activation_checkpoint_interval", 0):
-        yield "pipeline: the number of stages is an argument of PipelineModule; write the plan with Plan.by_hand(pipeline=)"
+        yield "pipeline: its stages are an argument of PipelineModule; write the plan with Plan.by_hand(pipeline=)"

@@ -26,19 +26,17 @@ VERSION = "megatron-core 0.16"
 Value = str | bool
 """Of an argument; True for one without a value."""
 
+_FSDP: Mapping[str, Value] = {  # what Megatron-FSDP needs, by its documentation
+    "--use-distributed-optimizer": True,
+    "--use-megatron-fsdp": True,
+    "--no-gradient-accumulation-fusion": True,
+    "--ckpt-format": "fsdp_dtensor",
+}
 _ZERO: Mapping[int, Mapping[str, Value]] = {
     0: {},
     1: {"--use-distributed-optimizer": True},
-    2: {
-        "--use-distributed-optimizer": True,
-        "--use-megatron-fsdp": True,
-        "--data-parallel-sharding-strategy": "optim_grads",
-    },
-    3: {
-        "--use-distributed-optimizer": True,
-        "--use-megatron-fsdp": True,
-        "--data-parallel-sharding-strategy": "optim_grads_params",
-    },
+    2: {**_FSDP, "--data-parallel-sharding-strategy": "optim_grads"},
+    3: {**_FSDP, "--data-parallel-sharding-strategy": "optim_grads_params"},
 }
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _PRECISIONS: Mapping[str, Sequence[str]] = {
@@ -238,11 +236,10 @@ def _chunks(found: Mapping[str, Value], pipeline: int) -> tuple[int, list[str]]:
         return 1, [f"{name} {found[name]}: {len(counts)} stages do not go round {pipeline} devices"]
     even = even_counts(sum(counts), len(counts))
     if counts != even:
-        texts = (", ".join(map(str, one)) for one in (counts, even))
+        ours, theirs = (", ".join(map(str, one)) for one in (even, counts))
         return 1, [
-            "{0} {1}: stages have {2} layers, those of a plan by hand {3}; write the split with Plan.from_split".format(
-                name, found[name], *texts
-            )
+            f"{name} {found[name]}: stages have {theirs} layers, those of a plan by hand {ours}; write the split with "
+            "Plan.from_split"
         ]
     return len(counts) // pipeline, []
 

@@ -17,7 +17,7 @@ from autopar.plan.assumptions import Assumptions
 from autopar.plan.degrees import Degrees
 from autopar.plan.exits.configuration import NotExpressed, refuse
 from autopar.plan.recompute import NAMES, Recompute
-from autopar.sharding.layouts import PARTIAL
+from autopar.sharding.layouts import PARTIAL, Placements
 from autopar.sharding.stage_sharding import StageSharding
 
 if TYPE_CHECKING:
@@ -141,11 +141,11 @@ def _unclear_axes(stage: Stage) -> list[str]:
         if size == 1 or _cuts_parameters(sharding, axis):
             continue
         name = sharding.axes[axis]
-        moved = [tensor for tensor in dict.fromkeys(_moved(sharding, axis))]
+        moved = list(dict.fromkeys(_moved(sharding, axis)))
         if moved:
             found.append(
-                f"devices along axis '{name}' of its mesh cut no parameter, but exchange {few(moved)}: they are neither "
-                "replicas nor tensor parallel (a sequence may be cut along it)"
+                f"devices along axis '{name}' of its mesh cut no parameter, but exchange {few(moved)}: they are "
+                "neither replicas nor tensor parallel (a sequence may be cut along it)"
             )
         elif not any(p[axis] >= 0 for _, (_, outputs) in sharding.strategies for p in outputs):
             found.append(f"devices along axis '{name}' of its mesh all do the same")
@@ -154,7 +154,7 @@ def _unclear_axes(stage: Stage) -> list[str]:
 
 def _cuts_parameters(sharding: StageSharding, axis: int) -> bool:
     """Whether an operator reads some parameter in parts."""
-    moved = {}
+    moved: dict[str, list[Placements]] = {}
     for one in sharding.redistributions:
         moved.setdefault(one.tensor, []).append(one.own.forward[-1] if one.own.forward else one.shared.forward[-1])
     read = (moved.get(name, [stored.layout]) for name, stored in sharding.parameters if not _is_input(sharding, name))
@@ -236,7 +236,8 @@ def _strategies(plan: Plan) -> Iterator[NotExpressed]:
                 samples.append(key)
     if n_cut:
         yield NotExpressed(
-            "strategies", f"of {n_cut} operators that the plan cuts one by one; the tool cuts them by its own rules"
+            "strategies",
+            f"{n_cut} operators are cut each in its own way; the tool cuts by rules for the models it knows",
         )
     if samples:
         yield NotExpressed(

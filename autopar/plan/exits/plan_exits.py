@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class PlanExits:
     """Exits of a plan into other tools, and the way back.
 
-    A `ToolConfiguration` prints, saves (`save(path)`) and lists by name what the tool cannot express. What a tool cannot
-    express at all, such as stages of different widths, is refused: PlanError lists why.
+    A `ToolConfiguration` prints, saves (`save(path)`) and lists by name what the tool cannot express. What a tool
+    cannot express at all, such as stages of different widths, is refused: PlanError lists why.
     """
 
     def to_torchtitan(self) -> ToolConfiguration:
@@ -57,7 +57,7 @@ class PlanExits:
             PlanError: settings that no plan by hand has, all by name; degrees that contradict each other, the devices
             or the model. InputError: an unknown tool, a file that cannot be read.
         """
-        from autopar.plan.plan import Plan
+        from autopar.plan.plan import Plan, with_notes
 
         read = degrees_for(tool, source)
         twice = [
@@ -69,4 +69,4 @@ class PlanExits:
             raise InputError("; ".join(twice))
         plan = Plan.by_hand(model, devices, **{**call, **read.degrees})
         read.check_batch(plan.batch_size)
-        return plan
+        return with_notes(plan, read.notes)

@@ -15,7 +15,7 @@ from autopar.plan.degrees import Degrees
 from autopar.plan.exits.configuration import NotExpressed, ToolConfiguration, ToolDegrees, refuse, refuse_reading
 from autopar.plan.exits.plan_degrees import beyond_degrees, degrees_in
 from autopar.plan.exits.schedule_csv import csv_text
-from autopar.plan.exits.stage_layers import StageLayers, stage_layers
+from autopar.plan.exits.stage_layers import StageLayers, even_counts, stage_layers
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -25,6 +25,7 @@ TITLE = "torchtitan"
 VERSION = "torchtitan 0.3.0"
 
 _CSV_FILE = "schedule.csv"
+_PARTS = "parallelism.module_fqns_per_model_part"
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B"}
 _CHECKPOINTS = {"none": "none", "selective-op": "selective", "selective": "selective", "full": "full", "stage": "full"}
 _AC = "activation-checkpoint"
@@ -54,7 +55,7 @@ def configuration_of(plan: Plan) -> ToolConfiguration:
         settings["training.disable_cuda_graphs"] = True  # which torchtitan has not with pipelines
         settings["training.local_batch_size"] = degrees.batch // degrees.data
         settings["parallelism.pipeline_parallel_microbatch_size"] = degrees.micro_batch
-        settings["parallelism.module_fqns_per_model_part"] = _module_names(layers)
+        settings[_PARTS] = _module_names(layers)
         if _has_schedule(degrees):
             settings["parallelism.pipeline_parallel_schedule"] = _SCHEDULES[degrees.schedule]
         else:
@@ -133,7 +134,7 @@ def _text(settings: Mapping[str, Any]) -> str:
         if value is True or value is False:
             section, _, key = name.rpartition(".")
             words.append(f"--{section}.{'' if value else 'no-'}{key.replace('_', '-')}")
-        elif name == "parallelism.module_fqns_per_model_part":
+        elif name == _PARTS:
             words.append(f"--{name.replace('_', '-')} {' '.join(map(','.join, value))}")
         else:
             words.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
@@ -149,19 +150,20 @@ _REFUSED = ("parallelism.context_parallel_degree", "parallelism.expert_parallel_
 def degrees_from(source: str | Sequence[str] | ToolConfiguration) -> ToolDegrees:
     """The degrees of a command line: as text, or word by word. Defaults are those of torchtitan.
 
-    The layers of stages are shared out as `Plan.by_hand` does. Raises PlanError that lists what no plan by hand
-    expresses.
+    Raises PlanError that lists what no plan by hand expresses.
     """
     found = settings_in(source)
     refuse_reading(TITLE, list(_problems(found)))
     tensor, pipeline = _int(found, "tensor_parallel_degree", 1), _int(found, "pipeline_parallel_degree", 1)
     replicas, shards = _int(found, "data_parallel_replicate_degree", 1), _int(found, "data_parallel_shard_degree", -1)
     degrees: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
+    notes: tuple[str, ...] = ()
     if replicas > 1 or shards >= 1:
         degrees["data"] = replicas * max(1, shards)
     if pipeline > 1:
         schedule = {name.lower(): ours for ours, name in _SCHEDULES.items()}[_schedule(found)]
-        degrees |= {"schedule": schedule, "chunks": 2 if schedule == "interleaved-1f1b" else 1}
+        chunks, notes = _stages(found, pipeline, schedule)
+        degrees |= {"schedule": schedule, "chunks": chunks}
         degrees["micro_batch"] = _int(found, "pipeline_parallel_microbatch_size", 1)
     elif "training.local_batch_size" in found:
         degrees["micro_batch"] = int(found["training.local_batch_size"])
@@ -172,7 +174,24 @@ def degrees_from(source: str | Sequence[str] | ToolConfiguration) -> ToolDegrees
     degrees["recompute"] = checkpoints[found.get(_AC, "selective")]
     degrees["sequence_parallel"] = tensor > 1 and found.get("parallelism.enable_sequence_parallel", "True") == "True"
     batch = int(found.get("training.global_batch_size", -1))
-    return ToolDegrees(degrees, batch if batch > 0 else None)
+    return ToolDegrees(degrees, batch if batch > 0 else None, notes)
+
+
+def _stages(found: Mapping[str, str], pipeline: int, schedule: str) -> tuple[int, tuple[str, ...]]:
+    """Stages of each device, and what the plan by hand does otherwise. Raises PlanError for stages of other layers."""
+    parts = found.get(_PARTS, "").split()
+    if not parts:
+        less = "torchtitan gives the first and the last stage fewer layers by its defaults; those of this plan are even"
+        return 2 if schedule == "interleaved-1f1b" else 1, (less,)
+    counts = tuple(sum(name.startswith("layers.") for name in part.split(",")) for part in parts)
+    even = even_counts(sum(counts), len(parts))
+    if len(parts) % pipeline:
+        refuse_reading(TITLE, [f"{_PARTS}: {len(parts)} stages do not go round {pipeline} devices"])
+    if counts != even:
+        ours, theirs = (", ".join(map(str, one)) for one in (even, counts))
+        why = f"stages have {theirs} layers, those of a plan by hand {ours}; write the split with Plan.from_split"
+        refuse_reading(TITLE, [f"{_PARTS}: {why}"])
+    return len(parts) // pipeline, ()
 
 
 def settings_in(source: str | Sequence[str] | ToolConfiguration) -> dict[str, str]:

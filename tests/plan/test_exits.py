@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
+import autopar
 from autopar import Cluster, InputError, Plan, PlanError
 from autopar.plan.assumptions import Assumptions
 from autopar.plan.degrees import Degrees
@@ -39,11 +40,13 @@ def named(configuration: ToolConfiguration) -> set[str]:
 # -- degrees ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(degrees(), st.integers(0, 5))
 def test_the_degrees_of_a_plan_are_those_that_it_was_made_with(wanted: Degrees, more: int) -> None:
     assert degrees_in(plan_with(wanted, wanted.n_stages + more), "a tool") == wanted
 
 
+@pytest.mark.slow
 @given(degrees(), st.integers(0, 5), st.sampled_from(sorted(TOOLS)))
 def test_what_a_configuration_does_not_say_is_named(wanted: Degrees, more: int, tool: str) -> None:
     plan = plan_with(wanted, wanted.n_stages + more)
@@ -67,6 +70,11 @@ def test_what_a_configuration_does_not_say_is_named(wanted: Degrees, more: int, 
     for name, value in read.items():
         if not lost & {name, *aliases.get(name, ())}:
             assert value == getattr(wanted, name), name
+
+
+@pytest.mark.parametrize("wanted", [PLAIN, MESHES, replace(MESHES, zero=3, sequence_parallel=True)])
+def test_the_degrees_of_a_plan_are_found(wanted: Degrees) -> None:
+    assert degrees_in(plan_with(wanted, 4), "a tool") == wanted
 
 
 # -- a model, there and back ------------------------------------------------------------------------------------------
@@ -119,6 +127,19 @@ def test_a_plan_that_a_tool_expresses_comes_back_the_same(tool: str, wanted: dic
     assert degrees_in(plan, tool).zero == wanted.get("zero", 0)
     configuration = configuration_for(plan, tool)
     assert Plan.from_configuration(model, cluster, tool, configuration, **call) == plan
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    readme = (Path(autopar.__file__).parents[1] / "README.md").read_text()
+    code = readme.split("<!-- exits -->\n```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    call = {"example_args": (torch.randint(0, 32, (16, 8)),)}
+    names: dict[str, Any] = {"autopar": autopar, "model": Layers(), "call": call}
+    exec(code, names)
+    assert "schedule: zb-h1; Megatron-LM runs 1f1b" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"arguments.txt", "schedule.csv"}
+    assert degrees_in(names["theirs"], "megatron").pipeline == 4
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ def expressed(tool: str, wanted: Degrees, n_layers: int) -> ToolConfiguration:
         raise
 
 
+@pytest.mark.slow
 @given(degrees().filter(lambda d: d.pipeline == 1))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_accelerate_reads_its_configuration(tmp_path_factory: Any, wanted: Degrees) -> None:
@@ -57,6 +58,7 @@ def deepspeed_config(configuration: ToolConfiguration, wanted: Degrees) -> Any:
         return DeepSpeedConfig(dict(configuration.settings["config"]), mpu=ranks)
 
 
+@pytest.mark.slow
 @given(degrees())
 def test_deepspeed_reads_its_configuration(wanted: Degrees) -> None:
     pytest.importorskip("deepspeed")
@@ -77,6 +79,7 @@ def without_distributed() -> Any:
     num_microbatches_calculator.unset_num_microbatches_calculator()
 
 
+@pytest.mark.slow
 @given(degrees())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_megatron_core_accepts_the_arguments(without_distributed: Any, wanted: Degrees) -> None:
@@ -124,6 +127,7 @@ def torchtitan_config(configuration: ToolConfiguration) -> Any:
     return ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *words])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -190,6 +190,27 @@ def test_a_plan_without_degrees_is_refused(plan: Plan, why: str, tool: str) -> N
         configuration_for(plan, tool)
 
 
+def mixed(n_samples: int, n_columns: int) -> Plan:
+    """A stage on two devices, with operators that cut samples, and others that read a parameter in parts."""
+    samples = [(f"layers.{i}/linear#0", OperatorPlacements(((0,),), ((0,),))) for i in range(n_samples)]
+    columns = [(f"head.{i}/linear#0", OperatorPlacements(((-1,),), ((2,),))) for i in range(n_columns)]
+    parameters = tuple((f"head.{i}.weight", Stored((0,), (0,))) for i in range(n_columns))
+    sharding = StageSharding((2,), ("model",), (*samples, *columns), parameters)
+    return Plan((Stage(("a", "b"), tuple(key for key, _ in (*samples, *columns)), sharding=sharding),), 1, "1f1b", 4)
+
+
+def test_an_axis_is_what_most_of_its_operators_do() -> None:
+    replicas, tensors = degrees_in(mixed(9, 1), "a tool"), degrees_in(mixed(1, 9), "a tool")
+    assert (replicas.data, replicas.tensor, replicas.zero) == (2, 1, 0)
+    assert (tensors.data, tensors.tensor) == (1, 2)
+    lost = [one.why for one in mixed(9, 1).to_megatron_args().not_expressed]
+    assert any("'head.0.weight' are cut over replicas" in why for why in lost)
+    lost = [one.why for one in mixed(1, 9).to_megatron_args().not_expressed]
+    assert any("'layers.0/linear#0' are cut along their first dimension" in why for why in lost)
+    with pytest.raises(PlanError, match="some operators cut samples, and others parameters"):
+        mixed(5, 5).to_megatron_args()
+
+
 def test_stages_that_share_work_differently_are_refused() -> None:
     on_tensor, replicas = on_mesh(1, moves=True).stages[0], Stage(("c", "d"), ("layers.1/linear#0",))
     with pytest.raises(PlanError, match="stage 0 has 1 replica of a mesh x=2; stage 1 has 2 replicas"):

@@ -2,8 +2,10 @@
 
 A mesh axis of a stage counts as
 
-    tensor    some parameter is read in parts along it
-    data      none is; activations are cut along it and do not move between operators
+    data      no parameter is read in parts along it, and activations that are cut along it stay where they are
+    tensor    parameters are read in parts along it
+    data      as well where most operators cut samples (the first dimension), and few read a parameter in parts, such as
+              the head of a vocabulary; what these do is named. Where both kinds are many, no degree describes the axis.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ KEEPS_LESS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.OPERATORS, Recomput
 """Each keeps no more than those before it."""
 
 _FIRST_DIMENSION = 0
+_MOST, _FEW = 0.75, 0.25  # shares of the operators that are cut along an axis
+_BY_HAND = "tensor"  # the axis of a plan by hand that cuts parameters; heads may be part of a first dimension there
 
 
 def degrees_in(plan: Plan, tool: str) -> Degrees:
@@ -125,7 +129,7 @@ def _widths(stage: Stage) -> tuple[int, int]:
     data = tensor = 1
     for axis, size in enumerate(stage.sharding.mesh if stage.sharding is not None else ()):
         assert stage.sharding is not None
-        if _cuts_parameters(stage.sharding, axis):
+        if _cuts_tensors(stage.sharding, axis):
             tensor *= size
         else:
             data *= size
@@ -138,9 +142,13 @@ def _unclear_axes(stage: Stage) -> list[str]:
     found = []
     for axis, size in enumerate(sharding.mesh if sharding is not None else ()):
         assert sharding is not None
-        if size == 1 or _cuts_parameters(sharding, axis):
+        name, in_parts = sharding.axes[axis], _read_in_parts(sharding, axis)
+        if in_parts and name != _BY_HAND and _FEW < _samples_share(sharding, axis) <= _MOST:
+            found.append(
+                f"along axis '{name}' of its mesh some operators cut samples, and others parameters ({few(in_parts)})"
+            )
+        if size == 1 or in_parts:
             continue
-        name = sharding.axes[axis]
         moved = list(dict.fromkeys(_moved(sharding, axis)))
         if moved:
             found.append(
@@ -152,13 +160,29 @@ def _unclear_axes(stage: Stage) -> list[str]:
     return found
 
 
-def _cuts_parameters(sharding: StageSharding, axis: int) -> bool:
-    """Whether an operator reads some parameter in parts."""
+def _cuts_tensors(sharding: StageSharding, axis: int) -> bool:
+    """Whether an axis counts as one that cuts tensors."""
+    parts = bool(_read_in_parts(sharding, axis))
+    return parts and (sharding.axes[axis] == _BY_HAND or _samples_share(sharding, axis) <= _MOST)
+
+
+def _samples_share(sharding: StageSharding, axis: int) -> float:
+    """Of the operators whose results are cut along an axis, the share that cuts the first dimension."""
+    cut = [{p[axis] for p in outputs if p[axis] >= 0} for _, (_, outputs) in sharding.strategies]
+    cut = [dims for dims in cut if dims]
+    return sum(_FIRST_DIMENSION in dims for dims in cut) / len(cut) if cut else 0.0
+
+
+def _read_in_parts(sharding: StageSharding, axis: int) -> list[str]:
+    """Parameters that an operator reads in parts along an axis."""
     moved: dict[str, list[Placements]] = {}
     for one in sharding.redistributions:
         moved.setdefault(one.tensor, []).append(one.own.forward[-1] if one.own.forward else one.shared.forward[-1])
-    read = (moved.get(name, [stored.layout]) for name, stored in sharding.parameters if not _is_input(sharding, name))
-    return any(placements[axis] >= 0 for each in read for placements in each)
+    return [
+        name
+        for name, stored in sharding.parameters
+        if not _is_input(sharding, name) and any(p[axis] >= 0 for p in moved.get(name, [stored.layout]))
+    ]
 
 
 def _is_input(sharding: StageSharding, name: str) -> bool:
@@ -191,17 +215,19 @@ def _scatters_activations(sharding: StageSharding) -> bool:
 
 
 def _data_axes(sharding: StageSharding) -> list[int]:
-    return [axis for axis, size in enumerate(sharding.mesh) if size > 1 and not _cuts_parameters(sharding, axis)]
+    return [axis for axis, size in enumerate(sharding.mesh) if size > 1 and not _cuts_tensors(sharding, axis)]
 
 
 def _zero(sharding: StageSharding) -> int:
     """The ZeRO stage: the most that is cut of any parameter over replicas."""
     axes = _data_axes(sharding)
     found = 0
-    for _, stored in sharding.parameters:
-        if any(stored.layout[axis] >= 0 for axis in axes):
+    in_parts = {(name, axis) for axis in axes for name in _read_in_parts(sharding, axis)}
+    for name, stored in sharding.parameters:
+        whole = [axis for axis in axes if (name, axis) not in in_parts]
+        if any(stored.layout[axis] >= 0 for axis in whole):
             return 3
-        if any(stored.state[axis] >= 0 for axis in axes):
+        if any(stored.state[axis] >= 0 for axis in whole):
             found = max(found, 2 if stored.scattered else 1)
     return found
 
@@ -210,9 +236,7 @@ def _tensor_is_not_last(plan: Plan) -> bool:
     """Whether devices that cut tensors are further apart than replicas."""
     for stage in plan.stages:
         if stage.sharding is not None:
-            cut = [
-                axis for axis, n in enumerate(stage.sharding.mesh) if n > 1 and _cuts_parameters(stage.sharding, axis)
-            ]
+            cut = [axis for axis, n in enumerate(stage.sharding.mesh) if n > 1 and _cuts_tensors(stage.sharding, axis)]
             data = _data_axes(stage.sharding)
             if cut and data and min(cut) < max(data):
                 return True
@@ -225,9 +249,7 @@ def _strategies(plan: Plan) -> Iterator[NotExpressed]:
     for stage in plan.stages:
         sharding = stage.sharding
         axes = (
-            []
-            if sharding is None
-            else [a for a, n in enumerate(sharding.mesh) if n > 1 and _cuts_parameters(sharding, a)]
+            [] if sharding is None else [a for a, n in enumerate(sharding.mesh) if n > 1 and _cuts_tensors(sharding, a)]
         )
         for key, (inputs, outputs) in sharding.strategies if sharding is not None and axes else ():
             if any(p[axis] != -1 for axis in axes for p in (*inputs, *outputs)):
@@ -238,6 +260,17 @@ def _strategies(plan: Plan) -> Iterator[NotExpressed]:
         yield NotExpressed(
             "strategies",
             f"{n_cut} operators are cut each in its own way; the tool cuts by rules for the models it knows",
+        )
+    in_parts = [
+        name
+        for stage in plan.stages
+        if stage.sharding is not None
+        for axis in _data_axes(stage.sharding)
+        for name in _read_in_parts(stage.sharding, axis)
+    ]
+    if in_parts:
+        yield NotExpressed(
+            "strategies", f"{few(list(dict.fromkeys(in_parts)))} are cut over replicas, which the tool keeps whole"
         )
     if samples:
         yield NotExpressed(

@@ -1,6 +1,7 @@
 """Showing plans, profiles, runs and comparisons. The imports register what print() shows of values of lower rooms."""
 
 from autopar.report import (
+    chrome_trace,
     cluster_comparison,
     comparison,
     configuration,
@@ -14,6 +15,7 @@ from autopar.report import (
 )
 
 __all__ = [
+    "chrome_trace",
     "cluster_comparison",
     "comparison",
     "configuration",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from autopar.errors import InputError
+from autopar.plan.display import traced
 from autopar.plan.exits import accelerate, deepspeed, megatron, schedule_csv, torchtitan
 from autopar.plan.exits.configuration import ToolConfiguration
 from autopar.plan.exits.tools import degrees_for
@@ -41,6 +43,17 @@ class PlanExits:
     def schedule_csv(self) -> ToolConfiguration:
         """The plan's schedule as the CSV that torch.distributed.pipelining reads."""
         return schedule_csv.configuration_of(cast("Plan", self))
+
+    def trace(self, path: str | Path, rank: int | None = None) -> None:
+        """Write the predicted step as a Chrome trace, which Perfetto shows (compressed, if the name ends in .gz).
+
+        Args:
+            rank: only the events of the slot that this rank drives, as Holistic Trace Analysis reads one file a rank.
+
+        Raises:
+            InputError: the plan has no predictions, or the rank drives no slot. OSError: the file cannot be written.
+        """
+        traced(self, Path(path), rank)
 
     @classmethod
     def from_configuration(cls, model: nn.Module, devices: Any, tool: str, source: Any, **call: Any) -> Plan:

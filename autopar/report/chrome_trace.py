@@ -37,7 +37,7 @@ _PHASES = {
     Phase.INPUT: "backward to inputs",
     Phase.WEIGHT: "backward to parameters",
 }
-_COMMUNICATION = "nccl"  # Holistic Trace Analysis takes kernels whose names begin so for communication
+_COMMUNICATION = "ncclKernel"  # Holistic Trace Analysis takes kernels whose names begin so for communication
 _US = 1e6  # microseconds of a second
 
 
@@ -112,14 +112,14 @@ class _Trace:
         for send in self._timeline.sends:
             target = _target(send)
             about = {"micro-batch": send.action.microbatch, "blocking": not send.transfer.overlap}
-            name = f"{_COMMUNICATION} send of stage {send.action.stage} to {target}"
+            name = f"{_COMMUNICATION}: send of stage {send.action.stage} to {target}"
             yield self._slice(name, send.slot, self._streams[send.slot, target], send.start, send.end, about)
 
     def _finishes(self) -> Iterator[dict[str, Any]]:
         for slot, stage, start, reduced, end in self._timeline.finishes:
             about = {"stage": stage}
             if start < reduced:
-                name = f"{_COMMUNICATION} reduction of gradients of stage {stage}"
+                name = f"{_COMMUNICATION}: reduction of gradients of stage {stage}"
                 yield self._slice(name, slot, COMPUTING, start, reduced, about)
             if reduced < end:
                 yield self._slice(f"optimizer step of stage {stage}", slot, COMPUTING, reduced, end, about)

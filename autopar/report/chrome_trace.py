@@ -1,5 +1,5 @@
-"""The predicted step of a plan as a Chrome trace (JSON), which Perfetto and chrome://tracing show, and which Holistic
-Trace Analysis reads, one file a rank.
+"""The predicted step of a plan, or a measured step, as a Chrome trace (JSON), which Perfetto and chrome://tracing show,
+and which Holistic Trace Analysis reads, one file a rank.
 
     pid   rank: the place of a slot's first device among those that the plan uses
     tid   stream: computing; sends, one stream for each stage that they go to, as they may run at once
@@ -25,6 +25,7 @@ from autopar.errors import InputError
 from autopar.plan.display import traced
 from autopar.plan.plan import Plan
 from autopar.planner.predicted_step import step_of_plan
+from autopar.runtime.step_profile import StepProfile
 from autopar.schedule.clock import Action, Event, Phase, Send
 from autopar.schedule.table import held
 from autopar.schedule.timeline import Timeline
@@ -51,7 +52,16 @@ def _(plan: Plan, path: Path, rank: int | None) -> None:
     trace = _Trace(plan, step.timeline())
     if rank is not None and rank not in trace.ranks:
         raise InputError(f"rank {rank} has no trace; ranks that drive a slot are {', '.join(map(str, trace.ranks))}")
-    text = json.dumps(trace.to_dict(rank), allow_nan=False)
+    _write(trace.to_dict(rank), path)
+
+
+@traced.register
+def _(profile: StepProfile, path: Path, rank: int | None) -> None:
+    _write(_measured(profile, rank), path)
+
+
+def _write(trace: dict[str, Any], path: Path) -> None:
+    text = json.dumps(trace, allow_nan=False)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode(), mtime=0))  # equal traces are equal files
     else:
@@ -172,6 +182,37 @@ class _Trace:
             for event, (during, after) in zip(events, sizes, strict=True):
                 yield _counter(rank, event.start, parameters, during)
                 yield _counter(rank, event.end, parameters, after)
+
+
+def _measured(profile: StepProfile, rank: int | None) -> dict[str, Any]:
+    """A measured step: a slice for each part of an action between waits, and for each wait."""
+    devices = list(dict.fromkeys(one.device for one in profile.stages))
+    if rank is not None and rank not in range(len(devices)):
+        raise InputError(f"rank {rank} has no trace; the step has ranks 0..{len(devices) - 1}")
+    events: list[dict[str, Any]] = []
+    for number, name in enumerate(devices):
+        stages = ", ".join(str(one.stage) for one in profile.stages if one.device == name)
+        events.append(_meta(number, 0, "process_name", name=f"rank {number}: {name}, stage {stages}"))
+        events.append(_meta(number, 0, "process_sort_index", sort_index=number))
+        events.append(_meta(number, COMPUTING, "thread_name", name="computing"))
+    for correlation, one in enumerate(profile.actions, 1):
+        number, about = devices.index(one.device), {"stage": one.stage, "micro-batch": one.microbatch}
+        place = {"ph": "X", "pid": number, "tid": COMPUTING}
+        name = f"{_PHASES[Phase(one.phase)]} of stage {one.stage}"
+        for start, end in one.spans:
+            args = {"stream": COMPUTING, "device": number, "correlation": correlation, **about}
+            times = {"ts": start * _US, "dur": (end - start) * _US}
+            events.append({**place, "cat": "kernel", "name": name, **times, "args": args})
+        for (_, start), (end, _) in itertools.pairwise(one.spans):
+            times = {"ts": start * _US, "dur": (end - start) * _US}
+            events.append({**place, "cat": "user_annotation", "name": "waiting for a message", **times, "args": about})
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": {"rank": rank or 0, "world_size": len(devices)},
+        "displayTimeUnit": "ms",
+        "traceName": f"measured step of {profile.seconds} s, {profile.schedule}",
+        "traceEvents": [event for event in events if rank is None or event["pid"] == rank],
+    }
 
 
 def _target(send: Send) -> int:

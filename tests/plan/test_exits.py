@@ -151,6 +151,21 @@ def test_the_call_must_have_the_samples_of_the_configuration() -> None:
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tool", "source"),
+    [
+        ("megatron", "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
+        ("torchtitan", "--parallelism.tensor_parallel_degree 2 activation-checkpoint:none"),
+    ],
+)
+def test_zero_without_replicas_is_noted_and_left_out(tool: str, source: str) -> None:
+    cluster, ids = Cluster.preset("2xH100"), torch.randint(0, 32, (4, 8))
+    plan = Plan.from_configuration(Layers(), cluster, tool, source, example_args=(ids,))
+    assert degrees_in(plan, tool).zero == 0
+    assert any("cuts nothing, as there is one replica" in note for note in plan.notes)
+
+
 def test_a_degree_given_twice_must_be_the_same() -> None:
     with pytest.raises(InputError, match="tensor=4, but the configuration has tensor=2"):
         Plan.from_configuration(nn.Linear(2, 2), None, "megatron", "--tensor-model-parallel-size 2", tensor=4)
@@ -353,6 +368,7 @@ def test_a_script_of_megatron_is_read() -> None:
         ),
         ("accelerate", {"dp_replicate_size": 2, "dp_shard_size": 2}, "HSDP"),
         ("accelerate", {"cp_size": 2}, "cp_size=2"),
+        ("accelerate", {"tp_size": "two"}, "tp_size must be a whole number of at least 1, got 'two'"),
         ("accelerate", '{"distributed_type": "DEEPSPEED"}', "DEEPSPEED"),
         ("accelerate", "[1]", "list"),
         ("deepspeed", '{"train_batch_size": "auto"}', "'auto' says nothing"),

@@ -16,7 +16,7 @@ from autopar import PlanError
 from autopar.plan.degrees import Degrees
 from autopar.plan.exits.configuration import ToolConfiguration
 from autopar.plan.exits.megatron import arguments_in
-from autopar.plan.exits.tools import configuration_for
+from autopar.plan.exits.tools import configuration_for, degrees_for
 from autopar.schedule.builders import make_schedule
 
 PLAIN = Degrees(1, 2, 1, 1, "1f1b", 1, 0, "none", False, 8)
@@ -42,6 +42,8 @@ def test_accelerate_reads_its_configuration(tmp_path_factory: Any, wanted: Degre
     sizes = accelerate.ParallelismConfig(**configuration.settings["ParallelismConfig"])  # refuses what it cannot do
     assert sizes.total_size == configuration.n_devices == wanted.data * wanted.tensor
     assert (sizes.data_parallel_size, sizes.tp_size) == (wanted.data, wanted.tensor)
+    read_back = degrees_for("accelerate", sizes).degrees  # of the tool's own object
+    assert (read_back["data"], read_back["tensor"]) == (wanted.data, wanted.tensor)
     path = tmp_path_factory.mktemp("accelerate") / "config.json"
     configuration.save(path)
     read = load_config_from_file(str(path))  # refuses unknown keys

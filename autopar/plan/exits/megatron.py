@@ -149,7 +149,7 @@ def degrees_from(source: str | Sequence[str] | ToolConfiguration) -> ToolDegrees
         "schedule": _INTERLEAVED if chunks > 1 else "1f1b",
         "zero": zero,
         "recompute": recompute,
-        "sequence_parallel": "--sequence-parallel" in found,
+        "sequence_parallel": tensor > 1 and "--sequence-parallel" in found,  # as Megatron-LM does
     }
     batch = _int(found, "--global-batch-size", 0)
     return ToolDegrees(degrees, batch or None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +11,7 @@ from autopar.plan.display import traced
 from autopar.plan.exits import accelerate, deepspeed, megatron, schedule_csv, torchtitan
 from autopar.plan.exits.configuration import ToolConfiguration
 from autopar.plan.exits.tools import degrees_for
+from cost_models import Cluster
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,6 +82,21 @@ class PlanExits:
         ]
         if twice:
             raise InputError("; ".join(twice))
-        plan = Plan.by_hand(model, devices, **{**call, **read.degrees})
+        wanted = {**call, **read.degrees}
+        notes = list(read.notes)
+        if wanted.get("zero") and _data(wanted, devices) == 1:
+            notes.append(f"zero={wanted.pop('zero')} of the configuration cuts nothing, as there is one replica")
+        plan = Plan.by_hand(model, devices, **wanted)
         read.check_batch(plan.batch_size)
-        return with_notes(plan, read.notes)
+        return with_notes(plan, notes)
+
+
+def _data(degrees: Mapping[str, Any], devices: Any) -> int | None:
+    """Replicas of these degrees; None where the number of devices is not known here."""
+    if "data" in degrees:
+        return int(degrees["data"])
+    listed = devices.devices if isinstance(devices, Cluster) else devices
+    if isinstance(listed, str):
+        listed = listed.split(",")
+    parallel = int(degrees.get("tensor", 1)) * int(degrees.get("pipeline", 1))
+    return len(listed) // parallel if isinstance(listed, (list, tuple)) else None

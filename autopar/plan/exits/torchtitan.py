@@ -52,7 +52,7 @@ def configuration_of(plan: Plan) -> ToolConfiguration:
     if degrees.tensor > 1:
         settings["parallelism.enable_sequence_parallel"] = degrees.sequence_parallel
     if degrees.pipeline > 1:
-        settings["training.disable_cuda_graphs"] = True  # which torchtitan has not with pipelines
+        settings["training.disable_cuda_graphs"] = True  # torchtitan refuses them with pipelines
         settings["training.local_batch_size"] = degrees.batch // degrees.data
         settings["parallelism.pipeline_parallel_microbatch_size"] = degrees.micro_batch
         settings[_PARTS] = _module_names(layers)

@@ -322,6 +322,36 @@ def test_a_stage_that_cannot_be_recorded_runs_as_it_is_with_the_reason() -> None
     assert "stage 0: it is recomputed" in pm.report()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    ("layer", "options", "why"),
+    [
+        (nn.RReLU(), {}, "it draws random numbers from the global generator"),
+        (nn.BatchNorm1d(8), {"batch_norm": "deferred"}, "its batch norms put statistics of micro-batches aside"),
+    ],
+    ids=["random operator", "deferred batch norm"],
+)
+def test_a_stage_that_works_with_python_at_every_run_is_not_recorded(
+    layer: nn.Module, options: dict[str, Any], why: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer, nn.Linear(8, 4))
+    plan, (x, y) = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2), batches(1)[0]
+    found = []
+    for compile in (False, "graphs"):
+        own = copy.deepcopy(model)
+        pm = autopar.parallelize(own, ["cpu", "cpu"], plan=plan, compile=compile, cache=False, **options)
+        torch.manual_seed(7)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append((train_step(pm, x, y), gradients(own), own.state_dict()))
+        said = [str(w.message) for w in caught if "leaves stage" in str(w.message)]
+        assert len(said) == (compile == "graphs")
+        assert all(f"leaves stage 1 as it is: {why}" in text for text in said)
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.usefixtures("graphs")
 def test_what_a_slot_has_given_stays_when_it_is_used_again() -> None:
     torch.manual_seed(0)

@@ -198,7 +198,8 @@ def _cases() -> list[Any]:
     for row, name in enumerate(MODELS):
         for column, (places, data) in enumerate(itertools.product(PLACES, ["cpu", "cuda:0"])):
             quick = name in SMALL and (5 * row + 1) % (2 * len(PLACES)) == column
-            marks = [] if quick else [pytest.mark.slow]
+            usual = pytest.mark.slow if places in FOR_EVERY_MODEL else pytest.mark.exhaustive
+            marks = [] if quick else [usual]
             if not quick and (row + column) % (2 if places in FOR_EVERY_MODEL else 4):
                 continue
             cases.append(pytest.param(name, places, data, marks=marks, id=f"{name}, {places}, {data}"))
@@ -244,13 +245,17 @@ def _sharded() -> list[Any]:
     the last."""
     names = list(MODELS)
     return [
-        pytest.param(name, mesh, id=f"{name}, {mesh}")
+        pytest.param(
+            name,
+            mesh,
+            marks=pytest.mark.slow if name in ON_ALL_MESHES else pytest.mark.exhaustive,
+            id=f"{name}, {mesh}",
+        )
         for (row, name), (column, mesh) in itertools.product(enumerate(names), enumerate(MESHES))
         if name in ON_ALL_MESHES or row % 2 == column
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), _sharded())
 def test_shards_on_gpus(name: str, mesh: str) -> None:
     data = ("cpu", "cuda:0")[(list(MODELS).index(name) + list(MESHES).index(mesh)) % 2]

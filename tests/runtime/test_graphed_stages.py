@@ -111,6 +111,21 @@ def test_under_autocast_replays_see_the_new_weights() -> None:
     torch.testing.assert_close(recorded, unrecorded)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs")
+def test_what_was_recorded_under_another_autocast_is_not_replayed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    pm, x = pipelined(copy.deepcopy(model)), torch.randn(12, 8)
+    with torch.no_grad():
+        for enabled in (False, True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                for _ in range(_WARM_UP + 2):  # recorded, and replayed
+                    found, wanted = pm(x), model(x)
+                    assert found.dtype == wanted.dtype
+                    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.usefixtures("graphs")
 def test_gradients_accumulate_over_steps_and_the_users_stay_as_they_are() -> None:
     model, plain = model_with_state(), model_with_state()

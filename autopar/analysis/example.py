@@ -18,6 +18,7 @@ from autopar.analysis.loss import LossSplit, study_loss
 from autopar.analysis.own_loss import own_loss, returns_own_loss
 from autopar.analysis.sequence_first import sequence_first_hint
 from autopar.capture import torch_private
+from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.open_sizes import SymbolicProgram
 from autopar.capture.program import OpenSize, Program, capture
 from autopar.capture.thread_state import neutral_state
@@ -181,15 +182,14 @@ def under_default_device(loss: LossFunction | None) -> LossFunction | None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore gradients and the random state on leaving."""
-    state = torch.get_rng_state()
+    """Restore gradients and the random states of the CPU and of GPUs on leaving."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    with torch_generators_restored():
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def capture_example(

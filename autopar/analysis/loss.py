@@ -38,6 +38,7 @@ from autopar.analysis.rules.table import rule_name
 from autopar.analysis.sample_states import Mean, Mixed, Split, State, Sum, Unbatched, Unproven
 from autopar.capture import torch_private
 from autopar.capture.cleanup import cross_entropy_arguments
+from autopar.capture.module_state import torch_generators_restored
 from autopar.capture.program import Program, capture, describe
 from autopar.capture.thread_state import neutral_state
 from autopar.errors import CaptureError, InputError
@@ -286,12 +287,8 @@ class _LossStudy:
     def _call_once(self, leaves: Mapping[str, Any]) -> None:
         """Call the loss on tensors with values: an object that sets itself up at its first call, such as a gradient
         scaler, would else keep tensors of the tracer."""
-        state = torch.get_rng_state()
-        try:
-            with neutral_state(self._device_types()):
-                self._module(**leaves)
-        finally:
-            torch.set_rng_state(state)
+        with torch_generators_restored(), neutral_state(self._device_types()):
+            self._module(**leaves)
 
     def _place(self) -> torch.device | None:
         """Where the loss runs: with the outputs, wherever the targets and the function's own tensors are."""

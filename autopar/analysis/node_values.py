@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.cleanup import aten
+from autopar.capture.module_state import set_torch_states, torch_generators_restored, torch_states
 from autopar.capture.program import Program
 from autopar.capture.uncaptured import Uncaptured
 from cost_models.graphs import StorageNumbers, on_meta, storage_key
@@ -115,7 +116,7 @@ def observe(module: fx.GraphModule, leaves: list[Any], device: torch.device | No
     An exception has the failing node as its attribute `autopar_node`.
     """
     observer = _Observer(module, device)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch_generators_restored():
         observer.run(*leaves)
     return observer.seen
 
@@ -158,14 +159,14 @@ def _steps(module: fx.GraphModule, leaves: list[Any], device: torch.device | Non
     numbers, whatever happens between its steps."""
     observer = _Observer(module, device, free=True)
     observer.args_iter = iter(leaves)
-    random = torch.get_rng_state()
+    random = torch_states()
     for node in module.graph.nodes:
         if node.op == "output":
             return
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(random)
+        with torch.no_grad(), torch_generators_restored():
+            set_torch_states(random)
             value = observer.run_node(node)
-            random = torch.get_rng_state()
+            random = torch_states()
         observer.seen.clear()
         if node.users:
             observer.env[node] = value

@@ -79,12 +79,12 @@ class Generators:
     """The states of random generators at one time: torch's, Python's and numpy's."""
 
     def __init__(self) -> None:
-        self._torch = _torch_states()
+        self._torch = torch_states()
         self._python = random.getstate()
         self._numpy = _numpy_state()
 
     def torch_has_moved(self) -> bool:
-        return any(not torch.equal(a, b) for a, b in zip(self._torch, _torch_states(), strict=True))
+        return any(not torch.equal(a, b) for a, b in zip(self._torch, torch_states(), strict=True))
 
     def others_moved(self) -> str:
         """The first generator other than torch's that has moved since; "" if none has."""
@@ -93,9 +93,7 @@ class Generators:
         return "numpy's random generator" if repr(_numpy_state()) != repr(self._numpy) else ""
 
     def restore(self) -> None:
-        torch.set_rng_state(self._torch[0])
-        if len(self._torch) > 1:
-            torch.cuda.set_rng_state_all(self._torch[1:])
+        set_torch_states(self._torch)
         self.restore_others()
 
     def restore_others(self) -> None:
@@ -105,9 +103,27 @@ class Generators:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
-def _torch_states() -> list[torch.Tensor]:
+def torch_states() -> list[torch.Tensor]:
+    """Of torch's default generators: that of the CPU, then those of all GPUs if the process has used one."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *on_gpus]
+
+
+def set_torch_states(states: Sequence[torch.Tensor]) -> None:
+    """Set the default generators to what `torch_states` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+@contextmanager
+def torch_generators_restored() -> Iterator[None]:
+    """On leaving, torch's default generators are what they were, those of GPUs included."""
+    states = torch_states()
+    try:
+        yield
+    finally:
+        set_torch_states(states)
 
 
 def _numpy_state() -> Any:

@@ -84,6 +84,82 @@ def test_a_write_is_refused_by_the_parameters_name_and_changes_nothing(writer: t
     assert bool((model.up.weight == 1).all())
 
 
+class Words(nn.Module):
+    """Embeddings that are scaled down to a norm in the forward: torch writes the rows that it looks up."""
+
+    def __init__(self, how: str, scale: float) -> None:
+        super().__init__()
+        bag, whole = nn.EmbeddingBag(20, 8, max_norm=1.0), nn.Embedding(20, 8, max_norm=1.0)
+        self.how, self.embed, self.head = how, bag if how == "bag" else whole, nn.Linear(8, 20, bias=False)
+        with torch.no_grad():
+            self.embed.weight.mul_(scale)
+        if how == "frozen":
+            self.embed.weight.requires_grad_(False)
+        if how == "tied":
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.how == "function":
+            found = nn.functional.embedding(ids, self.embed.weight, max_norm=1.0).mean(1)
+        else:
+            found = self.embed(ids) if self.how == "bag" else self.embed(ids).mean(1)
+        if self.how == "uncaptured":
+            found = found + float(found.detach().numpy().sum() > 1e9)
+        scores: torch.Tensor = self.head(found)
+        return scores
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scale", [3.0, 0.01])
+@pytest.mark.parametrize("how", ["module", "bag", "function", "frozen", "tied"])
+def test_embeddings_with_a_greatest_norm_are_refused_whether_the_example_exceeds_it(
+    how: str, scale: float, training: bool
+) -> None:
+    model, ids = Words(how, scale).train(training), torch.randint(0, 20, (8, 5))
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(CaptureError, match=r"writes the parameter '(embed|head)\.weight' \(aten\.embedding_renorm_"):
+        capture(model, (ids,), {})
+    assert torch.equal(model.embed.weight, before)
+
+
+@pytest.mark.parametrize("way", ["searched", "pipeline", "shards"])
+def test_neither_pipelines_nor_shards_train_embeddings_with_a_greatest_norm(way: str) -> None:
+    model, ids = Words("module", 3.0), torch.randint(0, 20, (8, 5))
+    before = model.embed.weight.detach().clone()
+    if way == "shards":
+        autopar.shard(model.head, in_strategy=((1, 1),), out_strategy=((1, 2),))
+    plan = Plan.from_split({"embed": 0, "head": 1}, n_microbatches=2) if way == "pipeline" else None
+    pm = autopar.parallelize(model, ["cpu", "cpu"], plan=plan, cache=False)
+    target = torch.randint(0, 20, (8,))
+    with pytest.raises(CaptureError, match=r"writes the parameter 'embed\.weight'"):
+        pm.train_step(ids, target=target, loss_fn=nn.functional.cross_entropy)
+    assert torch.equal(model.embed.weight, before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::autopar.AutoparWarning")
+def test_uncaptured_embeddings_with_a_greatest_norm_train_as_one_micro_batch() -> None:
+    """Nothing exceeds it in the example; later steps do."""
+    model, ids, target = Words("uncaptured", 0.01), torch.randint(0, 20, (8, 5)), torch.randint(0, 20, (8,))
+    original = copy.deepcopy(model)
+    pm = autopar.parallelize(model, ["cpu", "cpu"], cache=False)
+    for scale in (1.0, 500.0):
+        for one in (model, original):
+            with torch.no_grad():
+                one.embed.weight.mul_(scale)
+            one.zero_grad()
+        loss = pm.train_step(ids, target=target, loss_fn=nn.functional.cross_entropy)
+        expected = nn.functional.cross_entropy(original(ids), target)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for mine, other in zip(model.parameters(), original.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+            torch.testing.assert_close(mine.grad, other.grad)
+    pm.close()
+    with pytest.raises(CaptureError, match=r"writes the parameter 'embed\.weight'"):
+        autopar.parallelize(Words("uncaptured", 3.0), ["cpu", "cpu"], cache=False)(ids)
+
+
 class Averages(nn.Module):
     """Keeps a running mean, as code with statistics of its own does."""
 

@@ -104,6 +104,12 @@ def test_marks_on_a_gpu_are_events_on_the_threads_stream_of_that_gpu(monkeypatch
     assert waited == [place]
 
 
+def test_passes_on_a_gpu_are_timed_by_its_own_clock() -> None:
+    module = fx.symbolic_trace(nn.ReLU())  # without tensors that would have to move there
+    for place, kind in ((torch.device("cuda", 1), CudaClock), (torch.device("cpu"), HostClock)):
+        assert isinstance(GraphRunner(module, place, True, None).clock, kind)
+
+
 def test_on_a_cpu_the_hosts_clock_is_the_devices() -> None:
     clock = device_clock(torch.device("cpu"))
     assert isinstance(clock, HostClock)

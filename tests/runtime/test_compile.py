@@ -12,6 +12,7 @@ import torch
 from models import assert_same_gradients, gradients
 from torch import fx, nn
 from torch.nn.functional import mse_loss
+from uncaptured_models import WIDTH, NumpyGate
 
 import autopar
 from autopar import PipelinedModule, Plan
@@ -224,6 +225,24 @@ def test_sharded_stages_stay_as_they_are_and_say_so() -> None:
     with pytest.warns(autopar.AutoparWarning, match=r"stage 0 as it is: one thread runs its operators on 2 devices"):
         got = pm(x)
     torch.testing.assert_close(got, model(x))
+
+
+@pytest.mark.slow
+def test_stages_with_uncaptured_code_stay_as_they_are_and_say_so(compiled_graphs: list[fx.GraphModule]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), NumpyGate(), nn.Linear(WIDTH, 4))
+    pm = autopar.parallelize(
+        copy.deepcopy(model),
+        ["cpu", "cpu"],
+        plan=Plan.from_split({"0": 0, "2": 1}, n_microbatches=2),
+        compile="noting_for_tests",
+        cache=False,
+    )
+    x = torch.randn(6, WIDTH)
+    with pytest.warns(autopar.AutoparWarning, match=r"stage 1 as it is: it runs modules that are not captured"):
+        got = pm(x)
+    torch.testing.assert_close(got, model(x))
+    assert len(compiled_graphs) == 1, "of stage 0"
 
 
 def test_compiled_replicas_compute_what_one_would() -> None:

@@ -13,7 +13,7 @@ import autopar
 from autopar import AutoparError, PipelinedModule, Plan
 from autopar.analysis.example import capture_example
 from autopar.lower.sharded import Piece
-from autopar.runtime.device_tensors import ParameterLeaf, _state
+from autopar.runtime.device_tensors import ParameterLeaf, ParameterLeaves, _state
 from autopar.runtime.plain_model import plain_call
 from cost_models.hardware.devices import Device
 
@@ -70,6 +70,21 @@ def test_copies_of_frozen_parameters_are_made_anew_only_where_these_changed() ->
     leaf.tensor.data.fill_(7.0)
     leaf.refresh(parameter)
     assert leaf.tensor.tolist() == [7.0] * 3
+    parameter.data = torch.arange(3.0)  # of the same version
+    leaf.refresh(parameter)
+    assert leaf.tensor.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_all_copies_follow_their_parameters_at_every_call() -> None:
+    """Only leaves that are views of their parameters need nothing where no parameter has moved."""
+    parameters = [_Elsewhere(torch.arange(3.0)) for _ in range(2)]
+    leaves = ParameterLeaves(map(_leaf_of, parameters), {id(p): p for p in parameters})
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.data.mul_(2).add_(1)
+        leaves.refresh()
+        for leaf, parameter in zip(leaves._leaves, parameters, strict=True):
+            assert torch.equal(leaf, parameter.detach().as_subclass(torch.Tensor))
 
 
 ELSEWHERE = Device("meta:0", torch.device("meta"), "nowhere", 1 << 30, 1)

@@ -26,11 +26,13 @@ from autopar.capture.torch_private import tree_leaves
 from autopar.runtime import captures
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.captures import CallArguments, Captures
+from autopar.runtime.device_tensors import move
 from autopar.runtime.user_warnings import OneTimeWarnings
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 
 BATCH = 8
+FOR_EVERY_MODEL = ("one GPU", "two GPUs", "CPU, GPU", "replicas on GPUs")
 SMALL = ("sequential", "two towers", "tied", "dropping", "normed", "in place")
 GPUS = ("cuda:0", "cuda:1")
 
@@ -100,10 +102,8 @@ def _of_family(case: Case) -> Model:
     return Model(case.model, lambda: case.inputs(BATCH), dict(case.two))
 
 
-# torch has no fake implementation of the GRU kernel.
-NOT_FAKE = ("gru",)
 MODELS = {
-    **{case.name: _of_family(case) for case in CASES if case.name not in NOT_FAKE},
+    **{case.name: _of_family(case) for case in CASES},
     "bert with dropout": Model(
         lambda: bert(0.1),
         lambda: {"input_ids": tokens(BATCH), "attention_mask": ragged_mask(BATCH)},
@@ -139,15 +139,18 @@ def example(name: str) -> Example:
 
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
     """A mean over samples that every floating-point output moves."""
-    total = torch.zeros_like(target)
+    rows, total = torch.zeros_like(target), torch.zeros((), device=target.device)
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            total = total + (leaf if leaf.dim() == 0 else leaf.reshape(len(target), -1).float().square().mean(1))
-    return (total - target).square().mean()
+            if leaf.dim() == 0:
+                total = total + leaf.to(target.device)
+            else:
+                rows = rows + leaf.flatten(1).float().square().mean(1) if leaf.dim() > 1 else rows + leaf
+    return total + (rows - target).square().mean()
 
 
-def check_steps(name: str, plan: Plan, data: str, **settings: Any) -> None:
-    """A call and its backward, a training step and a call without gradients; caller's tensors on the device `data`."""
+def check_steps(name: str, plan: Plan, data: str, steps: int = 2, **settings: Any) -> None:
+    """A call and its backward, training steps and a call without gradients; caller's tensors on the device `data`."""
     known = example(name)
     last = torch.device(plan.stages[-1].devices[0].partition("#")[0].replace("cpu:0", "cpu"))
     with fake_gpus() as mode:
@@ -162,7 +165,7 @@ def check_steps(name: str, plan: Plan, data: str, **settings: Any) -> None:
         assert scalars <= ({last} if data == "cpu" else {torch.device(data)})
         torch.autograd.backward([x.float().sum().to(data) for x in found if x.requires_grad])
         check_gradients(model, leaves)
-        for _ in range(2):
+        for _ in range(steps):
             loss, outputs = pm.train_step(**inputs, target=target, loss_fn=loss_of, return_outputs=True)
             assert loss.device == last
             assert {x.device for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)} <= {last}
@@ -189,14 +192,15 @@ def _slow(value: str) -> Any:
 
 
 def _cases() -> list[Any]:
-    """Every model on a quarter of all places with data on the CPU or on a GPU: each of those with a quarter of the
-    models, as all pairs take half an hour. One case of each small model is not slow."""
+    """Every model on one GPU, on two, on a CPU and a GPU, and with replicas, and on a quarter of all other places; with
+    data on the CPU or on a GPU in turn, as all pairs take half an hour. One case of each small model is not slow."""
     cases = []
     for row, name in enumerate(MODELS):
         for column, (places, data) in enumerate(itertools.product(PLACES, ["cpu", "cuda:0"])):
             quick = name in SMALL and (5 * row + 1) % (2 * len(PLACES)) == column
-            marks = [] if quick else [pytest.mark.slow]
-            if not quick and (row + column) % 4:
+            usual = pytest.mark.slow if places in FOR_EVERY_MODEL else pytest.mark.exhaustive
+            marks = [] if quick else [usual]
+            if not quick and (row + column) % (2 if places in FOR_EVERY_MODEL else 4):
                 continue
             cases.append(pytest.param(name, places, data, marks=marks, id=f"{name}, {places}, {data}"))
     return cases
@@ -233,19 +237,33 @@ MESHES: dict[str, tuple[list[tuple[int, ...] | None], list[int], list[str]]] = {
     "CPU and GPU, then four GPUs": ([(2,), (2, 2)], [1, 1], ["cpu:0", "cuda:0", *(f"cuda:{i}" for i in range(1, 5))]),
     "two replicas of two GPUs": ([(2,), None], [2, 1], [f"cuda:{i}" for i in range(5)]),
 }
-SHARDED = ("sequential", "tied", "convolutions", "in place", "pieces", "masked")
+ON_ALL_MESHES = ("sequential", "tied", "convolutions", "in place", "pieces", "masked")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", [SHARDED[0], *map(_slow, SHARDED[1:])])
+def _sharded() -> list[Any]:
+    """Small models on all meshes. All others take seconds for every sharded stage: they have one, in turn the first and
+    the last."""
+    names = list(MODELS)
+    return [
+        pytest.param(
+            name,
+            mesh,
+            marks=pytest.mark.slow if name in ON_ALL_MESHES else pytest.mark.exhaustive,
+            id=f"{name}, {mesh}",
+        )
+        for (row, name), (column, mesh) in itertools.product(enumerate(names), enumerate(MESHES))
+        if name in ON_ALL_MESHES or row % 2 == column
+    ]
+
+
+@pytest.mark.parametrize(("name", "mesh"), _sharded())
 def test_shards_on_gpus(name: str, mesh: str) -> None:
-    data = ("cpu", "cuda:0")[(SHARDED.index(name) + list(MESHES).index(mesh)) % 2]
+    data = ("cpu", "cuda:0")[(list(MODELS).index(name) + list(MESHES).index(mesh)) % 2]
     meshes, replicas, devices = MESHES[mesh]
     plan = staged(example(name).program, MODELS[name].split, meshes, replicas)
     names = dict(zip(plan.used_devices, devices, strict=True))
     stages = tuple(replace(stage, devices=tuple(names[d] for d in stage.devices)) for stage in plan.stages)
-    check_steps(name, replace(plan, stages=stages), data)
+    check_steps(name, replace(plan, stages=stages), data, steps=2 if name in ON_ALL_MESHES else 1)
 
 
 def test_stages_first_called_in_inference_mode_train_afterwards() -> None:
@@ -261,13 +279,14 @@ def test_stages_first_called_in_inference_mode_train_afterwards() -> None:
         check_gradients(model, [])
 
 
+@pytest.mark.parametrize("first", [["cuda:0"], ["cuda:0", "cuda:1"]], ids="+".join)
 @pytest.mark.parametrize("target", ["cpu", "cuda:0", "cuda:1", "cuda:7"])
-def test_a_model_that_was_moved_after_its_placement_trains_where_it_is(target: str) -> None:
-    """`pm.to(...)` sets `data` and `grad` of every parameter, and replaces buffers."""
+def test_a_model_that_was_moved_after_its_placement_trains_where_it_is(target: str, first: list[str]) -> None:
+    """`pm.to(...)` sets `data` and `grad` of every parameter, and replaces buffers. `first`: devices of stage 0."""
     known, place = example("normed"), torch.device(target)
     with fake_gpus() as mode:
         model = fake_copy(known.model, mode)
-        pm = pipelined(known, model, _plan("normed", [["cuda:0", "cuda:1"], ["cuda:2"]]))
+        pm = pipelined(known, model, _plan("normed", [first, ["cuda:2"]]))
         inputs, y = on(known.kwargs, "cpu"), torch.empty(BATCH)
         for moved in (False, True):
             if moved:
@@ -289,6 +308,11 @@ def test_a_model_that_was_moved_after_its_placement_trains_where_it_is(target: s
 def test_gradients_from_before_the_placement_move_with_their_parameters() -> None:
     known = example("sequential")
     with fake_gpus() as mode:
+        alone = nn.Parameter(torch.empty(3))
+        alone.grad = torch.empty(3)
+        move(alone, torch.device("cuda:1"))
+        assert alone.grad is not None
+        assert alone.grad.device == alone.device == torch.device("cuda:1")
         model = fake_copy(known.model, mode)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)

@@ -111,6 +111,21 @@ def test_under_autocast_replays_see_the_new_weights() -> None:
     torch.testing.assert_close(recorded, unrecorded)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs")
+def test_what_was_recorded_under_another_autocast_is_not_replayed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    pm, x = pipelined(copy.deepcopy(model)), torch.randn(12, 8)
+    with torch.no_grad():
+        for enabled in (False, True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                for _ in range(_WARM_UP + 2):  # recorded, and replayed
+                    found, wanted = pm(x), model(x)
+                    assert found.dtype == wanted.dtype
+                    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.usefixtures("graphs")
 def test_gradients_accumulate_over_steps_and_the_users_stay_as_they_are() -> None:
     model, plain = model_with_state(), model_with_state()
@@ -320,6 +335,36 @@ def test_a_stage_that_cannot_be_recorded_runs_as_it_is_with_the_reason() -> None
     assert_same_gradients(gradients(model), gradients(plain))
     assert "recorded as CUDA graphs" in pm.report()
     assert "stage 0: it is recomputed" in pm.report()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    ("layer", "options", "why"),
+    [
+        (nn.RReLU(), {}, "it draws random numbers from the global generator"),
+        (nn.BatchNorm1d(8), {"batch_norm": "deferred"}, "its batch norms put statistics of micro-batches aside"),
+    ],
+    ids=["random operator", "deferred batch norm"],
+)
+def test_a_stage_that_works_with_python_at_every_run_is_not_recorded(
+    layer: nn.Module, options: dict[str, Any], why: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer, nn.Linear(8, 4))
+    plan, (x, y) = Plan.from_split({"0": 0, "2": 1}, n_microbatches=2), batches(1)[0]
+    found = []
+    for compile in (False, "graphs"):
+        own = copy.deepcopy(model)
+        pm = autopar.parallelize(own, ["cpu", "cpu"], plan=plan, compile=compile, cache=False, **options)
+        torch.manual_seed(7)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append((train_step(pm, x, y), gradients(own), own.state_dict()))
+        said = [str(w.message) for w in caught if "leaves stage" in str(w.message)]
+        assert len(said) == (compile == "graphs")
+        assert all(f"leaves stage 1 as it is: {why}" in text for text in said)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.usefixtures("graphs")

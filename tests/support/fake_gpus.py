@@ -48,6 +48,25 @@ _TRANSFERS |= {"_has_compatible_shallow_copy_type"}  # a question
 _TAKE_HOST_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
+def _fused_gru_cell(gates: torch.Tensor, hidden_gates: torch.Tensor, hidden: torch.Tensor, *_: Any) -> Any:
+    """Gates [B, 3 H], hidden [B, H] -> the next hidden [B, H], and five values per entry kept for the backward."""
+    return torch.empty_like(hidden), hidden.new_empty(len(hidden), 5 * hidden.shape[1])
+
+
+def _fused_gru_cell_backward(gradient: torch.Tensor, kept: torch.Tensor, has_bias: bool) -> Any:
+    """Gradients of both gates, of the hidden state, and of both biases."""
+    rows, width = gradient.shape
+    gates = [gradient.new_empty(rows, 3 * width) for _ in range(2)]
+    return *gates, torch.empty_like(gradient), *([gradient.new_empty(3 * width)] * 2 if has_bias else [None] * 2)
+
+
+# Kernels that torch has no fake implementation of.
+_IN_PLACE_OF: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._thnn_fused_gru_cell.default: _fused_gru_cell,
+    torch.ops.aten._thnn_fused_gru_cell_backward.default: _fused_gru_cell_backward,
+}
+
+
 def device(name: str) -> Device:
     """A worker called "cuda:0", "cuda:0#1", "cpu:0" ..."""
     place = torch.device("cpu") if name.startswith("cpu") else torch.device(name.partition("#")[0])
@@ -135,7 +154,7 @@ class _Watcher(TorchDispatchMode):
             given = args[:1] if name in _TAKE_HOST_INDICES else (args, kwargs)
             places = {x.device for x in _tensors(given) if x.dim() or x.device.type != "cpu"}
             self._check(len(places) < 2, func, "mixes", (args, kwargs))
-        result = func(*args, **kwargs)
+        result = _IN_PLACE_OF.get(func, func)(*args, **kwargs)
         if self._strict and name not in _TRANSFERS:
             made = [x for x in _tensors(result) if x.dim() or x.device.type != "cpu"]
             self._check({x.device for x in made} <= self.devices, func, "runs elsewhere than its stage, on", made)

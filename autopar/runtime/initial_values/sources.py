@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autopar.capture.module_state import torch_generators_restored
 from autopar.errors import InputError
 from autopar.runtime.checkpoints.choice import choose
 from autopar.runtime.checkpoints.contents import MODEL
@@ -109,7 +110,7 @@ class FunctionSource:
     def fill(self, targets: Targets) -> None:
         for name, target in targets.items():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with torch_generators_restored(), torch.no_grad():
                 torch.manual_seed((self.seed + zlib.crc32(name.encode())) % 2**63)
                 self.make(name, whole)
             _write(whole, target)

@@ -44,8 +44,8 @@ from cost_models.hardware.networks import network
 
 TRACED_HOST = 2.8
 """Times that the traced host takes as long as `launches.HOST_COSTS`, where an A100's usual host has 1.84: fitted to the
-rows of one node with hidden size 1024 and one stage, by mean error in steps of 0.15 (2.65: 6.2 %, 2.8: 5.2 %, 2.95:
-6.6 %). Recording every call of the driver takes the host time."""
+rows of one node with hidden size 1024 and one stage, by mean error in steps of 0.15 (2.65: 6.6 %, 2.8: 5.3 %, 2.95:
+6.3 %). Recording every call of the driver takes the host time."""
 
 TRACED_A100 = dataclasses.replace(
     device_spec("A100-40"), name="A100 of 40 GB under a tracer", memory=80e9, host=TRACED_HOST

@@ -80,7 +80,7 @@ class PretendNccl:
         self.gpus.check()
         assert not self._pending, "nobody waited for a collective"
 
-    # -- groups ---------------------------------------------------------------------------------------------------------
+    # -- groups -------------------------------------------------------------------------------------------------------
 
     def _new_group(
         self, new: Callable[..., Any], ranks: Any = None, *args: Any, backend: Any = None, **more: Any
@@ -115,7 +115,8 @@ class PretendNccl:
 
     def _check(self, kind: str, tensors: list[torch.Tensor], group: Any) -> bool:
         """Whether NCCL does it."""
-        name = (dist.group.WORLD if group is None else group).group_name if not isinstance(group, str) else group
+        whole: Any = dist.group.WORLD if group is None else group
+        name = group if isinstance(group, str) else whole.group_name
         places = {place_of(x) for x in tensors}
         on_gpu = any(place.type == "cuda" for place in places)
         if len(places) > 1:
@@ -137,12 +138,12 @@ class PretendNccl:
             self.gpus.order.read(self.gpus.memory(x), stream.name, name)
         return stream
 
-    # -- collectives and messages ---------------------------------------------------------------------------------------
+    # -- collectives and messages -------------------------------------------------------------------------------------
 
     def _plain(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """They are waited for where they are called."""
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        group = kwargs.get("group", args[0] if kind == "barrier" and args else None)
+        group: Any = kwargs.get("group", args[0] if kind == "barrier" and args else None)
         if self._check(kind, tensors, group):
             stream = self._started(group.group_name, tensors)
             for x in tensors:

@@ -18,7 +18,7 @@ from autopar.capture.program import Program
 from autopar.lower.projection import project
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Lowered, StageProgram, replica
-from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf
+from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, move
 from autopar.runtime.executable import Executable
 from autopar.runtime.ranks.gradients import GradientSums
 from autopar.runtime.ranks.holders import StageGrid, with_sparse_gradients
@@ -166,14 +166,15 @@ class RankExecutable(Executable):
                 continue
             for name in stage.written_buffers:
                 here = self.world.rank in grid.all
-                tensor = self.tensor(name).data if here else self._whole_tensor(name).to(self.world.device, copy=True)
+                like = self._whole_tensor(name)
+                tensor = self.tensor(name).data if here else torch.empty_like(like, device=self.world.device)
                 for device in range(len(grid.ranks[0])):
                     self._share(tensor, grid, device)
 
     def _share(self, tensor: torch.Tensor, grid: StageGrid, device: int) -> None:
         """From the first replica's device to the same device of the others."""
         line = [group[device] for group in grid.ranks]
-        mine = tensor if self.world.rank in line else tensor.clone()
+        mine = tensor if self.world.rank in line else torch.empty_like(tensor)
         self.world.broadcast(mine, line[0])
 
     # -- building ---------------------------------------------------------------------------------------------------
@@ -223,6 +224,7 @@ class RankExecutable(Executable):
             else:
                 written = piece.name in stage.written_buffers
                 own = replace(piece, first=True)  # every rank writes its own model's
+                move(self.tensor(piece.name), device)  # a constant of the code: else it would be copied for every call
                 buffer = DeviceBuffer.of(self.tensor(piece.name), own, device, written=written, first_replica=True)
                 one.buffers.append(buffer)
                 tensors[piece.attribute] = buffer.tensor

@@ -42,6 +42,7 @@ class PretendNccl:
         """`shared`: all ranks on one GPU, over gloo."""
         self.gpus = PretendGpus(patch, dist.get_world_size())
         self.faults: list[str] = []
+        self.forgets = ""  # a seeded fault: no stream waits for "messages", or for "collectives"
         self.carried: set[str] = set()  # what carried tensors of GPUs: kinds of collectives, "isend", "irecv"
         self._over_nccl: set[str] = set()  # names of process groups
         self._streams: dict[str, Stream] = {}
@@ -161,11 +162,13 @@ class PretendNccl:
             self.gpus.order.write(self.gpus.memory(x), stream.name, kind)
         event = stream.record_event()
         with _unrecorded():
-            work = call(x, other, group=group, **kw)
+            # gloo would hold what it sends, as whoever posts must do for NCCL.
+            work = call(x.clone() if kind == "isend" else x, other, group=group, **kw)
 
         def wait() -> None:
             work.wait()
-            self.gpus.current(self.place).wait_event(event)
+            if self.forgets != "messages":
+                self.gpus.current(self.place).wait_event(event)
 
         return types.SimpleNamespace(wait=wait)
 
@@ -192,7 +195,7 @@ class PretendNccl:
         with _unrecorded():
             found: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
         event, _ = self._pending.pop(x.data_ptr(), (None, None))
-        if event is not None:
+        if event is not None and self.forgets != "collectives":
             self.gpus.current(self.place).wait_event(event)
         return found
 

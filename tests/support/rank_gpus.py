@@ -19,6 +19,7 @@ from torch import nn
 import autopar
 from autopar import Plan
 from autopar.capture.torch_private import tree_leaves
+from autopar.runtime.ranks import wire
 from autopar.runtime.ranks.world import current, joined
 
 QUIET = 2  # calls at the start in which hosts may wait: the content of the first batches is compared
@@ -185,6 +186,18 @@ def stepped(job: Job, model: nn.Module, x: torch.Tensor, loss_fn: Any) -> tuple[
     loss = loss_fn(output, x.to(leaf.device, non_blocking=True))
     loss.backward()
     return loss.detach(), () if job.call == "train_step" else output
+
+
+def faults_of(fault: str) -> list[str]:
+    """What the oracle says of a training with a seeded fault."""
+    sent = wire._Sent
+    job = Job("gpt2", "hand tensor=2" if fault == "collectives" else "chain")
+    with pretended() as nccl:
+        nccl.forgets = fault
+        unheld = (lambda read_by, tensor, pending: sent(read_by, None, pending)) if fault == "holding" else sent
+        with mock.patch.object(wire, "_Sent", unheld):
+            _trained(job, "cpu", PretendedGpus(nccl))
+        return list(nccl.gpus.order.faults)
 
 
 def refusal() -> str:

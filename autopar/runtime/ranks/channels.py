@@ -84,7 +84,7 @@ class HostChannel:
         return _Carried(self._channel.send(carried, target, tag), carried)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
-        carried = torch.empty_like(tensor, device="cpu")
+        carried = torch.empty(tensor.shape, dtype=tensor.dtype)
         return _Carried(self._channel.receive(carried, source, tag), carried, tensor)
 
 

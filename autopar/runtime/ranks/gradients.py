@@ -184,22 +184,22 @@ class GradientSums:
         has = [float(g is not None) for g in gradients]
         inside = []
         if self._counts_inside:
-            inside.append(torch.tensor(has, dtype=bucket.dtype, device=self._device))
+            inside.append(torch.tensor(has, dtype=bucket.dtype))
         else:
             before_here = self._has.get(number, has)  # of the micro-batches before, where each is scattered
             self._has[number] = [max(pair) for pair in zip(before_here, has, strict=True)]
         whole = [
-            torch.zeros(entry.shape, dtype=bucket.dtype, device=self._device) if g is None else g
+            torch.zeros(entry.shape, dtype=bucket.dtype, device=self._carrier) if g is None else g.to(self._carrier)
             for entry, g in zip(entries, gradients, strict=True)
         ]
         del gradients
         if bucket.row is None:
-            return joined([*whole, *inside]).to(self._carrier)
+            return joined([*whole, *inside])
         parts = []
         for place in range(bucket.row.size):
             parts += [entry.part(g, place) for entry, g in zip(entries, whole, strict=True)]
             parts += inside
-        return joined(parts).to(self._carrier)
+        return joined(parts)
 
     def _scatter(self, number: int, stage: int) -> None:
         """Start to scatter the gradients of one micro-batch, once those of the micro-batch before have arrived."""

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from rank_cases import Job
-from rank_gpus import OnGpus, refusal, refused_mixture, refused_sharing, trained, trained_here
+from rank_gpus import OnGpus, faults_of, refusal, refused_mixture, refused_sharing, trained, trained_here
 from rank_pool import RankPool
 
 
@@ -42,8 +42,8 @@ CASES = [
     (4, Job("gpt2", "hand tensor=2 pipeline=2")),
     (4, Job("gpt2", "hand tensor=2 data=2 zero=3")),
     *[(2, Job("gpt2", f"hand data=2 zero={zero}")) for zero in (1, 2, 3)],
-    (4, Job("tied", "hand pipeline=2 data=2 zero=1")),
-    (2, Job("tied", "chain")),
+    (4, Job("tied", "hand pipeline=2 data=2 zero=1", call="backward")),
+    (2, Job("tied", "chain", call="backward")),
 ]
 
 
@@ -61,6 +61,16 @@ def test_ranks_that_share_a_gpu_send_through_the_host(ranks: RankPool, plan: str
     found = ranks.run(partial(trained, shared=True), 2, Job("gpt2", plan))
     check(found, shared=True)
     assert all(not one.carried for one in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("messages", "has written it"), ("holding", "is freed before"), ("collectives", "has written it")],
+)
+def test_the_oracle_finds_a_seeded_fault(ranks: RankPool, fault: str, said: str) -> None:
+    found = ranks.run(faults_of, 2, fault)
+    assert any(said in one for faults in found for one in faults)
 
 
 def test_ranks_that_would_share_a_gpu_without_being_asked_are_refused_by_name(ranks: RankPool) -> None:

@@ -53,8 +53,8 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
-# Files whose tests keep the same promise for many models: every tenth case runs by default, the others in the slow
-# set.
+# Files whose tests keep the same promise for many models: every tenth case runs by default, every third one in the slow
+# set, the others among the exhaustive tests.
 EVERY_TENTH_CASE = (
     "analysis/test_batch_proof.py",
     "analysis/test_batching.py",
@@ -156,9 +156,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/".join(item.path.parts[-2:]) in EVERY_TENTH_CASE:
             test = item.nodeid.partition("[")[0]
-            if cases.setdefault(test, 0) % 10:
-                item.add_marker(pytest.mark.slow)
+            number = cases.setdefault(test, 0)
             cases[test] += 1
+            if number % 10:
+                item.add_marker(pytest.mark.exhaustive if number % 3 else pytest.mark.slow)
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
 
     def rank(item: pytest.Item) -> int:

@@ -161,7 +161,7 @@ class Wire(Mailbox):
         """After all actions: wait until everything sent has arrived."""
         for target, sends in self._sends.items():
             while sends:
-                self._wait([sends.popleft().pending], target, None)
+                self._let_go(sends, target)
 
     # -- receives ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,12 @@ class Wire(Mailbox):
         """Forget what a rank had read before it sent a message in its action number `action`."""
         sends = self._sends[source]
         while sends and sends[0].read_by <= action:
-            self._wait([sends.popleft().pending], source, None)
+            self._let_go(sends, source)
+
+    def _let_go(self, sends: deque[_Sent], target: int) -> None:
+        """Of the first of what was sent to a rank. Its tensor must live until the wait has ended."""
+        sent = sends.popleft()
+        self._wait([sent.pending], target, None)
 
     def _tag(self, message: Message, part: int) -> int:
         return message.number * self._width + part

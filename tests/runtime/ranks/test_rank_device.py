@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import InputError
-from autopar.capture import torch_private
 from autopar.runtime.ranks.channels import HostChannel
 from autopar.runtime.ranks.places import Place
 from autopar.runtime.ranks.rank_device import check_devices, gpu_names, own_device, sends_over_nccl
@@ -94,16 +92,6 @@ def test_torch_names_the_backends_of_a_group_by_type_of_device() -> None:
     found = dict(one.split(":") for one in dist.get_backend_config().split(","))
     assert found["cpu"] == "gloo"
     assert found["cuda"] == "gloo"
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_mesh_of_the_host_has_the_same_ranks_and_no_process_groups() -> None:
-    mesh = DeviceMesh("cpu", torch.tensor([[0]]), mesh_dim_names=("a", "b"))
-    assert torch_private.mesh_of_host(mesh) is mesh
-    elsewhere = DeviceMesh("meta", torch.tensor([[0]]), mesh_dim_names=("a", "b"), _init_backend=False)
-    found = torch_private.mesh_of_host(elsewhere)
-    assert (found.device_type, found.mesh_dim_names, found.mesh.tolist()) == ("cpu", ("a", "b"), [[0]])
-    assert list(found.get_coordinate() or ()) == [0, 0]
 
 
 def test_tensors_through_the_host_are_copied_when_they_have_arrived() -> None:

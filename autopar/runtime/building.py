@@ -75,4 +75,4 @@ def _on_devices(plan: Plan, devices: tuple[Device, ...], world: World | None) ->
         if world is None:
             raise
         names = ", ".join(device.name for device in devices)
-        raise PlanError(f"{error}. There is one rank for each device, in this order: {names}") from None
+        raise PlanError(f"{error}. There is one rank for each device, {world.size} of them: {names}") from None

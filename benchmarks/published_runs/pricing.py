@@ -17,8 +17,8 @@ from autopar import Plan
 from autopar.analysis.example import Example, example_ahead, resized
 from autopar.errors import PlanError
 from autopar.options import PlanOptions
+from autopar.plan.degrees import DEGREES
 from autopar.planner.hand_plan.by_hand import plan_by_hand
-from autopar.planner.hand_plan.degrees import DEGREES
 from autopar.planner.hand_plan.shared_work import SharedWork
 from benchmarks.published_runs.cases import Case, Degrees, Options
 from benchmarks.published_runs.models import Sizes

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.rules.notation import IndexKind, Rule
-from autopar.planner.hand_plan.degrees import Degrees
+from autopar.plan.degrees import Degrees
 from autopar.planner.intra_op.redistributions import OUTPUT, TensorUse
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import PARTIAL, Placements

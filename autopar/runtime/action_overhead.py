@@ -115,12 +115,13 @@ def _times(gpus: tuple[Device, ...]) -> dict[str, float]:
     with ExitStack() as stack:
 
         def modules_on(devices: Sequence[Device]) -> dict[int, PipelinedModule]:
-            models.append(_model())
-            modules = {n: _pipelined(models[-1], devices, n) for n in (_FEW, _MANY)}
-            for n, module in modules.items():
-                stack.callback(module.close)
+            modules = {}
+            for n in (_FEW, _MANY):
+                models.append(_model())
+                modules[n] = _pipelined(models[-1], devices, n)
+                stack.callback(modules[n].close)
                 example = cpu_x[: n * _ROWS]
-                module.prepare((example,), {}, target=example, loss_fn=mse_loss)
+                modules[n].prepare((example,), {}, target=example, loss_fn=mse_loss)
             return modules
 
         # Should a disturbed step make the runtime use two workers for the next, the CPU time of both counts.

@@ -1,6 +1,6 @@
 """Simulated GPUs whose threads share one interpreter: only one of them launches at a time.
 
-Every thread has a clock of its own in simulated seconds. Whoever asks for the lock first, by these clocks, gets it first:
+Every thread has a clock of its own in simulated seconds. Who asks for the lock first by these clocks gets it first:
 
     GPU 0   host  |l|.|l|.|l|            . waits for the lock
             device   |k| |k| |k|

@@ -1,4 +1,4 @@
-"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `diff`, `accuracy` and `export`.
+"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `convert`, `diff`, `accuracy` and `export`.
 
 Results go to stdout, as text or with --json as JSON; progress, warnings and errors go to stderr. Exit status: 0 for
 success; 2 for what the user wrote (options, files, the factory), in one line with the file and line where there is one;
@@ -27,8 +27,9 @@ from autopar.analysis.user_factory import load_call
 from autopar.demo import DEMOS, run_demo
 from autopar.errors import each_warning_once, first_line, users_line
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
+from autopar.plan.degrees import DEGREES
 from autopar.plan.display import printable
-from autopar.planner.hand_plan.degrees import DEGREES
+from autopar.plan.exits.tools import TOOLS, configuration_for
 
 # What typer handles itself: it brings its own click, or uses click.
 _OF_TYPER: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, *typer.BadParameter.__bases__)
@@ -239,6 +240,13 @@ def compare(
             "those of Plan.by_hand.",
         ),
     ] = None,
+    configuration: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOOL=FILE",
+            help=f"The plan of another tool's configuration ({', '.join(TOOLS)}), named as the tool; may be repeated.",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Number of measured steps per plan.")] = 5,
     json: AsJson = False,
     *,
@@ -252,6 +260,11 @@ def compare(
     for entry in by_hand or ():
         name, degrees = _named_degrees(entry)
         plans[name] = Plan.by_hand(devices=place, **call, **degrees)
+    for entry in configuration or ():
+        tool, equals, file = entry.partition("=")
+        if not (equals and file):
+            raise typer.BadParameter(f"{entry!r} is not TOOL=FILE", param_hint="--configuration")
+        plans[tool] = Plan.from_configuration(devices=place, tool=tool, source=Path(file), **call)
     result = autopar.compare(devices=place, plans=plans, repeats=repeats, **options, **call)
     typer.echo(result.to_json() if json else result)
 
@@ -277,6 +290,30 @@ def diff(
     """Show the differences between two saved plans. Exit status: 0 with or without differences, 1 for invalid files."""
     result = Plan.load(before).diff(Plan.load(after))
     typer.echo(result.to_json() if json else result)
+
+
+@app.command()
+def convert(
+    plan: Annotated[Path, typer.Argument(help="A saved plan.", metavar="PLAN.json")],
+    to: Annotated[str, typer.Option(metavar="TOOL", help=f"One of {', '.join(TOOLS)}.")],
+    save: Annotated[
+        Path | None, typer.Option(help="Write it to this file, and a schedule that it needs beside it.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Print a saved plan as another tool's configuration; what the tool cannot express goes to stderr, by name."""
+    result = configuration_for(Plan.load(plan), to)
+    if save is not None:
+        _check_writable(save)
+        try:
+            result.save(save)
+        except OSError as error:
+            raise InputError(f"--save {save}: it cannot be written: {error}") from error
+    typer.echo(dumps(dataclasses.asdict(result), default=dict) if json else result.text, nl=json)
+    for one in result.not_expressed:
+        typer.echo(f"not expressed: {one.name}: {one.why}", err=True)
+    if result.companions and save is None:
+        typer.echo(f"it needs {', '.join(result.companions)}, which --save writes beside it", err=True)
 
 
 @app.command()

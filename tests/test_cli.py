@@ -22,6 +22,7 @@ from autopar import Plan
 from autopar import demo as demo_room
 from autopar.cli import app
 from autopar.options import HELP, CompareKeywords, PlanKeywords, PlanOptions
+from autopar.plan.stage import Stage
 
 FACTORIES = """
 import torch
@@ -127,6 +128,42 @@ def test_a_command_has_every_option_of_its_call_with_the_same_default() -> None:
     run("plan", "factories:with_args", "--devices", "cpu", "--optimizer", "sgd", "--batch-norm", "exact")
     _, err = run("plan", "factories:with_args", "--devices", "cpu", "--optimizer", "lion", status=2)
     assert "known are none, sgd" in err
+
+
+def test_a_plan_is_converted_for_another_tool() -> None:
+    stages = tuple(Stage((f"cuda:{s}",), (f"layers.{s}/linear#0",)) for s in range(2))
+    Plan(stages, 4, "zb-h1", 8).save("plan.json")
+    out, err = run("convert", "plan.json", "--to", "megatron")
+    assert "--pipeline-model-parallel-size 2" in out
+    assert "not expressed: schedule: zb-h1; Megatron-LM runs 1f1b" in err
+    out, _ = run("convert", "plan.json", "--to", "torchtitan", "--save", "arguments.txt")
+    assert Path("arguments.txt").read_text() == out
+    assert Path("schedule.csv").read_text().startswith("0F0,0F1,")
+    _, err = run("convert", "plan.json", "--to", "torchtitan")
+    assert "schedule.csv, which --save writes" in err
+    out, _ = run("convert", "plan.json", "--to", "deepspeed", "--json")
+    assert json.loads(out)["settings"]["config"]["train_batch_size"] == 8
+    _, err = run("convert", "plan.json", "--to", "accelerate", status=2)
+    assert "it has no pipelines" in err
+    _, err = run("convert", "plan.json", "--to", "fairscale", status=2)
+    assert "known are torchtitan" in err
+
+
+@pytest.mark.slow
+def test_the_configuration_of_another_tool_is_compared() -> None:
+    Path("arguments.txt").write_text("--tensor-model-parallel-size 2 --micro-batch-size 4")
+    out, _ = run(*ON_CLUSTER, "--configuration", "megatron=arguments.txt", "--by-hand", "mine=tensor=2,micro_batch=4")
+    rows = {
+        line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()[:1] in (["megatron"], ["mine"])
+    }
+    assert rows["megatron"] == rows["mine"]
+
+
+def test_a_configuration_that_cannot_be_read_is_refused() -> None:
+    _, err = run(*ON_CLUSTER, "--configuration", "megatron=none.txt", status=2)
+    assert "none.txt: it cannot be read" in err
+    _, err = run(*ON_CLUSTER, "--configuration", "megatron", status=2)
+    assert "is not TOOL=FILE" in err
 
 
 def test_a_plan_is_tuned_and_explained_on_request() -> None:

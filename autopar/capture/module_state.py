@@ -84,7 +84,8 @@ class Generators:
         self._numpy = _numpy_state()
 
     def torch_has_moved(self) -> bool:
-        return any(not torch.equal(a, b) for a, b in zip(self._torch, torch_states(), strict=True))
+        now = torch_states()  # with those of GPUs, if the process has come to use one since
+        return any(not torch.equal(a, b) for a, b in zip(self._torch, now, strict=False))
 
     def others_moved(self) -> str:
         """The first generator other than torch's that has moved since; "" if none has."""

@@ -24,6 +24,7 @@ from torch._export.passes import _node_metadata_hook
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaConverter
 from torch.autograd.graph import GradientEdge
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
 # torch.export describes nested inputs and outputs by these trees; torch has no public module for them.
@@ -357,6 +358,17 @@ def register_output_type(error: BaseException, model: nn.Module) -> bool:
 def default_store() -> Any:
     """The store through which the ranks of the default process group found each other (torch has no public query)."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def mesh_of_host(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks in the same places, for DTensors on the CPU that no collective uses.
+
+    `DTensor.from_local` moves a tensor to the mesh's type of device. The public constructor makes process groups, which
+    all ranks have to do together.
+    """
+    if mesh.device_type == "cpu":
+        return mesh
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
 
 
 def inside_ddp() -> bool:

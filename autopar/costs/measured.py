@@ -71,7 +71,7 @@ class Measured:
     ) -> None:
         self.devices = tuple(replace(d, memory=usable_memory(d.memory, d.torch_device.type)) for d in devices)
         self.cores = usable_cores() if all(d.shares_process_memory for d in self.devices) else None
-        if ranks is not None:
+        if ranks is not None and self.cores is not None:
             self.cores = ranks.cores
         self._program, self._batching, self._training = program, batching, training
         self._calls = Calls(program, leaves, loss_fn, target, target_dims)

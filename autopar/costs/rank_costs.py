@@ -46,6 +46,10 @@ class RankMeasurements(Protocol):
     def cores(self) -> int:
         """Cores of a machine that its ranks may use together; of the machine with the fewest for each rank."""
 
+    @property
+    def backend(self) -> str:
+        """Of torch.distributed, that carries tensors between the ranks."""
+
     def passes(self, ranks: Sequence[int], workers: int, rows: int) -> GraphTimes:
         """The times of the example's operators with `rows` samples, while all of `ranks`, of one machine, run them."""
 
@@ -87,7 +91,7 @@ def even(hosts: Sequence[int]) -> bool:
 
 def measured_links(ranks: RankMeasurements, devices: Sequence[Device], cache: MeasurementCache | None) -> ProcessLinks:
     """The links between all ranks: from the cache, unless a message shows that the network is another one."""
-    key = signature_key("links of ranks", list(ranks.hosts), [(d.kind, d.threads) for d in devices])
+    key = signature_key("links of ranks", ranks.backend, list(ranks.hosts), [(d.kind, d.threads) for d in devices])
     known = None if cache is None else cache.get(key, _links_from_json)
     if known is not None and ranks.differ(known) <= OTHERWISE:
         return known
@@ -180,7 +184,14 @@ def _collectives(
 ) -> MeasuredCollectives:
     """Of one group alone; and whether all equal groups take turns if they do the same at once."""
     links = sorted({(x.latency, str(x.bandwidth)) for x in cluster.measured_links.values()})
-    described = [cluster.nodes, len(cluster.node), [d.kind for d in cluster.devices], list(group), list(which)]
+    described = [
+        ranks.backend,
+        cluster.nodes,
+        len(cluster.node),
+        [d.kind for d in cluster.devices],
+        list(group),
+        list(which),
+    ]
     key = signature_key("collectives of ranks", described, links)  # other links, other collectives
     known = None if cache is None else cache.get(key, _collectives_from_json)
     if known is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import singledispatch
+from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError
@@ -35,6 +36,12 @@ def inside_explained(value: Any, path: str) -> Any:
 def compared(before: Any, after: Any) -> Any:
     """What `after` decides differently from `before`."""
     raise NotImplementedError(f"nothing compares {type(before).__name__}")
+
+
+@singledispatch
+def traced(value: Any, path: Path, rank: int | None) -> None:
+    """Write the value's step as a Chrome trace."""
+    raise NotImplementedError(f"nothing traces {type(value).__name__}")
 
 
 @singledispatch

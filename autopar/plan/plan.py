@@ -20,6 +20,7 @@ from autopar.plan import serialization
 from autopar.plan.assignment import Storages, by_modules, by_operators, check_listed, operators_of_stages
 from autopar.plan.assumptions import Assumptions
 from autopar.plan.display import by_hand, compared, explained, inside_explained, printable, shown
+from autopar.plan.exits.plan_exits import PlanExits
 from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
 from autopar.plan.placeholders import ordinal
@@ -36,7 +37,7 @@ _UNKNOWN: Storages = {}
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlanExits):
     """How to run a model. A plan made by hand has `split` (module path -> stage) instead of operators in its stages."""
 
     stages: tuple[Stage, ...]

@@ -1,8 +1,10 @@
 """Showing plans, profiles, runs and comparisons. The imports register what print() shows of values of lower rooms."""
 
 from autopar.report import (
+    chrome_trace,
     cluster_comparison,
     comparison,
+    configuration,
     diff,
     explain,
     operator_strategies,
@@ -13,8 +15,10 @@ from autopar.report import (
 )
 
 __all__ = [
+    "chrome_trace",
     "cluster_comparison",
     "comparison",
+    "configuration",
     "diff",
     "explain",
     "operator_strategies",

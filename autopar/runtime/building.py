@@ -74,4 +74,5 @@ def _on_devices(plan: Plan, devices: tuple[Device, ...], world: World | None) ->
     except PlanError as error:
         if world is None:
             raise
-        raise PlanError(f"{error}. There is one rank for each device, {world.size} of them; rank i is cpu:i") from None
+        names = ", ".join(device.name for device in devices)
+        raise PlanError(f"{error}. There is one rank for each device, {world.size} of them: {names}") from None

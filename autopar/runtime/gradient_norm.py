@@ -91,7 +91,7 @@ def _clipped(
     factor = min(max_norm / (total + _TINY), 1.0) if not math.isnan(total) else math.nan
     for _, gradient in with_gradient:
         gradient.mul_(factor)
-    return torch.tensor(total, dtype=torch.float64).to(torch.get_default_dtype())
+    return torch.tensor(total, dtype=torch.float64).to(world.device, torch.get_default_dtype())
 
 
 def _counts_here(world: World, placed: Sequence[RankParameters], parameter: torch.Tensor) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from autopar.plan.display import shown
+from autopar.plan.display import shown, traced
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,17 @@ class StageStep:
 
 
 @dataclass(frozen=True)
+class MeasuredAction:
+    """An action of the step, where it did not wait for messages."""
+
+    phase: str  # value of a `Phase`
+    stage: int
+    microbatch: int
+    device: str  # name
+    spans: tuple[tuple[float, float], ...]  # s from the start of the first action: start and end; a wait lies between
+
+
+@dataclass(frozen=True)
 class StepProfile:
     """One training step; `print(profile)` shows a table."""
 
@@ -40,6 +52,7 @@ class StepProfile:
     stages: tuple[StageStep, ...]  # by stage, then in the order of its devices in the plan
     one_worker: bool  # one thread did the actions of several devices, one after another
     synchronized: bool  # workers waited for their GPU after every action
+    actions: tuple[MeasuredAction, ...] = ()  # by start
 
     @property
     def error(self) -> float | None:
@@ -48,6 +61,13 @@ class StepProfile:
 
     def __str__(self) -> str:
         return shown(self)
+
+    def trace(self, path: str | Path, rank: int | None = None) -> None:
+        """Write the step as a Chrome trace, as `Plan.trace` does for a predicted one; ranks are devices by their stage.
+
+        Raises InputError for a rank that there is not; OSError.
+        """
+        traced(self, Path(path), rank)
 
     def to_json(self) -> str:
         """All fields and the error; times in seconds."""

@@ -11,6 +11,7 @@ them and count that as computing).
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import defaultdict
@@ -25,7 +26,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.stage_replica import StageReplica
-from autopar.runtime.step_profile import StageStep, StepProfile
+from autopar.runtime.step_profile import MeasuredAction, StageStep, StepProfile
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device, synchronize
 
@@ -47,18 +48,22 @@ class StepRecorder:
 
     def __init__(self) -> None:
         self.times: dict[Action, ActionTimes] = {}
+        self.spans: dict[Action, tuple[tuple[float, float], ...]] = {}  # s of the clock: when an action did not wait
         self.threads: set[int] = set()  # those that did the actions
-        self._current = threading.local()  # the thread's current action: device, seconds of waiting and of loss so far
+        self._current = threading.local()  # the thread's current action: device, seconds of waiting and of loss, waits
 
     @contextmanager
     def action(self, action: Action, device: Device) -> Iterator[None]:
         """Time what a worker of `device` does inside as `action`."""
         current = self._current
-        current.device, current.waiting, current.loss = device, 0.0, 0.0
+        current.device, current.waiting, current.loss, current.waits = device, 0.0, 0.0, []
         start = time.perf_counter()
         yield
         _finish(device)
-        seconds = time.perf_counter() - start - current.waiting
+        end = time.perf_counter()
+        seconds = end - start - current.waiting
+        edges = [start, *itertools.chain.from_iterable(current.waits), end]
+        self.spans[action] = tuple(zip(edges[::2], edges[1::2], strict=True))
         self.times[action] = ActionTimes(device, seconds, current.waiting, current.loss)
         self.threads.add(threading.get_ident())
 
@@ -121,8 +126,24 @@ class StepRecorder:
                 if (index, name) in actions
             ),
             one_worker=len(self.threads) == 1 and len(devices) > 1,
+            actions=self._measured_actions(),
             synchronized=any(device.torch_device.type == "cuda" for device in devices.values()),
         )
+
+    def _measured_actions(self) -> tuple[MeasuredAction, ...]:
+        """All actions by their start, in seconds from the first one's."""
+        first = min((spans[0][0] for spans in self.spans.values()), default=0.0)
+        found = [
+            MeasuredAction(
+                phase=action.phase.value,
+                stage=action.stage,
+                microbatch=action.microbatch,
+                device=self.times[action].device.name,
+                spans=tuple((start - first, end - first) for start, end in spans),
+            )
+            for action, spans in self.spans.items()
+        ]
+        return tuple(sorted(found, key=lambda one: one.spans))
 
 
 class _TimedMailbox(Mailbox):
@@ -141,7 +162,9 @@ class _TimedMailbox(Mailbox):
         try:
             return super().receive(slot, address)
         finally:
-            self._current.waiting += time.perf_counter() - start
+            end = time.perf_counter()
+            self._current.waiting += end - start
+            self._current.waits.append((start, end))
 
 
 def timed(step: Callable[[], T], devices: Sequence[Device]) -> tuple[T, float]:

@@ -40,6 +40,7 @@ class Case:
     work: float | None = None  # in units x s: over a step's seconds it gives the figure; None: these are seconds
     per_second: float = 1.0  # units of a figure of seconds
     memory: float | None = None  # bytes, the published peak
+    reserved: bool = False  # that peak is what torch's allocator had reserved, not what it had given to tensors
     not_expressed: str = ""  # what the run does that a plan of the product cannot say
     library_memory: int = 0  # bytes that the training system's libraries hold besides what the plan does
     family: Sizes | None = None  # the model before its plan rounds a size, such as a vocabulary that is cut evenly

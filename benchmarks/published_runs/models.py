@@ -59,6 +59,7 @@ class LlamaSizes:
     seq: int
     vocab: int = 128256
     fused: bool = True  # whether norms and SwiGLU are kernels of their own, not composed of others
+    one_product: bool = True  # whether both halves of SwiGLU are columns of one matrix, where that is one kernel
     wide_loss: bool = True  # whether the loss makes a float32 copy of the logits, beside what it keeps
     dtype: torch.dtype = torch.bfloat16
 
@@ -171,7 +172,7 @@ class LlamaLayer(nn.Module):
         self.key = nn.Linear(hidden, sizes.kv_heads * self.width, bias=False)
         self.value = nn.Linear(hidden, sizes.kv_heads * self.width, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
-        self.feed_forward = (FusedSwiGLU if sizes.fused else SwiGLU)(hidden, sizes.inner)
+        self.feed_forward = (FusedSwiGLU if sizes.fused and sizes.one_product else SwiGLU)(hidden, sizes.inner)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`x`: [samples, tokens, hidden]."""

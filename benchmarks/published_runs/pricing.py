@@ -17,8 +17,8 @@ from autopar import Plan
 from autopar.analysis.example import Example, example_ahead, resized
 from autopar.errors import PlanError
 from autopar.options import PlanOptions
+from autopar.plan.degrees import DEGREES
 from autopar.planner.hand_plan.by_hand import plan_by_hand
-from autopar.planner.hand_plan.degrees import DEGREES
 from autopar.planner.hand_plan.shared_work import SharedWork
 from benchmarks.published_runs.cases import Case, Degrees, Options
 from benchmarks.published_runs.models import Sizes
@@ -36,6 +36,7 @@ class Priced:
     candidates: int  # plans that were priced
     why_not: str = ""
     library_memory: int = 0  # bytes; see `Case`
+    reserved: bool = False  # see `Case`
 
     @property
     def seconds(self) -> float | None:
@@ -44,10 +45,12 @@ class Priced:
 
     @property
     def memory(self) -> float | None:
-        """Bytes of tensors on the device that needs most, with what libraries hold, which torch allocates."""
+        """Bytes of tensors on the device that needs most, with what libraries hold, which torch allocates; and with the
+        gaps between them, if that is what was published."""
         if self.plan is None:
             return None
-        return max(stage.peak_memory or 0 for stage in self.plan.stages) + WORKSPACE["cuda"] + self.library_memory
+        held = max(stage.peak_memory or 0 for stage in self.plan.stages) + WORKSPACE["cuda"] + self.library_memory
+        return held * (1 + FRAGMENTATION["cuda"]) if self.reserved else held
 
 
 class Pricer:
@@ -67,7 +70,8 @@ class Pricer:
         if case.not_expressed:
             return Priced(None, case.plans[0], 0, f"a plan cannot say {case.not_expressed}")
         alone = len(case.plans) == 1  # a plan that was run did fit, whatever is predicted
-        usable = float("inf") if alone else case.cluster.node[0].memory / (1 + FRAGMENTATION["cuda"])
+        gaps = 0.0 if case.reserved else FRAGMENTATION["cuda"]
+        usable = float("inf") if alone else case.cluster.node[0].memory / (1 + gaps)
         best, refused = Priced(None, case.plans[0] if case.plans else {}, 0, "no plan fits the memory"), ""
         tried, too_large = 0, set[Any]()
         for degrees in case.plans:
@@ -90,7 +94,8 @@ class Pricer:
         """Priced once for all columns of a table that may have chosen it."""
         key = (case.model, case.batch, case.cluster, case.options, tuple(sorted(degrees.items())))
         if key not in self._priced:
-            self._priced[key] = Priced(self._plan(case, degrees), degrees, 1, library_memory=case.library_memory)
+            plan = self._plan(case, degrees)
+            self._priced[key] = Priced(plan, degrees, 1, library_memory=case.library_memory, reserved=case.reserved)
         return self._priced[key]
 
     def _plan(self, case: Case, degrees: Degrees) -> Plan:

@@ -26,6 +26,7 @@ from benchmarks.published_runs.pricing import Pricer, least_memory
 from benchmarks.published_runs.tables import TableError
 from benchmarks.published_runs.vtrain import NVLINK as VTRAIN_NVLINK
 from cost_models import Cluster, Group, collective_seconds, efficiency_of
+from cost_models.memory.training_memory import FRAGMENTATION
 
 TINY = GPTSizes(4, 256, 4, 128, 1024)
 
@@ -107,6 +108,7 @@ def test_models_have_the_published_numbers_of_parameters(sizes: Sizes, billions:
         replace(TINY, fused_softmax=False),
         LlamaSizes(2, 64, 4, 2, 96, 16, vocab=64),
         LlamaSizes(2, 64, 4, 2, 96, 16, vocab=64, fused=False),
+        LlamaSizes(2, 64, 4, 2, 96, 16, vocab=64, one_product=False),
     ],
 )
 def test_models_return_the_loss_of_random_guesses(sizes: Sizes) -> None:
@@ -248,6 +250,21 @@ def test_what_no_plan_can_say_is_a_row_without_prediction(tmp_path: Path) -> Non
     assert plain.not_expressed == ""
     priced = Pricer([long]).price(long)
     assert (priced.plan, priced.why_not) == (None, "a plan cannot say context parallelism")
+
+
+@pytest.mark.slow
+def test_reserved_memory_has_the_gaps_between_tensors() -> None:
+    one = case(plans=(degrees(1, 1, 8, 2),))
+    priced = [Pricer([each]).price(each) for each in (one, replace(one, reserved=True))]
+    assert priced[1].memory == pytest.approx((1 + FRAGMENTATION["cuda"]) * (priced[0].memory or 0.0))
+
+
+def test_torchtitan_logs_reserved_memory_and_has_two_products_in_swiglu(tmp_path: Path) -> None:
+    (one,) = cases_of(tmp_path / "t.csv", TORCHTITAN, "8B,8,8,1,1,1,8192,2,selective,compile,6667,77.0")
+    assert one.reserved
+    assert isinstance(one.model, LlamaSizes)
+    assert one.model.fused
+    assert not one.model.one_product
 
 
 def test_alpas_columns_are_the_best_of_their_sets(tmp_path: Path) -> None:

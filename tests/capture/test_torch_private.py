@@ -14,8 +14,10 @@ import pytest
 import torch
 import transformers
 from models import bert, gpt2, t5, tokens
+from torch import distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
@@ -479,3 +481,16 @@ def test_what_a_scaler_has_found_can_be_changed_before_it_steps() -> None:
         scaler.update()
         assert torch.equal(weight, torch.ones(2))
         assert scaler.get_scale() == 4.0
+
+
+def test_mesh_of_host_has_the_same_ranks_and_makes_no_process_groups() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", torch.tensor([[0]]), mesh_dim_names=("a", "b"))
+        assert torch_private.mesh_of_host(mesh) is mesh
+        elsewhere = DeviceMesh("meta", torch.tensor([[0]]), mesh_dim_names=("a", "b"), _init_backend=False)
+        found = torch_private.mesh_of_host(elsewhere)
+        assert (found.device_type, found.mesh_dim_names, found.mesh.tolist()) == ("cpu", ("a", "b"), [[0]])
+        assert list(found.get_coordinate() or ()) == [0, 0]
+    finally:
+        dist.destroy_process_group()

@@ -168,6 +168,31 @@ def test_every_matrix_is_cut_by_the_tensor_degree() -> None:
     assert matrices <= cut
 
 
+class Positioned(Language):
+    """Adds learned positions; the head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.positions = nn.Parameter(torch.randn(LENGTH, HIDDEN))
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.blocks[0](self.embed(tokens) + self.positions))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.slow
+def test_learned_positions_are_whole_and_a_tied_embedding_is_read_as_it_is_stored() -> None:
+    """As in Megatron-LM, where the table of words is cut by vocabulary and what it gives is added up."""
+    (stage,) = by_hand(Cluster.preset("2xH100"), Positioned(), tensor=2).stages
+    assert stage.sharding is not None
+    stored = {name: one.layout for name, one in stage.sharding.parameters}
+    assert stored.get("positions", (-1,)) == (-1,)  # parameters that are stored and updated whole are not listed
+    (table,) = stored.keys() & {"embed.weight", "head.weight"}
+    assert stored[table] == (0,)
+    assert not [one for one in stage.sharding.redistributions if one.tensor == table]
+
+
 @pytest.mark.slow
 def test_zero_cuts_what_its_stage_says_over_the_replicas() -> None:
     cluster = Cluster.preset("8xH100")

@@ -234,6 +234,29 @@ def test_waiting_for_messages_is_no_work_and_the_loss_is_part_of_it(monkeypatch:
         assert recorder.times[Action(Phase.FORWARD, 1, microbatch)] == (CPUS[0], 3 + 2, 2 * 5, 2)
         assert recorder.times[Action(Phase.BACKWARD, 1, microbatch)] == (CPUS[0], 4, 0, 0)
     assert recorder.seconds()[Action(Phase.FORWARD, 1, 0)] == 5
+    assert recorder.spans[Action(Phase.FORWARD, 1, 0)] == ((0, 0), (5, 5), (10, 15))
+    assert recorder.spans[Action(Phase.BACKWARD, 1, 0)] == ((15, 19),)
+
+
+@pytest.mark.slow
+def test_a_profiled_step_has_a_trace_of_its_actions(tmp_path: Path) -> None:
+    pm = recording(net(), hand_plan(n_microbatches=2))
+    pm.train_step(X, target=Y, loss_fn=mse_loss, profile=True)
+    pm.close()
+    profile = pm.last_profile
+    assert profile is not None
+    profile.trace(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    found = {(e["name"], e["args"]["micro-batch"]) for e in kernels}
+    assert found == {(f"{phase} of stage {s}", m) for phase in ("forward", "backward") for s in (0, 1) for m in (0, 1)}
+    assert len({event["pid"] for event in kernels}) == len({one.device for one in profile.stages})
+    computed = sum(event["dur"] for event in kernels) / 1e6
+    assert computed == pytest.approx(sum(stage.busy for stage in profile.stages))
+    waits = sum(event["dur"] for event in events if event.get("cat") == "user_annotation") / 1e6
+    assert waits == pytest.approx(sum(stage.waiting for stage in profile.stages))
+    with pytest.raises(autopar.InputError, match="rank 9 has no trace"):
+        profile.trace(tmp_path / "u.json", rank=9)
 
 
 def test_a_call_without_a_recorder_reads_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ import torch
 from happens_before import Clock, HappensBefore, Memory
 from pretend_streams import ClockedQueue, Event, Stream
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -335,7 +336,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if any(is_fake(x) or x.is_meta for x in tensors) or _is_meta(kwargs.get("device")):
+        if any(is_fake(x) or x.is_meta or isinstance(x, DTensor) for x in tensors) or _is_meta(kwargs.get("device")):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name == "is_pinned":

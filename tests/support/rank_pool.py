@@ -1,4 +1,6 @@
-"""Processes that run tests as ranks over gloo. One process imports what they need, and all of them are forked from it.
+"""Processes that run tests as ranks over gloo, on CPUs unless a pool is made for GPUs.
+
+One process imports what they need, and all of them are forked from it.
 
 A job is a function at the top level of a module. Every rank calls it inside a process group of its own, and what the
 ranks return comes back by rank. A job that fails or hangs ends the pool, because other ranks may wait for the failed
@@ -32,8 +34,9 @@ class RankFailure(Exception):
 class RankPool:
     """Up to as many ranks as a job asks for."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, backend: str = "gloo", *, gpus: bool = False) -> None:
+        """`backend`: of the ranks' process groups. `gpus`: ranks see the GPUs of the machine."""
+        self._folder, self._backend, self._gpus = folder, backend, gpus
         self._numbers = itertools.count()
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -43,7 +46,7 @@ class RankPool:
         store = f"file://{self._folder / f'store{next(self._numbers)}'}"
         connections = [connection for _, connection in self._workers[:n]]
         for rank, connection in enumerate(connections):
-            connection.send((job, args, rank, n, store))
+            connection.send((job, args, rank, n, store, self._backend))
         results, failures = [], []
         end = time.monotonic() + TIMEOUT
         for rank, connection in enumerate(connections):
@@ -70,7 +73,7 @@ class RankPool:
         store = f"file://{self._folder / f'store{next(self._numbers)}'}"
         connections = [connection for _, connection in self._workers[:n]]
         for rank, connection in enumerate(connections):
-            connection.send((job, args, rank, n, store))
+            connection.send((job, args, rank, n, store, self._backend))
         end, found = time.monotonic() + within, []
         for connection in connections:
             if not connection.poll(max(0.0, end - time.monotonic())):
@@ -99,7 +102,7 @@ class RankPool:
         try:
             while len(self._workers) < n:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process = context.Process(target=_serve, args=(theirs, self._gpus), daemon=True)
                 process.start()
                 self._workers.append((process, ours))
         finally:
@@ -108,17 +111,20 @@ class RankPool:
                 os.environ["PYTHONPATH"] = before
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, gpus: bool) -> None:
     torch.set_num_threads(1)
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     while True:
         try:
-            job, args, rank, n, store = connection.recv()
+            job, args, rank, n, store, backend = connection.recv()
         except EOFError:
             return
         try:
             os.environ["LOCAL_WORLD_SIZE"] = str(n)
             timeout = datetime.timedelta(seconds=TIMEOUT)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n, timeout=timeout)
+            os.environ["LOCAL_RANK"] = str(rank)
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=n, timeout=timeout)
             connection.send((True, job(*args)))
             dist.destroy_process_group()
         except BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ class PairQueues:
         self._changed = threading.Condition()
         self._sends: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
         self._receives: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
+
+    @cached_property
+    def headers(self) -> PairQueues:
+        """Queues of their own, for what hosts exchange beside the tensors of GPUs."""
+        return PairQueues(blocking=self.blocking, patience=self.patience)
 
     def of(self, rank: int) -> RankLink:
         return RankLink(self, rank)

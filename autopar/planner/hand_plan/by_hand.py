@@ -17,11 +17,12 @@ from autopar.costs.cost_table import SILENT, Progress
 from autopar.errors import PlanError
 from autopar.hints.module_paths import few, nearest
 from autopar.options import PlanOptions
+from autopar.plan.degrees import Degrees
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import Stage
-from autopar.planner.hand_plan.degrees import Degrees, degrees_of
+from autopar.planner.hand_plan.degrees import degrees_of
 from autopar.planner.hand_plan.layers import stages_of_layers, stages_without_operators
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_configuration

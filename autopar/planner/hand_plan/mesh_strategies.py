@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import PlanError
-from autopar.planner.hand_plan.degrees import Degrees
+from autopar.plan.degrees import Degrees
 from autopar.planner.hand_plan.offences import Offences
 from autopar.planner.intra_op.elimination.choices import Edge
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.rules.notation import IndexKind, Rule
-from autopar.planner.hand_plan.degrees import Degrees
+from autopar.plan.degrees import Degrees
 from autopar.planner.intra_op.redistributions import OUTPUT, TensorUse
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import PARTIAL, Placements
@@ -34,7 +34,7 @@ class _Operator:
     rule: Rule | None
     read: tuple[tuple[int, int], ...]  # place of an operand that has samples, and the dimension that counts them
     made: int | None  # the dimension of the results that counts samples
-    matrices: tuple[int, ...]  # places of operands that are matrices
+    matrices: tuple[int, ...]  # places of operands that are matrices, of products and of tables
     heads: Mapping[str, int] | None  # of the products of attention, see `Offences._heads`
 
     def sampled(self, one: Strategy) -> Iterator[tuple[int, Placements]]:
@@ -95,7 +95,7 @@ class Offences:
             ruled = self.problem.facts.with_rule(self.problem.facts.node(name))
             read = [(place, one) for place, one in enumerate(ruled.operands) if isinstance(one, fx.Node)]
             dims = [(place, self.batch_dims.get(one.name)) for place, one in read]
-            matrices = tuple(place for place, one in read if self._is_matrix(one))
+            matrices = tuple(place for place, one in read if self._is_matrix(one) and _is_reduced(ruled.rule, place))
             is_attention = ruled.rule is not None and not matrices and _is_product(ruled.node)
             self._operators[name] = _Operator(
                 ruled.node,
@@ -239,6 +239,15 @@ def _adds_up(node: fx.Node, rule: Rule, index: str) -> bool:
     if index in rule.together:
         return "norm" in str(node.target)
     return rule.kinds[index] in (IndexKind.SUMMED, IndexKind.AVERAGED)
+
+
+def _is_reduced(rule: Rule | None, place: int) -> bool:
+    """Whether a result lacks an index of an operand, as products and tables do: not sums with learned positions, which
+    all tensor devices have whole (megatron/model/language_model.py, Embedding, 2021 to 2023)."""
+    if rule is None:
+        return True
+    made = {index for dims in rule.outputs for dim in dims for index in dim}
+    return any(index not in made for dim in rule.inputs[place] for index in dim)
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import KnownEstimates, estimate_costs
 from autopar.costs.recipe import Recipe
 from autopar.options import PlanOptions
-from autopar.planner.hand_plan.degrees import Degrees
+from autopar.plan.degrees import Degrees
 from autopar.planner.hand_plan.layers import layers_of
 from autopar.planner.hand_plan.mesh_strategies import Allowed, Penalties, by_degrees, penalties
 from autopar.planner.inter_op.meshes import Subject, subject_of

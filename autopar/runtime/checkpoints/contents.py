@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from autopar.capture import torch_private
 from autopar.errors import InputError
 from autopar.runtime.checkpoints.optimizer_states import SmallStates
 
@@ -80,8 +81,9 @@ def own_copies(entries: Mapping[str, Any]) -> dict[str, Any]:
         if key not in copies or not local.numel():
             new = local.to("cpu", copy=True)
             if isinstance(value, DTensor):
+                mesh = torch_private.mesh_of_host(value.device_mesh)
                 new = DTensor.from_local(
-                    new, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+                    new, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
                 )
             copies[key] = new
         return copies[key]

@@ -109,7 +109,7 @@ class FunctionSource:
 
     def fill(self, targets: Targets) -> None:
         for name, target in targets.items():
-            whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            whole = torch.empty(target.shape, dtype=target.dtype)  # on the CPU: GPUs draw other numbers
             with torch_generators_restored(), torch.no_grad():
                 torch.manual_seed((self.seed + zlib.crc32(name.encode())) % 2**63)
                 self.make(name, whole)
@@ -231,8 +231,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor as its bytes, which a process group sends whatever the dtype; nothing for an empty one."""
-    return [tensor.contiguous().reshape(-1).view(torch.uint8)] if tensor.numel() else []
+    """A tensor as its bytes on the CPU, which gloo sends whatever the dtype; nothing for an empty one."""
+    return [tensor.cpu().contiguous().reshape(-1).view(torch.uint8)] if tensor.numel() else []
 
 
 def _part(name: str, tensor: torch.Tensor) -> _Part:

@@ -85,13 +85,14 @@ class CallKind(NamedTuple):
 def checksum_of(state: State) -> int:
     """Without the identity of objects, which is another one on every rank."""
     places = [place for place, module in enumerate(state.modules) if id(module) in state.hooked] if state.hooked else []
-    facts = places, state.default_dtype, state.default_device
+    default = None if state.default_device is None else torch.device(state.default_device).type  # each has its own GPU
+    facts = places, state.default_dtype, default
     return zlib.crc32(repr(facts).encode(), zlib.crc32(bytes(state.training)))
 
 
 def _facts_of(model: nn.Module) -> list[tuple[str, str]]:
     """By name of the module, what its checksum depends on, in words."""
-    found = [("torch", f"default dtype {torch.get_default_dtype()}, default device {torch.get_default_device()}")]
+    found = [("torch", f"default dtype {torch.get_default_dtype()}, default device {torch.get_default_device().type}")]
     for name, module in model.named_modules():
         words = ["in training mode" if module.training else "in eval mode"]
         words += ["with hooks"] if module is not model and has_hooks(module) else []
@@ -232,5 +233,5 @@ def described(leaf: Any) -> str:
 
 def content_of(tensor: torch.Tensor, before: int) -> int:
     """A checksum of the values, going on from `before`."""
-    whole = tensor.detach().contiguous().reshape(-1)
+    whole = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(whole.view(torch.uint8).numpy().data, before) if whole.numel() else before

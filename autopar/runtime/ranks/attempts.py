@@ -27,16 +27,16 @@ _POLL = 0.01  # s
 _PATIENCE = 600.0  # s for all ranks to start
 
 
-def start_group() -> None:
+def start_group(backend: str) -> None:
     """Start torch's default process group from the variables that torchrun sets."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch then makes a store of its own
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=_PATIENCE))
     number = attempt_number(dist.PrefixStore("autopar/attempts", store), rank, size)
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"autopar/{number}", store), rank=rank, world_size=size)
+    dist.init_process_group(backend, store=dist.PrefixStore(f"autopar/{number}", store), rank=rank, world_size=size)
 
 
 def attempt_number(store: Any, rank: int, size: int, patience: float = _PATIENCE) -> int:

@@ -94,7 +94,7 @@ class RankCalls(CallRunner):
             raise AutoparError(
                 "an earlier call failed on this rank, so that the ranks are out of step; end all and start again"
             )
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(self._world.device.type):
             raise InputError(
                 "autocast with one process a device is not supported so far: convert the model (model.bfloat16()), or "
                 "use one process (devices=)"

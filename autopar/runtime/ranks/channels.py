@@ -3,11 +3,25 @@
 gloo tells messages apart by tags, in any order. NCCL has no tags, and a process group has one queue: there, every
 ordered pair of ranks has a group of its own, so that what a rank sends never waits for what it receives, and both ends
 post in one order.
+
+```
+   host       post the receive .......... wait() -> returns at once          post ...
+   compute    ... kernels A ------------- waits for the receive - kernels B   A: what used the memory before
+   NCCL                    \\- receives ---/                                    B: what reads the tensor
+```
+`wait()` of an NCCL transfer makes the current stream wait, not the host. A receive starts after what the stream that
+posts it has queued so far, so that memory which the allocator gives a second time is not overwritten too early; a send
+starts after the kernels that compute its tensor. Whoever posts holds the tensor until it has waited: then the stream on
+which the tensor was allocated is behind the transfer, and the allocator may give its memory away. So transfers are
+posted, read and waited for on one stream, the caller's.
+
+Numbers that the host needs at once (which values have gradients) travel as tensors of the CPU, over gloo: to read them
+from a GPU, the host would have to wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +67,66 @@ class PairChannel:
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
         return _posted(dist.irecv(tensor, source, group=self._groups[source, self._rank]))
+
+
+class HostChannel:
+    """Tensors of GPUs through the CPU's memory. The host waits for the GPU before it sends, and when it has received.
+
+    For ranks that share a GPU, or have no NCCL.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        """`channel`: for tensors of the CPU."""
+        self._channel = channel
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
+        carried = tensor.cpu()
+        return _Carried(self._channel.send(carried, target, tag), carried)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
+        carried = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Carried(self._channel.receive(carried, source, tag), carried, tensor)
+
+
+class _Carried:
+    """A transfer of a copy on the CPU, which lives until it has ended."""
+
+    def __init__(self, pending: Pending, carried: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        self._pending, self._carried, self._into = pending, carried, into
+
+    def wait(self) -> None:
+        self._pending.wait()
+        if self._into is not None:
+            self._into.copy_(self._carried)
+            self._into = None
+
+
+class NumberChannel:
+    """Rows of 64-bit integers between the hosts, over a channel for tensors of the CPU."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def send(self, numbers: Sequence[int], target: int, tag: int) -> Pending:
+        row = torch.tensor(numbers, dtype=torch.int64)
+        return _Carried(self._channel.send(row, target, tag), row)
+
+    def receive(self, count: int, source: int, tag: int) -> PendingNumbers:
+        row = torch.empty(count, dtype=torch.int64)
+        return PendingNumbers(self._channel.receive(row, source, tag), row)
+
+
+class PendingNumbers:
+    """Numbers whose receive has been posted."""
+
+    def __init__(self, pending: Pending, row: torch.Tensor) -> None:
+        self._pending, self._row = pending, row
+
+    def wait(self) -> list[int]:
+        """The numbers, once they are here."""
+        self._pending.wait()
+        found: list[int] = self._row.tolist()
+        return found
 
 
 def _posted(work: Any) -> Pending:

@@ -6,6 +6,7 @@ slot, this rank's, and its mailbox is a wire (wire.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from autopar.capture.program import Program
 from autopar.lower.projection import project
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Lowered, StageProgram, replica
-from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf
+from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, move
 from autopar.runtime.executable import Executable
 from autopar.runtime.ranks.gradients import GradientSums
 from autopar.runtime.ranks.holders import StageGrid, with_sparse_gradients
@@ -74,14 +75,14 @@ class RankExecutable(Executable):
         self._anchor = nn.Parameter(torch.zeros(()))  # for autograd: a rank may have no parameter at all
         self._messages: dict[TableKey, ExecutionMessages] = {}
         super().__init__(program, lowered, placements, schedule, lookup, chunks=chunks, watch_nan=watch_nan)
-        self.sums = GradientSums(
-            parameters.buckets, ((one.stage.index, leaf) for one in self.replicas for leaf in one.leaves)
-        )
+        leaves = ((one.stage.index, leaf) for one in self.replicas for leaf in one.leaves)
+        self.sums = GradientSums(parameters.buckets, leaves, world.device, world.carrier)
         self.slot = next((i for i, w in enumerate(self.workers) if not isinstance(w, RemoteWorker)), -1)
         slots: dict[int, tuple[int, ...]] = {}
         for row, grid in zip(self._replicas, self.grids, strict=True):
             slots |= {one.slot: group for one, group in zip(row, grid.ranks, strict=True)}
         self.routes = Routes(tuple(slots[slot] for slot in range(len(self.workers))))
+        world.connect_pairs(self._pairs())
         first_names = parameters.changes.frozen.first_names
         # For every stage, the parameters whose gradients are sparse where they are trained, by their first names.
         self.sparse = [
@@ -93,6 +94,18 @@ class RankExecutable(Executable):
     def owner(self, microbatch: int) -> int:
         """The rank whose outputs and loss of a micro-batch count."""
         return self.routes.ranks[self.replica(self.n_stages - 1, microbatch).slot][0]
+
+    def _pairs(self) -> set[tuple[int, int]]:
+        """Ranks that send each other messages, as (sender, receiver), whatever the number of micro-batches."""
+        found = set()
+        for stage, consumers in enumerate(self.consumers):
+            for consumer in consumers:
+                for i in range(math.lcm(len(self._replicas[stage]), len(self._replicas[consumer]))):
+                    ends = self.replica(stage, i).slot, self.replica(consumer, i).slot
+                    for source, target in (ends, ends[::-1]) if ends[0] != ends[1] else ():
+                        receivers = self.routes.ranks[target]
+                        found |= {(self.routes.sender_to(source, target, rank), rank) for rank in receivers}
+        return found
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
@@ -152,14 +165,16 @@ class RankExecutable(Executable):
             if len(grid.ranks) == 1 or not stage.written_buffers:
                 continue
             for name in stage.written_buffers:
-                tensor = self.tensor(name).data if self.world.rank in grid.all else self._whole_tensor(name).clone()
+                here = self.world.rank in grid.all
+                like = self._whole_tensor(name)
+                tensor = self.tensor(name).data if here else torch.empty_like(like, device=self.world.device)
                 for device in range(len(grid.ranks[0])):
                     self._share(tensor, grid, device)
 
     def _share(self, tensor: torch.Tensor, grid: StageGrid, device: int) -> None:
         """From the first replica's device to the same device of the others."""
         line = [group[device] for group in grid.ranks]
-        mine = tensor if self.world.rank in line else tensor.clone()
+        mine = tensor if self.world.rank in line else torch.empty_like(tensor)
         self.world.broadcast(mine, line[0])
 
     # -- building ---------------------------------------------------------------------------------------------------
@@ -193,7 +208,7 @@ class RankExecutable(Executable):
 
     def _build(self, one: StageReplica, grid: StageGrid, captured: torch.device) -> None:
         """The rank's own code of a stage, over its own parts of the parameters."""
-        cpu, stage = torch.device("cpu"), one.stage
+        device, stage = self.world.device, one.stage
         if grid.mesh:
             stage = project(stage, grid.device(self.world.rank), grid.mesh, self._rank_parameters.lines(grid))
         leaves: dict[int, ParameterLeaf] = {}
@@ -209,10 +224,11 @@ class RankExecutable(Executable):
             else:
                 written = piece.name in stage.written_buffers
                 own = replace(piece, first=True)  # every rank writes its own model's
-                buffer = DeviceBuffer.of(self.tensor(piece.name), own, cpu, written=written, first_replica=True)
+                move(self.tensor(piece.name), device)  # a constant of the code: else it would be copied for every call
+                buffer = DeviceBuffer.of(self.tensor(piece.name), own, device, written=written, first_replica=True)
                 one.buffers.append(buffer)
                 tensors[piece.attribute] = buffer.tensor
-        module = replica(stage, tensors, [cpu], captured)
+        module = replica(stage, tensors, [device], captured)
         if stage.reruns:
             module = rerunning(module, {p.attribute for p in stage.pieces if p.name in stage.written_buffers})
         one.stage, one.module, one.compute, one.leaves = stage, module, module.forward, list(leaves.values())

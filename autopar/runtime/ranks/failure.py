@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass, field
 
 from autopar.errors import AutoparError
 
-_LOST = re.compile(r"Connection (closed|reset|refused)|Broken pipe|pair closure|Socket closed|Timed out waiting")
+_LOST = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|pair closure|Socket closed|Timed out waiting"
+    r"|ncclRemoteError|remote process exited|NCCL communicator (was|has been) aborted|ncclCommAbort"
+)
 _LONGEST = 500  # characters of an error's message that travel to other ranks
 
 
@@ -69,7 +72,7 @@ class Failure:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether gloo lost its connection to another rank, which it says in a RuntimeError's text alone."""
+    """Whether gloo or NCCL lost its connection to another rank, which they say in a RuntimeError's text alone."""
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 

@@ -10,7 +10,8 @@
 Every rank of a group starts the same collectives in the same order: buckets start in their fixed order, each once it
 and those before it are complete, and what follows (over columns, after rows) starts after all of them. A rank without a
 gradient takes part with zeros. The last numbers of every bucket count the ranks that have one: a parameter for which no
-rank has a gradient gets none, as in one process. Parameters that all ranks have frozen take no part.
+rank has a gradient gets none, as in one process. On GPUs, the hosts add up these counts beside the bucket, so that none
+waits for its GPU to know them. Parameters that all ranks have frozen take no part.
 """
 
 from __future__ import annotations
@@ -25,13 +26,24 @@ from autopar.lower import process_groups
 from autopar.runtime.device_tensors import ParameterLeaf
 from autopar.runtime.ranks.buckets import Bucket, Entry, joined
 
+_CPU = torch.device("cpu")
+
 
 class GradientSums:
     """Of the stages that one executable has on this rank."""
 
-    def __init__(self, buckets: Sequence[Bucket], leaves: Iterable[tuple[int, ParameterLeaf]]) -> None:
-        """`leaves`: (stage, leaf of one of its parameters) of this rank, in a fixed order."""
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        leaves: Iterable[tuple[int, ParameterLeaf]],
+        device: torch.device = _CPU,
+        carrier: torch.device = _CPU,
+    ) -> None:
+        """`leaves`: (stage, leaf of one of its parameters) of this rank, in a fixed order. `device`: of the gradients.
+        `carrier`: where they must be to travel."""
         self._buckets = tuple(buckets)
+        self._device, self._carrier = device, carrier
+        self._counts_inside = carrier.type == "cpu"  # the counts are part of the bucket
         self._leaves: defaultdict[int, list[tuple[int, ParameterLeaf]]] = defaultdict(list)  # by parameter
         for stage, leaf in leaves:
             self._leaves[leaf.key].append((stage, leaf))
@@ -54,6 +66,8 @@ class GradientSums:
         self._start_at_end = False
         self._next = 0  # bucket to start
         self._started: dict[int, torch.Tensor] = {}  # by bucket: what its first collective gives
+        self._has: dict[int, list[float]] = {}  # by bucket, 1 for every parameter that has a gradient here
+        self._counts: dict[int, torch.Tensor] = {}  # by bucket: the same, of the ranks of its first collective
         self._scattered: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (sum so far, in progress)
 
     def leave_out(self, frozen: frozenset[int], *, waiting: bool) -> None:
@@ -97,18 +111,25 @@ class GradientSums:
         """The sums by id of the parameter, each of the part that this rank stores. Collective."""
         self._start(complete=True)
         flat = {number: process_groups.finished(pending) for number, pending in self._started.items()}
+        counts = {number: process_groups.finished_numbers(pending) for number, pending in self._counts.items()}
         self._started.clear()
-        over_columns = {
-            number: process_groups.started_all_reduce(flat[number], bucket.column.name)
-            for number, bucket in enumerate(self._buckets)
-            if number in flat and bucket.column is not None and bucket.row is not None and not bucket.scattered
-        }
+        self._counts.clear()
+        over_columns: dict[int, torch.Tensor] = {}
+        for number, bucket in enumerate(self._buckets):
+            if number in flat and bucket.column is not None and bucket.row is not None:
+                if not bucket.scattered:
+                    over_columns[number] = process_groups.started_all_reduce(flat[number], bucket.column.name)
+                if number in counts:
+                    self._counts[number] = process_groups.started_sum(counts[number], bucket.column.name)
         found: dict[int, torch.Tensor] = {}
         for number, bucket in enumerate(self._buckets):
             if number in over_columns:
                 process_groups.finished(over_columns[number])
+            if number in self._counts:
+                counts[number] = process_groups.finished_numbers(self._counts.pop(number))
             if number in flat:
-                _cut(bucket, self._entries[number], flat.pop(number), found)
+                whole = flat.pop(number).to(self._device)
+                _cut(bucket, self._entries[number], whole, counts.get(number), found)
         for key, leaves in self._leaves.items():
             alone = key not in self._in_buckets or (self.apart and key in self.apart_keys)
             if key in self._left_out:
@@ -131,7 +152,8 @@ class GradientSums:
                 flat = self._sum(number)
                 if flat is None:  # no stage of this rank reads it in this execution
                     numel = sum(entry.shape.numel() // bucket.n for entry in entries)
-                    flat = torch.zeros(numel + len(entries), dtype=bucket.dtype)
+                    numel += len(entries) if self._counts_inside else 0
+                    flat = torch.zeros(numel, dtype=bucket.dtype, device=self._carrier)
             else:
                 flat = self._flat(number, None)
             if bucket.row is not None and not bucket.scattered:
@@ -139,6 +161,11 @@ class GradientSums:
             elif bucket.column is not None:
                 flat = process_groups.started_all_reduce(flat, bucket.column.name)
             self._started[number] = flat
+            if not self._counts_inside:
+                first = bucket.row or bucket.column
+                assert first is not None, "a bucket is of several ranks"
+                has = self._has.pop(number, [0.0] * len(entries))
+                self._counts[number] = process_groups.started_sum(has, first.name)
 
     def _flat(self, number: int, stage: int | None) -> torch.Tensor:
         """This rank's gradients of a bucket, which leaves then no longer have: one block for each rank of its row.
@@ -154,18 +181,24 @@ class GradientSums:
                 own = None  # frozen since the forward: the graph had it, and nobody gets it
             before = self.waiting.pop(entry.key, None)
             gradients.append(own if before is None else before if own is None else before + own)
-        has = torch.tensor([float(g is not None) for g in gradients], dtype=bucket.dtype)
+        has = [float(g is not None) for g in gradients]
+        inside = []
+        if self._counts_inside:
+            inside.append(torch.tensor(has, dtype=bucket.dtype))
+        else:
+            before_here = self._has.get(number, has)  # of the micro-batches before, where each is scattered
+            self._has[number] = [max(pair) for pair in zip(before_here, has, strict=True)]
         whole = [
-            torch.zeros(entry.shape, dtype=bucket.dtype) if g is None else g
+            torch.zeros(entry.shape, dtype=bucket.dtype, device=self._carrier) if g is None else g.to(self._carrier)
             for entry, g in zip(entries, gradients, strict=True)
         ]
         del gradients
         if bucket.row is None:
-            return joined([*whole, has])
+            return joined([*whole, *inside])
         parts = []
         for place in range(bucket.row.size):
             parts += [entry.part(g, place) for entry, g in zip(entries, whole, strict=True)]
-            parts.append(has)
+            parts += inside
         return joined(parts)
 
     def _scatter(self, number: int, stage: int) -> None:
@@ -188,9 +221,12 @@ class GradientSums:
 
     def _drop(self) -> None:
         """Forget gradients that nobody has asked for: the call before ended with an error on all ranks."""
-        for pending in [*self._started.values(), *(pending for _, pending in self._scattered.values())]:
+        scattered = (pending for _, pending in self._scattered.values())
+        for pending in [*self._started.values(), *self._counts.values(), *scattered]:
             process_groups.finished(pending)
         self._started.clear()
+        self._counts.clear()
+        self._has.clear()
         self._scattered.clear()
         self._next = 0
 
@@ -205,10 +241,20 @@ def _taken(leaves: Iterable[tuple[int, ParameterLeaf]]) -> torch.Tensor | None:
     return total
 
 
-def _cut(bucket: Bucket, entries: Sequence[Entry], flat: torch.Tensor, found: dict[int, torch.Tensor]) -> None:
-    """The gradients in the flat sum of a bucket's `entries`, of parameters that have one on some rank."""
+def _cut(
+    bucket: Bucket,
+    entries: Sequence[Entry],
+    flat: torch.Tensor,
+    counts: Sequence[float] | None,
+    found: dict[int, torch.Tensor],
+) -> None:
+    """The gradients in the flat sum of a bucket's `entries`, of parameters that have one on some rank.
+
+    `counts`: for every entry, of how many ranks; None: they follow the gradients.
+    """
     sizes = [entry.shape.numel() // bucket.n for entry in entries]
-    *sums, counts = flat.split([*sizes, len(sizes)])
-    for entry, total, count in zip(entries, sums, counts.tolist(), strict=True):
+    sums = flat.split(sizes if counts is not None else [*sizes, len(sizes)])
+    numbers = sums[len(sizes)].tolist() if counts is None else counts
+    for entry, total, count in zip(entries, sums, numbers, strict=False):
         if count:
             found[entry.key] = total.view([stop - start for start, stop in entry.holding.own])

@@ -37,7 +37,9 @@ class OptimizerWatch:
                 here.before_step(found, optimizer)
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            here = watch()
+            found, here = alive(), watch()
+            if found is not None and found.placed:
+                found.stepped(optimizer)
             if here is not None:
                 here._waiting = [one for one in here._waiting if one() is not optimizer]
 

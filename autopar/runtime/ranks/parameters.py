@@ -32,6 +32,7 @@ from autopar.errors import InputError, PlanError
 from autopar.lower.sharded import Piece
 from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
+from autopar.runtime.device_tensors import move
 from autopar.runtime.initial_values.missing_values import follow, hollow, is_hollow
 from autopar.runtime.ranks.apart_gradients import ApartGradients
 from autopar.runtime.ranks.buckets import Bucket, buckets_of
@@ -70,7 +71,7 @@ class RankParameters:
         self.changes = ModelChanges(world, self._tables)
         self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
         self._holdings: dict[int, dict[int, Holding]] = {}
-        self._gathered = GatheredValues()
+        self._gathered = GatheredValues(world.carrier)
         self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
         self.parameters: dict[int, nn.Parameter] = {}  # this rank's, by id
         self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
@@ -123,7 +124,11 @@ class RankParameters:
             if grid not in self._meshes:
                 axes = grid.ordered(stage.sharding.axes) if stage.sharding is not None else ()
                 names = (*(("replica",) if len(grid.ranks) > 1 else ()), *axes) or ("device",)
-                self._meshes[grid] = DeviceMesh("cpu", torch.from_numpy(grid.grid), mesh_dim_names=names)
+                device = self._world.device
+                self._meshes[grid] = DeviceMesh(device.type, torch.from_numpy(grid.grid), mesh_dim_names=names)
+                if self._world.rank in grid.all:
+                    for dim in range(len(names)):
+                        self._world.connect(self._meshes[grid].get_group(dim))
 
     def lines(self, grid: StageGrid) -> tuple[str, ...]:
         """The names of the process groups of this rank's lines along the axes of a stage's mesh."""
@@ -139,14 +144,19 @@ class RankParameters:
         mine = held.get(self._world.rank)
         if mine is None:
             return None
+        device = self._world.device
         if not isinstance(tensor, nn.Parameter):
+            move(tensor, device)
             return tensor
         grid, piece = stages[mine.stage], mine.piece
         mesh = self._meshes[grid]
         layout = placements(grid.ordered(mine.layout)) if grid.mesh else (Replicate(),)
         layout = (Replicate(),) * (mesh.ndim - len(layout)) + tuple(layout)
-        shared = piece.whole and not is_hollow(tensor)
-        read = tensor.detach() if shared else piece.taken(tensor).clone(memory_format=torch.contiguous_format)
+        if piece.whole and not is_hollow(tensor):
+            read = tensor.detach().to(device)
+        else:
+            taken = piece.taken(tensor.detach())
+            read = torch.empty_like(taken, device=device, memory_format=torch.contiguous_format).copy_(taken)
         local = mine.taken(read).clone() if len(mine.row) > 1 else read
         whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
         new = nn.Parameter(whole, tensor.requires_grad)
@@ -199,6 +209,10 @@ class RankParameters:
         """Gather the parts of parameters that have changed on some rank. Collective."""
         with torch.inference_mode(False), torch.no_grad():
             self._gathered.refresh(lambda key: local_of(self.parameters[key]))
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made a step with this rank's parameters."""
+        self._gathered.stepped(id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """What this rank's stages read of one of its parameters; it shares the memory, where the rank stores that."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from cost_models.hardware.devices import parse_devices, usable_cores
 
 
@@ -25,6 +27,9 @@ class Place:
     network: str  # identifies the network namespace on the machine
     cores: frozenset[int]  # numbers of the cores that the process may use
     processor: str
+    gpu: str = ""  # identifies the rank's GPU among all of the machine; "": it has none
+    gpu_text: str = ""  # its name for messages
+    name: str = ""  # of the machine, for messages
 
     @property
     def host(self) -> tuple[str, str]:
@@ -39,11 +44,15 @@ class Share(NamedTuple):
     threads: int
 
 
-def here() -> Place:
-    """The place of this process."""
+def here(device: torch.device) -> Place:
+    """The place of this process, whose tensors are on `device`."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(usable_cores())
     machine = _text("/proc/sys/kernel/random/boot_id") or socket.gethostname()
-    return Place(machine, _namespace(), frozenset(cores), _processor(parse_devices(["cpu"])[0].kind))
+    processor, gpu, text = _processor(parse_devices(["cpu"])[0].kind), "", ""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu, text = str(properties.uuid), f"{device} ({properties.name})"
+    return Place(machine, _namespace(), frozenset(cores), processor, gpu, text, socket.gethostname())
 
 
 def shares(everyone: Sequence[tuple[Place, int]]) -> list[Share]:

@@ -26,8 +26,16 @@ from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.places import Place, cores_of, numbered
 from autopar.runtime.ranks.world import World
 from cost_models import Collective, Device, MeasuredCollectives, measure_collectives
+from cost_models.hardware.devices import synchronize
 from cost_models.measuring.operator_times import GraphTimes
-from cost_models.measuring.process_links import LONGEST, ProcessLinks, measure_process_links, probe_process_links
+from cost_models.measuring.process_links import (
+    LONGEST,
+    Messages,
+    ProcessLinks,
+    measure_process_links,
+    measured_pairs,
+    probe_process_links,
+)
 
 
 class DecideTogether(Protocol):
@@ -85,6 +93,7 @@ class _Asking:
         self.hosts = numbered([place.host for place in world.places])
         self.machines = numbered([place.machine for place in world.places])
         self.cores = _fewest_cores(world.places)
+        self.backend = "nccl" if world.over_nccl else "gloo"
 
     def passes(self, ranks: Sequence[int], workers: int, rows: int) -> GraphTimes:
         found = [times for times in self._asked("passes", tuple(ranks), workers, rows) if times is not None]
@@ -142,10 +151,17 @@ class _Tasks:
         return self._passes(self._devices[self._world.rank], workers, rows, companions)
 
     def links(self, hosts: Sequence[int]) -> ProcessLinks:
-        return measure_process_links(hosts, self._world.control)
+        return measure_process_links(hosts, self._world.control, self._messages(hosts))
 
     def differ(self, hosts: Sequence[int], known: ProcessLinks) -> float:
-        return probe_process_links(hosts, known, self._world.control)
+        return probe_process_links(hosts, known, self._world.control, self._messages(hosts))
+
+    def _messages(self, hosts: Sequence[int]) -> Messages:
+        """As stages send each other tensors. Collective."""
+        world = self._world
+        world.connect_pairs(measured_pairs(hosts))
+        channel = world.channel()
+        return Messages(world.device, lambda x, to: channel.send(x, to, 0), lambda x, of: channel.receive(x, of, 0))
 
     def collectives(
         self, ranks: tuple[int, ...], which: tuple[Collective, ...], hosts: Sequence[int]
@@ -153,7 +169,8 @@ class _Tasks:
         groups = self._world.groups([ranks])
         if self._world.rank not in ranks:
             return None
-        return measure_collectives(groups[ranks], which=which, hosts=[hosts[rank] for rank in ranks], longest=LONGEST)
+        of_ranks = [hosts[rank] for rank in ranks]
+        return measure_collectives(groups[ranks], self._world.carrier, which=which, hosts=of_ranks, longest=LONGEST)
 
     def at_once(self, groups: tuple[tuple[int, ...], ...], nbytes: int) -> float:
         mine = self._world.groups(groups)
@@ -162,15 +179,17 @@ class _Tasks:
         for _ in range(_ROUNDS):
             dist.barrier(self._world.control)
             if own is not None:
-                seconds.append(measured_all_reduce(own, nbytes))
+                seconds.append(measured_all_reduce(own, nbytes, self._world.carrier))
         return sorted(seconds)[len(seconds) // 2] if seconds else 0.0
 
 
-def measured_all_reduce(group: Any, nbytes: int) -> float:
+def measured_all_reduce(group: Any, nbytes: int, device: torch.device) -> float:
     """Seconds of one all-reduce."""
-    whole = torch.zeros(nbytes // 4)
+    whole = torch.zeros(nbytes // 4, device=device)
+    synchronize(device)
     start = time.perf_counter()
     dist.all_reduce(whole, group=group)
+    synchronize(device)
     return time.perf_counter() - start
 
 

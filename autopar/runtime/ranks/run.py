@@ -96,8 +96,12 @@ class RankRun(Run):
                 joined.append(None)
                 continue
             shape, dtype = self._made[place]
-            own = gradient * share if gradient is not None and has[place] else torch.zeros(shape, dtype=dtype)
-            joined.append(world.all_reduced(own.contiguous()))
+            device = self.executable.output_device
+            if gradient is not None and has[place]:
+                own = (gradient * share).to(device).contiguous()
+            else:
+                own = torch.zeros(shape, dtype=dtype, device=device)
+            joined.append(world.all_reduced(own))
         return joined
 
     def _mailbox(self, training: bool, only_backward: bool) -> Mailbox:
@@ -105,16 +109,18 @@ class RankRun(Run):
         if one.slot < 0:
             return Mailbox(0)
         wanted = one.execution_messages(self.call.n_microbatches, training, only_backward)
-        channel, rank = one.world.channel(), one.world.rank
+        world = one.world
         self._wire = Wire(
-            rank,
+            world.rank,
             one.slot,
             one.routes,
             wanted.messages,
-            channel,
+            world.channel(),
+            world.numbers(),
             self._specs,
             self._trained,
             look_ahead=wanted.look_ahead,
+            device=world.device,
         )
         return self._wire
 
@@ -166,18 +172,27 @@ class RankRun(Run):
                 self.tensors.outputs.share(self.executable)
 
     def _share_losses(self) -> None:
-        """Every micro-batch's loss from the rank that computed it, as 64-bit numbers, which hold any loss exactly."""
+        """Every micro-batch's loss from the rank that computed it, as 64-bit numbers, which hold any loss exactly.
+
+        Over NCCL, losses go from GPU to GPU, and no host waits for them.
+        """
         tensors, one, n = self.tensors, self.executable, self.call.n_microbatches
-        numbers = torch.zeros(2 * n + 1, dtype=torch.float64)  # losses, their dtypes, whether one has a gradient
+        world = one.world
+        facts = torch.zeros(n + 1, dtype=torch.float64)  # dtypes of the losses, whether one has a gradient
+        losses = torch.zeros(n, dtype=torch.float64, device=world.carrier)
         for i in range(n):
             loss = tensors.losses[i]
-            if one.owner(i) == one.world.rank and loss is not None:
-                numbers[i], numbers[n + i] = loss.double(), _DTYPES.index(loss.dtype)
-                numbers[2 * n] = float(tensors.has_gradient)
-        one.world.all_reduced(numbers)
-        *of_microbatches, has_gradient = numbers.tolist()
-        dtype = _DTYPES[int(of_microbatches[n])]
-        tensors.losses = [torch.tensor(loss, dtype=dtype) for loss in of_microbatches[:n]]
+            if one.owner(i) == world.rank and loss is not None:
+                losses[i], facts[i] = loss.double(), _DTYPES.index(loss.dtype)
+                facts[n] = float(tensors.has_gradient)
+        if world.over_nccl:
+            # First what hosts exchange: a rank that has ended is noticed there, and not in waiting for a GPU.
+            facts = world.all_reduced(facts)
+            losses = world.all_reduced(losses)
+        else:
+            losses, facts = world.all_reduced(torch.cat([losses, facts])).split([n, n + 1])
+        *dtypes, has_gradient = facts.tolist()
+        tensors.losses = list(losses.to(world.device, _DTYPES[int(dtypes[0])]).unbind())
         tensors.has_gradient = has_gradient > 0
 
     def _check_trains(self) -> None:
@@ -236,11 +251,14 @@ def _from_owner(world: World, owner: int, values: Sequence[Any]) -> list[Any]:
     """Flat outputs of a micro-batch, as the rank `owner` has them in `values`."""
     (described,) = world.broadcast_objects([list(map(_described, values))], owner)
     found = []
-    for place, (shape, dtype, requires_grad, value) in enumerate(described):
+    for place, (shape, dtype, on_cpu, requires_grad, value) in enumerate(described):
         if shape is None:
             found.append(value)
             continue
-        tensor = torch.empty(shape, dtype=dtype) if owner != world.rank else values[place].detach().contiguous()
+        if owner == world.rank:
+            tensor = values[place].detach().contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else world.device)
         world.broadcast(tensor, owner)
         found.append(tensor.requires_grad_(requires_grad))
     return found
@@ -248,5 +266,5 @@ def _from_owner(world: World, owner: int, values: Sequence[Any]) -> list[Any]:
 
 def _described(value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad, None
-    return None, None, False, value
+        return tuple(value.shape), value.dtype, value.device.type == "cpu", value.requires_grad, None
+    return None, None, True, False, value

@@ -117,7 +117,7 @@ class SharedCall:
         """Send every rank the samples that it wants. `wanted(leaf, rank)`: their numbers, as spans."""
         posted: list[tuple[Pending, torch.Tensor]] = []  # a tensor must live until its transfer has ended
         arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
-        channel, own, tag = world.channel(), self.shares.rank, 0
+        channel, own, tag = world.host_channel(), self.shares.rank, 0
         dims = [*self.input_dims, *self.target_dims]
         for place, (leaf, dim) in enumerate(zip([*self.inputs, *self.targets], dims, strict=True)):
             if dim is None:
@@ -131,7 +131,7 @@ class SharedCall:
                             continue
                         part = leaf.detach().narrow(dim, start, stop - start)
                         if own == source:
-                            sent = part.contiguous()
+                            sent = part.cpu().contiguous()
                             posted.append((channel.send(_bytes(sent), target, tag), sent))
                         else:
                             sent = torch.empty(part.shape, dtype=part.dtype)
@@ -326,9 +326,9 @@ def _fitting(leaf: Any, dim: int, n: int, place: int) -> int:
 
 def _with_room(leaf: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
     """A tensor for the whole batch, with this rank's samples in their places. What no stage here reads is never
-    written, so that the system gives it no memory."""
+    written, so that the system gives it no memory (a GPU does: pass samples on the CPU)."""
     shape = list(leaf.shape)
     shape[dim] = shares.total
-    whole = torch.empty(shape, dtype=leaf.dtype)
+    whole = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
     whole.narrow(dim, shares.start, shares.own).copy_(leaf.detach())
     return whole.requires_grad_(leaf.requires_grad)

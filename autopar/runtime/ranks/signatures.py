@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -162,7 +163,7 @@ class RankSignatures(Signatures):
         facts = {
             "the version of torch": (torch.__version__, "install the same everywhere"),
             "the version of autopar": (__version__, "install the same everywhere"),
-            "the captured program": (digest(str(signature.program.graph)), _SAME_SCRIPT),
+            "the captured program": (digest(_without_numbers(str(signature.program.graph))), _SAME_SCRIPT),
             "the plan": (digest(_decision(plan)), "give every rank the same plan"),
         }
         if not self.parameters.placed:
@@ -181,11 +182,11 @@ class RankSignatures(Signatures):
                 return self._workers[self._devices[self._world.rank].name]
             return remote.setdefault(group, RemoteWorker(self._devices[group[0]]))
 
-        cpu = torch.device("cpu")
+        device = self._world.device  # on each rank its own
         return [
             StagePlacement(
                 workers=tuple(worker(group) for group in grid.ranks),  # type: ignore[misc]
-                devices=tuple((cpu,) * len(group) for group in grid.ranks),
+                devices=tuple((device,) * len(group) for group in grid.ranks),
                 recompute=stage.recompute,
                 predicted_bytes=stage.peak_memory,
             )
@@ -195,6 +196,11 @@ class RankSignatures(Signatures):
     def _divisible(self, signature: BoundSignature, batch_size: int) -> BoundSignature:
         """The signature itself: `RankCalls` fills such a batch up, or refuses it."""
         return signature
+
+
+def _without_numbers(graph: str) -> str:
+    """A graph's text with the same GPU on all ranks: a model that was built on each rank's own has its number."""
+    return re.sub(r"(cuda:|type='cuda', index=)\d+", r"\1", graph)
 
 
 def _decision(plan: Plan) -> str:

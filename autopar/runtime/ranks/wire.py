@@ -1,6 +1,7 @@
 """The mailbox of a rank: messages between stages that are in different processes.
 
-A message is a row of numbers (the header) and the tensors whose shapes both ends have derived from the graph:
+A message is a row of numbers (the header), which hosts exchange, and the tensors whose shapes both ends have derived
+from the graph:
 
     forward     header: for each value 1 if its tensor requires a gradient, or the value itself, a number
     backward    header: for each value 1 if it has a gradient. One that has none travels as zeros, and is dropped.
@@ -26,10 +27,12 @@ from autopar.capture import torch_private
 from autopar.errors import AutoparError
 from autopar.runtime.error_context import PHASE_NAMES
 from autopar.runtime.mailbox import Aborted, Address, Mailbox
-from autopar.runtime.ranks.channels import Channel, Pending
+from autopar.runtime.ranks.channels import Channel, NumberChannel, Pending, PendingNumbers
 from autopar.runtime.ranks.failure import LostRankError, connection_error
 from autopar.runtime.ranks.messages import Message
 from autopar.schedule.clock import Phase
+
+_CPU = torch.device("cpu")
 
 
 class SentTensor(NamedTuple):
@@ -50,7 +53,11 @@ class Routes:
     ranks: tuple[tuple[int, ...], ...]  # of every slot, in the order of its mesh
 
     def sender(self, message: Message, receiver: int) -> int:
-        sources, targets = self.ranks[message.source], self.ranks[message.target]
+        return self.sender_to(message.source, message.target, receiver)
+
+    def sender_to(self, source: int, target: int, receiver: int) -> int:
+        """The rank of slot `source` that sends to rank `receiver` of slot `target`."""
+        sources, targets = self.ranks[source], self.ranks[target]
         return sources[targets.index(receiver) % len(sources)]
 
     def receivers(self, message: Message, sender: int) -> tuple[int, ...]:
@@ -61,9 +68,17 @@ class Routes:
 class _Posted:
     """A message whose receives have been posted."""
 
-    header: torch.Tensor
+    header: PendingNumbers
     tensors: dict[int, torch.Tensor]  # by position
-    pending: list[Pending]
+    pending: list[Pending]  # of the tensors
+
+
+class _Sent(NamedTuple):
+    """A part of a message whose send has been posted."""
+
+    read_by: int  # place of the reading action in the receiver's table
+    tensor: torch.Tensor | None  # which must live as long; None: numbers
+    pending: Pending
 
 
 class Wire(Mailbox):
@@ -76,16 +91,20 @@ class Wire(Mailbox):
         routes: Routes,
         messages: Sequence[Message],
         channel: Channel,
+        numbers: NumberChannel,
         specs: Specs,
         trained: dict[tuple[int, int, int], tuple[int, ...]],
         *,
         look_ahead: int,
+        device: torch.device = _CPU,
     ) -> None:
-        """`look_ahead`: receives from each rank posted before they are needed (look_ahead.py). `trained`: of the call,
-        by (stage, later stage, micro-batch) the values sent forward that require a gradient; grows. It outlives an
-        execution: a backward may be one of its own."""
+        """`channel`: for tensors, which are on `device`. `numbers`: for headers. `look_ahead`: receives from
+        each rank posted before they are needed (look_ahead.py). `trained`: of the call, by (stage, later stage,
+        micro-batch) the values sent forward that require a gradient; grows. It outlives an execution: a backward may
+        be one of its own."""
         super().__init__(0)
-        self._rank, self._slot, self._routes, self._channel = rank, slot, routes, channel
+        self._rank, self._slot, self._routes, self._device = rank, slot, routes, device
+        self._channel, self._numbers = channel, numbers
         self._specs, self._trained, self._look_ahead = specs, trained, look_ahead
         self._by_address = {message.address: message for message in messages}
         self._width = 1 + max(
@@ -98,7 +117,7 @@ class Wire(Mailbox):
                 self._incoming[routes.sender(message, rank)].append(message)
         self._posted: dict[Address, _Posted] = {}
         self._ahead: defaultdict[int, int] = defaultdict(int)  # by rank, posted and not read yet
-        self._sends: defaultdict[int, deque[tuple[int, torch.Tensor, Pending]]] = defaultdict(deque)  # by rank
+        self._sends: defaultdict[int, deque[_Sent]] = defaultdict(deque)  # by rank
         self._aborted = False
         self._post_ahead()
 
@@ -108,12 +127,14 @@ class Wire(Mailbox):
             self._local[address] = message
             return
         known = self._by_address[address]
-        header, tensors = self._packed(address, message)
+        flags, tensors = self._packed(address, message)
         self._post_ahead()  # what comes back for this one has a known shape from here on
         for target in self._routes.receivers(known, self._rank):
-            for part, tensor in enumerate([header, *tensors]):
+            header = self._numbers.send(flags, target, self._tag(known, 0))
+            self._sends[target].append(_Sent(known.read_by, None, header))
+            for part, tensor in enumerate(tensors, start=1):
                 pending = self._channel.send(tensor, target, self._tag(known, part))
-                self._sends[target].append((known.read_by, tensor, pending))
+                self._sends[target].append(_Sent(known.read_by, tensor, pending))
 
     def receive(self, slot: int, address: Address) -> Any:
         """Wait for a message. Raises Aborted after `abort`, LostRankError if its sender has failed."""
@@ -128,9 +149,9 @@ class Wire(Mailbox):
         posted = self._posted.pop(address)
         self._ahead[source] -= 1
         self._post_ahead()
-        self._wait(posted.pending, source, address)
+        flags = self._wait([posted.header, *posted.pending], source, address)[0]
         self._release(source, message.sent_by)
-        return self._unpacked(address, posted)
+        return self._unpacked(address, posted.tensors, flags)
 
     def abort(self) -> None:
         """What is read from now on raises Aborted. A wait that has begun ends with its message, or with its sender."""
@@ -140,8 +161,7 @@ class Wire(Mailbox):
         """After all actions: wait until everything sent has arrived."""
         for target, sends in self._sends.items():
             while sends:
-                _, _, pending = sends.popleft()
-                self._wait([pending], target, None)
+                self._let_go(sends, target)
 
     # -- receives ---------------------------------------------------------------------------------------------------
 
@@ -157,11 +177,12 @@ class Wire(Mailbox):
     def _post_next(self, source: int) -> None:
         message = self._incoming[source].popleft()
         specs = self._tensors(message.address)
-        header = torch.empty(len(self._specs(_as_forward(message.address))), dtype=torch.int64)
-        tensors = {position: torch.empty(spec.shape, dtype=spec.dtype) for position, spec in specs.items()}
+        n_values = len(self._specs(_as_forward(message.address)))
+        header = self._numbers.receive(n_values, source, self._tag(message, 0))
+        tensors = {p: torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for p, spec in specs.items()}
         pending = [
             self._channel.receive(tensor, source, self._tag(message, part))
-            for part, tensor in enumerate([header, *tensors.values()])
+            for part, tensor in enumerate(tensors.values(), start=1)
         ]
         self._posted[message.address] = _Posted(header, tensors, pending)
         self._ahead[source] += 1
@@ -172,23 +193,24 @@ class Wire(Mailbox):
         trained = self._trained[_forward(address)] if address.direction is Phase.BACKWARD else None
         return {p: s for p, s in specs if isinstance(s, SentTensor) and (trained is None or p in trained)}
 
-    def _unpacked(self, address: Address, posted: _Posted) -> dict[int, Any]:
+    def _unpacked(self, address: Address, tensors: dict[int, torch.Tensor], header: Sequence[int]) -> dict[int, Any]:
         specs = self._specs(_as_forward(address))
-        flags = dict(zip(specs, posted.header.tolist(), strict=True))
+        flags = dict(zip(specs, header, strict=True))
         if address.direction is Phase.BACKWARD:
-            return {position: tensor for position, tensor in posted.tensors.items() if flags[position]}
-        self._trained[_forward(address)] = tuple(p for p in posted.tensors if flags[p])
+            return {position: tensor for position, tensor in tensors.items() if flags[position]}
+        self._trained[_forward(address)] = tuple(p for p in tensors if flags[p])
         found: dict[int, Any] = {}
         for position, spec in specs.items():
             if isinstance(spec, SentTensor):
-                found[position] = posted.tensors[position].requires_grad_(bool(flags[position]))
+                found[position] = tensors[position].requires_grad_(bool(flags[position]))
             else:
                 found[position] = _number(flags[position], spec)
         return found
 
     # -- sends ------------------------------------------------------------------------------------------------------
 
-    def _packed(self, address: Address, message: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _packed(self, address: Address, message: Any) -> tuple[list[int], list[torch.Tensor]]:
+        """The header and the tensors."""
         specs, tensors = self._specs(_as_forward(address)), self._tensors
         if address.direction is Phase.FORWARD:
             values = {position: message[position] for position in specs}
@@ -199,14 +221,14 @@ class Wire(Mailbox):
         else:
             values = message
             flags = [int(values.get(position) is not None) for position in specs]
-        return torch.tensor(flags, dtype=torch.int64), [
+        return flags, [
             self._fitting(values.get(position), spec, address) for position, spec in tensors(address).items()
         ]
 
     def _fitting(self, value: torch.Tensor | None, spec: SentTensor, address: Address) -> torch.Tensor:
         """A value as it travels. Raises AutoparError for another shape than derived, which its receiver expects."""
         if value is None:
-            return torch.zeros(spec.shape, dtype=spec.dtype)
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
             raise AutoparError(
                 f"stage {address.sender} made a tensor of shape {tuple(value.shape)} and {value.dtype} for stage "
@@ -218,21 +240,26 @@ class Wire(Mailbox):
                 f"stage {address.sender} made a tensor without values for stage {address.receiver}: its code, or the "
                 "loss, keeps a tensor from when it was captured"
             )
-        return value.detach().contiguous()
+        return value.detach().to(self._device).contiguous()
 
     def _release(self, source: int, action: int) -> None:
         """Forget what a rank had read before it sent a message in its action number `action`."""
         sends = self._sends[source]
-        while sends and sends[0][0] <= action:
-            self._wait([sends.popleft()[2]], source, None)
+        while sends and sends[0].read_by <= action:
+            self._let_go(sends, source)
+
+    def _let_go(self, sends: deque[_Sent], target: int) -> None:
+        """Of the first of what was sent to a rank. Its tensor must live until the wait has ended."""
+        sent = sends.popleft()
+        self._wait([sent.pending], target, None)
 
     def _tag(self, message: Message, part: int) -> int:
         return message.number * self._width + part
 
-    def _wait(self, pending: Sequence[Pending], other: int, address: Address | None) -> None:
+    def _wait(self, pending: Sequence[Pending], other: int, address: Address | None) -> list[Any]:
+        """What each gives. Raises LostRankError."""
         try:
-            for one in pending:
-                one.wait()
+            return [one.wait() for one in pending]
         except RuntimeError as error:
             what = "its messages"
             if address is not None:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import InputError
+from autopar.lower import process_groups
 from autopar.runtime.ranks import places
 from autopar.runtime.ranks.attempts import start_group
-from autopar.runtime.ranks.channels import Channel, TaggedChannel
+from autopar.runtime.ranks.channels import Channel, HostChannel, NumberChannel, PairChannel, TaggedChannel
 from autopar.runtime.ranks.one_message import on_all_ranks, shown_once
 from autopar.runtime.ranks.places import Place
+from autopar.runtime.ranks.rank_device import (
+    BOTH,
+    backend_for,
+    check_devices,
+    gpu_names,
+    own_device,
+    sends_over_nccl,
+)
 from autopar.runtime.ranks.slurm import rank_variables
 from autopar.runtime.ranks.watcher import Watcher, watch
 from cost_models.hardware.devices import Device, parse_devices
 
+_CPU = torch.device("cpu")
 _worlds: dict[Any, World] = {}  # by torch's default process group
 
 
@@ -29,21 +40,71 @@ class World:
 
     rank: int
     size: int
-    control: Any  # process group of all ranks: plans, checks, losses, outputs
-    wire: Any  # of all ranks: messages between stages
+    control: Any  # process group of all ranks, over gloo: plans, checks, facts about losses and outputs
+    wire: Any  # of all ranks, over gloo: messages between stages, or their headers
     watcher: Watcher
-    places: tuple[Place, ...] = ()  # by rank, once `devices` has gathered them
+    device: torch.device = _CPU  # of this rank
+    over_nccl: bool = False  # how tensors of that device travel (rank_device.py)
+    places: tuple[Place, ...] = ()  # by rank
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    _pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @property
+    def carrier(self) -> torch.device:
+        """Where tensors of this rank's device must be to travel."""
+        return self.device if self.over_nccl else _CPU
 
     def groups(self, wanted: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
-        """Process groups of several ranks each, this rank's own ones. Collective: all ranks ask for the same."""
+        """Process groups of several ranks each, this rank's own ones. Collective: all ranks ask for the same.
+
+        With NCCL, numbers of the hosts travel in them over gloo.
+        """
         for ranks in sorted(set(wanted) - self._groups.keys()):
             if len(ranks) > 1:
-                self._groups[ranks] = dist.new_group(list(ranks), backend="gloo")
+                group = dist.new_group(list(ranks), backend=BOTH if self.over_nccl else "gloo")
+                self._groups[ranks] = group
+                if self.rank in ranks:
+                    self.connect(group)
         return {ranks: self._groups[ranks] for ranks in set(wanted) if len(ranks) > 1 and self.rank in ranks}
 
+    def connect(self, group: Any) -> None:
+        """Have a new process group, which this rank is in, ready to carry tensors. Collective in the group.
+
+        NCCL connects at a group's first collective, for which the host waits. In the middle of a step, the rank that it
+        waits for could be waiting for this one's messages.
+        """
+        process_groups.carry_on_host(group.group_name, self.carrier != self.device)
+        if self.over_nccl:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def connect_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Have ranks ready to send each other tensors. Collective. `pairs`: (sender, receiver), the same on all ranks.
+
+        Over NCCL every pair has a group (channels.py). All ranks connect them in one order: the first pair that is not
+        connected yet is the next one on both of its ranks, so that none waits for ever.
+        """
+        new = sorted(set(pairs) - self._pairs.keys()) if self.over_nccl else []
+        for a, b in new:
+            self._pairs[a, b] = dist.new_group([a, b], backend="nccl")
+        channel = PairChannel(self.rank, self._pairs)
+        for a, b in new:
+            if self.rank in (a, b):
+                token = torch.zeros(1, device=self.device)
+                (channel.send(token, b, 0) if self.rank == a else channel.receive(token, a, 0)).wait()
+
     def channel(self) -> Channel:
+        """For tensors of this rank's device."""
+        if self.over_nccl:
+            return PairChannel(self.rank, self._pairs)
+        return self.host_channel() if self.device == _CPU else HostChannel(self.host_channel())
+
+    def host_channel(self) -> Channel:
+        """For tensors of the CPU."""
         return TaggedChannel(self.wire)
+
+    def numbers(self) -> NumberChannel:
+        """For the headers of messages."""
+        return NumberChannel(self.host_channel())
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
@@ -101,27 +162,52 @@ class World:
         return any(bool(theirs != number) for theirs in found)
 
     def all_reduced(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks."""
-        dist.all_reduce(numbers, group=self.control)
-        return numbers
+        """The sum over all ranks, where `numbers` is. Over NCCL, the host does not wait for it."""
+        group, carrier = self._carrying(numbers)
+        carried = numbers.to(carrier)
+        dist.all_reduce(carried, group=group)
+        return carried.to(numbers.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite `tensor` everywhere with that of rank `source`. Any dtype: its bytes travel."""
+        """Overwrite `tensor` everywhere with that of rank `source`. Any dtype: its bytes travel. On all ranks it is on
+        the CPU, or on all on their GPUs."""
         if tensor.numel():
             whole = tensor.contiguous()
-            dist.broadcast(whole.reshape(-1).view(torch.uint8), source, group=self.control)
+            group, carrier = self._carrying(whole)
+            flat = whole.reshape(-1).view(torch.uint8)
+            carried = flat.to(carrier)
+            dist.broadcast(carried, source, group=group)
+            if carried is not flat:
+                flat.copy_(carried)
             if whole is not tensor:
                 tensor.copy_(whole)
 
+    def _carrying(self, tensor: torch.Tensor) -> tuple[Any, torch.device]:
+        """The process group of all ranks that carries a tensor, and where the tensor must be for that."""
+        if tensor.device.type == "cpu" or not self.over_nccl:
+            return self.control, _CPU
+        everyone = tuple(range(self.size))
+        return self.groups([everyone])[everyone], self.device
+
     def devices(self, resident: Any) -> tuple[Device, ...]:
-        """One CPU worker a rank; the ranks of a machine share its cores and memory. Collective. `resident`: see
-        parse_devices."""
-        own = parse_devices(["cpu"], resident)[0]
-        everyone = self.gathered((places.here(), own.memory))
-        self.places = tuple(place for place, _ in everyone)
+        """The device of every rank, each with a name of its own: of all ranks, their tensors are on this rank's here.
+        Collective. `resident`: see parse_devices.
+
+        CPU workers of a machine share its cores and memory, and those of a GPU its memory.
+        """
+        own = parse_devices([self.device], resident)[0]
+        if self.device.type == "cpu":
+            found = places.shares(list(zip(self.places, self.gathered(own.memory), strict=True)))
+            names = [f"cpu:{rank}" for rank in range(self.size)]
+        else:
+            names, gpus = gpu_names(self.places), Counter((place.machine, place.gpu) for place in self.places)
+            found = [
+                places.Share(kind, memory // gpus[place.machine, place.gpu], own.threads)
+                for place, (kind, memory) in zip(self.places, self.gathered((own.kind, own.memory)), strict=True)
+            ]
         return tuple(
-            replace(parse_devices(["cpu"])[0], name=f"cpu:{rank}", kind=kind, memory=memory, threads=threads)
-            for rank, (kind, memory, threads) in enumerate(places.shares(everyone))
+            Device(name, self.device, kind, memory, threads)
+            for name, (kind, memory, threads) in zip(names, found, strict=True)
         )
 
 
@@ -146,29 +232,38 @@ def joined() -> World | None:
                     "with torchrun --nproc-per-node N or with srun, or unset WORLD_SIZE to run in one process"
                 )
             )
-        _refuse_gpus()
-        start_group()
+        start_group(backend_for(own_device()))
     if dist.get_world_size() < 2:
         return None
-    _refuse_gpus()
     default = dist.group.WORLD
     if default not in _worlds:
         _worlds.clear()  # of process groups that have ended
-        rank, size = dist.get_rank(), dist.get_world_size()
-        shown_once(rank)
-        control, wire = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-        _worlds[default] = World(rank, size, control, wire, watch(rank, size))
+        _worlds[default] = _new_world(own_device())
     return _worlds[default]
+
+
+def _new_world(device: torch.device) -> World:
+    """Collective. Raises InputError on all ranks where their devices do not fit together."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shown_once(rank)
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.cuda.set_device(device)
+    control, wire = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    over_nccl = sends_over_nccl(device)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (places.here(device), over_nccl), group=control)
+    try:
+        check_devices([place for place, _ in everyone], over_nccl=any(nccl for _, nccl in everyone))
+    except InputError as error:
+        raise on_all_ranks(error) from None
+    found = tuple(place for place, _ in everyone)
+    world = World(rank, size, control, wire, watch(rank, size), device, over_nccl, found)
+    if over_nccl:
+        world.groups([tuple(range(size))])
+    return world
 
 
 def current() -> World | None:
     """The world that `joined` has made for the process group in force; None in a process by itself."""
     return _worlds.get(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
-
-
-def _refuse_gpus() -> None:
-    if torch.cuda.is_available():
-        raise InputError(
-            "one process a device runs on CPUs over gloo so far, and this machine has GPUs: give devices= to use the "
-            "GPUs from one process, or set CUDA_VISIBLE_DEVICES= to leave them out"
-        )

@@ -35,7 +35,8 @@ for step in range(4):
 
 
 def run(script: Path, *command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", **(env or {})}
+    fixed = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **fixed, **(env or {})}
     return subprocess.run(
         [sys.executable, *command[:-1], str(script), *command[-1].split()],
         capture_output=True,

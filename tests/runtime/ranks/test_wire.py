@@ -14,6 +14,7 @@ from rendezvous import Deadlock, PairQueues
 
 from autopar import AutoparError
 from autopar.runtime.mailbox import Aborted, Address
+from autopar.runtime.ranks.channels import NumberChannel
 from autopar.runtime.ranks.look_ahead import LEAST, look_ahead
 from autopar.runtime.ranks.messages import messages
 from autopar.runtime.ranks.wire import Routes, SentTensor, Wire
@@ -71,9 +72,7 @@ class Pipeline:
             try:
                 slot = next(k for k, ranks in enumerate(self.routes.ranks) if rank in ranks)
                 trained = dict(self.trained)
-                wire = Wire(
-                    rank, slot, self.routes, self.messages, queues.of(rank), self.specs, trained, look_ahead=self.ahead
-                )
+                wire = self.wire(rank, slot, queues, trained)
                 for action in self.actions[slot]:
                     self.act(wire, action)
                 wire.finish()
@@ -87,6 +86,13 @@ class Pipeline:
             thread.join()
         if errors:
             raise errors[0]
+
+    def wire(self, rank: int, slot: int, queues: PairQueues, trained: dict[Any, Any]) -> Wire:
+        """Headers have queues of their own, as numbers of hosts do beside tensors of GPUs."""
+        channel, numbers = queues.of(rank), NumberChannel(queues.headers.of(rank))
+        return Wire(
+            rank, slot, self.routes, self.messages, channel, numbers, self.specs, trained, look_ahead=self.ahead
+        )
 
     def act(self, wire: Wire, action: Action) -> None:
         phase, stage, i = action
@@ -134,7 +140,7 @@ def test_no_schedule_deadlocks_without_tags_and_without_buffers(
 ) -> None:
     queues, pipeline = PairQueues(blocking=blocking), Pipeline(name, n_microbatches, replicas, chunks)
     pipeline.run(queues)
-    parts = 1 + len(pipeline.specs(Address(Phase.FORWARD, 0, 1, 0)))
+    parts = len(pipeline.specs(Address(Phase.FORWARD, 0, 1, 0)))
     assert queues.most_ahead <= parts * (look_ahead(pipeline.messages) + 1)
 
 
@@ -188,9 +194,7 @@ def test_every_rank_of_a_mesh_gets_every_message(shards: int) -> None:
 
 def two_ranks(queues: PairQueues) -> tuple[Wire, Wire]:
     pipeline = Pipeline("1f1b", 1, (1, 1), 1)
-    return tuple(  # type: ignore[return-value]
-        Wire(r, r, pipeline.routes, pipeline.messages, queues.of(r), pipeline.specs, {}, look_ahead=2) for r in (0, 1)
-    )
+    return pipeline.wire(0, 0, queues, {}), pipeline.wire(1, 1, queues, {})
 
 
 def test_a_tensor_of_another_shape_than_derived_is_refused_where_it_is_sent() -> None:
@@ -218,6 +222,7 @@ def test_a_lost_connection_names_the_rank_and_the_message() -> None:
             raise RuntimeError("Connection closed by peer")
 
     pipeline = Pipeline("1f1b", 1, (1, 1), 1)
-    wire = Wire(1, 1, pipeline.routes, pipeline.messages, Broken(), pipeline.specs, {}, look_ahead=2)
+    numbers = NumberChannel(Broken())
+    wire = Wire(1, 1, pipeline.routes, pipeline.messages, Broken(), numbers, pipeline.specs, {}, look_ahead=2)
     with pytest.raises(AutoparError, match="rank 0 ended or failed while rank 1 waited for the outputs of stage 0"):
         wire.receive(1, Address(Phase.FORWARD, 0, 1, 0))

@@ -1,0 +1,294 @@
+"""The degrees that a plan has, whoever made it, and what degrees do not say of it.
+
+A mesh axis of a stage counts as
+
+    data      no parameter is read in parts along it, and activations that are cut along it stay where they are
+    tensor    parameters are read in parts along it
+    data      as well where most operators cut samples (the first dimension), and few read a parameter in parts, such as
+              the head of a vocabulary; what these do is named. Where both kinds are many, no degree describes the axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from autopar.hints.module_paths import few
+from autopar.plan.assumptions import Assumptions
+from autopar.plan.degrees import Degrees
+from autopar.plan.exits.configuration import NotExpressed, refuse
+from autopar.plan.recompute import NAMES, Recompute
+from autopar.sharding.layouts import PARTIAL, Placements
+from autopar.sharding.stage_sharding import StageSharding
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
+    from autopar.plan.stage import Stage
+
+KEEPS_LESS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.OPERATORS, Recompute.FULL, Recompute.STAGE)
+"""Each keeps no more than those before it."""
+
+_FIRST_DIMENSION = 0
+_MOST, _FEW = 0.75, 0.25  # shares of the operators that are cut along an axis
+_BY_HAND = "tensor"  # the axis of a plan by hand that cuts parameters; heads may be part of a first dimension there
+
+
+def degrees_in(plan: Plan, tool: str) -> Degrees:
+    """The degrees of a plan. Where stages recompute differently, that of the stage which keeps least.
+
+    Raises PlanError that lists why no degrees describe the plan. `tool`: who needs them.
+    """
+    problems = list(_no_degrees(plan))
+    refuse(tool, problems)
+    first = plan.stages[0]
+    data, tensor = _widths(first)
+    assert plan.batch_size is not None
+    shardings = [stage.sharding for stage in plan.stages if stage.sharding is not None]
+    return Degrees(
+        tensor=tensor,
+        pipeline=plan.ranks,
+        data=first.replicas * data,
+        micro_batch=plan.batch_size // plan.n_microbatches // data,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        zero=max((_zero(sharding) for sharding in shardings), default=0),
+        recompute=NAMES[max((stage.mode for stage in plan.stages), key=KEEPS_LESS.index)],
+        sequence_parallel=any(_scatters_activations(sharding) for sharding in shardings),
+        batch=plan.batch_size,
+    )
+
+
+def beyond_degrees(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:
+    """What a plan decides otherwise than its degrees say, for tools that have no more than degrees."""
+    in_order = list(plan.used_devices)
+    unused = [name for name in plan.devices if name not in set(in_order)]
+    if unused:
+        yield NotExpressed("devices", f"{few(unused)} are not used: start {len(in_order)} processes without them")
+    if in_order != [name for name in plan.devices if name not in set(unused)] or _tensor_is_not_last(plan):
+        yield NotExpressed("devices", f"ranks 0, 1, ... are not {few(in_order)} in this order: the tool numbers ranks")
+    modes = [NAMES[stage.mode] for stage in plan.stages]
+    if len(set(modes)) > 1:
+        each = ", ".join(f"stage {s} {mode}" for s, mode in enumerate(modes))
+        yield NotExpressed("recompute", f"the plan has {each}; all stages do as {degrees.recompute}, which keeps least")
+    yield from _strategies(plan)
+    yield from _whole_states(plan, degrees)
+    if plan.one_worker:
+        yield NotExpressed("one worker", "one worker would do all actions, as operators are too small for several")
+    default = Assumptions()
+    if plan.assumed is not None:
+        other = {name: value for name, value in vars(plan.assumed).items() if value != vars(default)[name]}
+        other.pop("precision", None)  # each tool writes it
+        for name, value in other.items():
+            yield NotExpressed(name, f"the plan was priced with {name}={value}: set the tool up likewise")
+
+
+def _no_degrees(plan: Plan) -> Iterator[str]:
+    if not plan.training:
+        yield "the plan is for inference; plan in training mode"
+    if plan.batch_size is None:
+        yield "the plan was made for no call; price it first: autopar.plan(model, devices, plan=plan, example_args=...)"
+    sizes = [len(stage.devices) for stage in plan.stages]
+    if len(set(sizes)) > 1:
+        each = ", ".join(f"stage {s} has {n}" for s, n in enumerate(sizes))
+        yield f"stages have different numbers of devices: {each}; plan with stages of one width"
+        return
+    replicas, found = {stage.replicas for stage in plan.stages}, set()
+    for number, stage in enumerate(plan.stages):
+        unclear = _unclear_axes(stage)
+        yield from (f"stage {number}: {text}" for text in unclear)
+        if not unclear:
+            found.add(_widths(stage))
+    if len(found) > 1 or len(replicas) > 1:
+        each = "; ".join(f"stage {s} {_mesh_text(stage)}" for s, stage in enumerate(plan.stages))
+        yield f"stages share their work in different ways: {each}"
+        return
+    if plan.batch_size is None or not found:
+        return
+    data, m, r = next(iter(found))[0], plan.n_microbatches, plan.stages[0].replicas
+    if plan.batch_size % m:
+        yield f"{m} micro-batches of {plan.batch_size} samples have different sizes; give a divisor of the batch"
+    elif plan.batch_size // m % data:
+        yield f"micro-batches of {plan.batch_size // m} samples are not cut evenly over {data} devices"
+    if m % r:
+        yield f"{m} micro-batches do not go evenly round {r} replicas; give a multiple of {r}"
+
+
+def _mesh_text(stage: Stage) -> str:
+    mesh = stage.sharding
+    shards = (
+        ""
+        if mesh is None
+        else f" of a mesh {' x '.join(f'{a}={n}' for a, n in zip(mesh.axes, mesh.mesh, strict=True))}"
+    )
+    return f"has {stage.replicas} replica{'s' if stage.replicas != 1 else ''}{shards}"
+
+
+def _widths(stage: Stage) -> tuple[int, int]:
+    """Devices of a mesh of the stage that are replicas, and that cut tensors."""
+    data = tensor = 1
+    for axis, size in enumerate(stage.sharding.mesh if stage.sharding is not None else ()):
+        assert stage.sharding is not None
+        if _cuts_tensors(stage.sharding, axis):
+            tensor *= size
+        else:
+            data *= size
+    return data, tensor
+
+
+def _unclear_axes(stage: Stage) -> list[str]:
+    """What is said of mesh axes along which devices are neither replicas nor cut parameters."""
+    sharding = stage.sharding
+    found = []
+    for axis, size in enumerate(sharding.mesh if sharding is not None else ()):
+        assert sharding is not None
+        name, in_parts = sharding.axes[axis], _read_in_parts(sharding, axis)
+        if in_parts and name != _BY_HAND and _FEW < _samples_share(sharding, axis) <= _MOST:
+            found.append(
+                f"along axis '{name}' of its mesh some operators cut samples, and others parameters ({few(in_parts)})"
+            )
+        if size == 1 or in_parts:
+            continue
+        moved = list(dict.fromkeys(_moved(sharding, axis)))
+        if moved:
+            found.append(
+                f"devices along axis '{name}' of its mesh cut no parameter, but exchange {few(moved)}: they are "
+                "neither replicas nor tensor parallel (a sequence may be cut along it)"
+            )
+        elif not any(p[axis] >= 0 for _, (_, outputs) in sharding.strategies for p in outputs):
+            found.append(f"devices along axis '{name}' of its mesh all do the same")
+    return found
+
+
+def _cuts_tensors(sharding: StageSharding, axis: int) -> bool:
+    """Whether an axis counts as one that cuts tensors."""
+    parts = bool(_read_in_parts(sharding, axis))
+    return parts and (sharding.axes[axis] == _BY_HAND or _samples_share(sharding, axis) <= _MOST)
+
+
+def _samples_share(sharding: StageSharding, axis: int) -> float:
+    """Of the operators whose results are cut along an axis, the share that cuts the first dimension."""
+    cut = [{p[axis] for p in outputs if p[axis] >= 0} for _, (_, outputs) in sharding.strategies]
+    cut = [dims for dims in cut if dims]
+    return sum(_FIRST_DIMENSION in dims for dims in cut) / len(cut) if cut else 0.0
+
+
+def _read_in_parts(sharding: StageSharding, axis: int) -> list[str]:
+    """Parameters that an operator reads in parts along an axis."""
+    moved: dict[str, list[Placements]] = {}
+    for one in sharding.redistributions:
+        moved.setdefault(one.tensor, []).append(one.own.forward[-1] if one.own.forward else one.shared.forward[-1])
+    return [
+        name
+        for name, stored in sharding.parameters
+        if not _is_input(sharding, name) and any(p[axis] >= 0 for p in moved.get(name, [stored.layout]))
+    ]
+
+
+def _is_input(sharding: StageSharding, name: str) -> bool:
+    """Whether a stored tensor is an input of the model: it has no gradient to go back."""
+    uses = [one for one in sharding.redistributions if one.tensor == name]
+    return bool(uses) and not any(one.shared.backward or one.own.backward for one in uses)
+
+
+def _moved(sharding: StageSharding, axis: int) -> Iterator[str]:
+    """Activations whose parts devices exchange along an axis, on their way to another operator."""
+    for one in sharding.redistributions:
+        if "/" not in one.tensor or not one.reader:
+            continue
+        sides = (one.shared.forward, one.own.forward)
+        if any(a[axis] >= 0 and a[axis] != b[axis] for side in sides for a, b in itertools.pairwise(side)):
+            yield one.tensor
+
+
+def _scatters_activations(sharding: StageSharding) -> bool:
+    """Whether sums over parts leave each device a part: reduce-scatters in place of all-reduces."""
+    return any(
+        before == PARTIAL and after >= 0
+        for one in sharding.redistributions
+        if "/" in one.tensor
+        for passage in (one.shared, one.own)
+        for side in passage
+        for a, b in itertools.pairwise(side)
+        for before, after in zip(a, b, strict=True)
+    )
+
+
+def _data_axes(sharding: StageSharding) -> list[int]:
+    return [axis for axis, size in enumerate(sharding.mesh) if size > 1 and not _cuts_tensors(sharding, axis)]
+
+
+def _zero(sharding: StageSharding) -> int:
+    """The ZeRO stage: the most that is cut of any parameter over replicas."""
+    axes = _data_axes(sharding)
+    found = 0
+    in_parts = {(name, axis) for axis in axes for name in _read_in_parts(sharding, axis)}
+    for name, stored in sharding.parameters:
+        whole = [axis for axis in axes if (name, axis) not in in_parts]
+        if any(stored.layout[axis] >= 0 for axis in whole):
+            return 3
+        if any(stored.state[axis] >= 0 for axis in whole):
+            found = max(found, 2 if stored.scattered else 1)
+    return found
+
+
+def _tensor_is_not_last(plan: Plan) -> bool:
+    """Whether devices that cut tensors are further apart than replicas."""
+    for stage in plan.stages:
+        if stage.sharding is not None:
+            cut = [axis for axis, n in enumerate(stage.sharding.mesh) if n > 1 and _cuts_tensors(stage.sharding, axis)]
+            data = _data_axes(stage.sharding)
+            if cut and data and min(cut) < max(data):
+                return True
+    return False
+
+
+def _strategies(plan: Plan) -> Iterator[NotExpressed]:
+    """Strategies of operators, which tools choose by rules of their own for the models that they know."""
+    n_cut, samples = 0, []
+    for stage in plan.stages:
+        sharding = stage.sharding
+        axes = (
+            [] if sharding is None else [a for a, n in enumerate(sharding.mesh) if n > 1 and _cuts_tensors(sharding, a)]
+        )
+        for key, (inputs, outputs) in sharding.strategies if sharding is not None and axes else ():
+            if any(p[axis] != -1 for axis in axes for p in (*inputs, *outputs)):
+                n_cut += 1
+            if any(p[axis] == _FIRST_DIMENSION for axis in axes for p in outputs):
+                samples.append(key)
+    if n_cut:
+        yield NotExpressed(
+            "strategies",
+            f"{n_cut} operators are cut each in its own way; the tool cuts by rules for the models it knows",
+        )
+    in_parts = [
+        name
+        for stage in plan.stages
+        if stage.sharding is not None
+        for axis in _data_axes(stage.sharding)
+        for name in _read_in_parts(stage.sharding, axis)
+    ]
+    if in_parts:
+        yield NotExpressed(
+            "strategies", f"{few(list(dict.fromkeys(in_parts)))} are cut over replicas, which the tool keeps whole"
+        )
+    if samples:
+        yield NotExpressed(
+            "strategies",
+            f"{few(samples)} are cut along their first dimension, the samples in most models, on devices that cut "
+            "tensors; the tool cuts heads and columns",
+        )
+
+
+def _whole_states(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:
+    """Parameters that ZeRO cuts less than its stage says."""
+    whole: list[str] = []
+    for stage in plan.stages if degrees.zero else ():
+        if stage.sharding is not None:
+            axes = _data_axes(stage.sharding)
+            whole += [name for name, stored in stage.sharding.parameters if not any(stored.state[a] >= 0 for a in axes)]
+    whole = [
+        name for name in dict.fromkeys(whole) if not any(_is_input(s.sharding, name) for s in plan.stages if s.sharding)
+    ]
+    if whole:
+        yield NotExpressed("zero", f"{few(whole)} are not cut over replicas; the tool cuts every parameter")

@@ -31,6 +31,9 @@ class CompiledRatio:
     ratios: tuple[float, ...]
     # Stages that recompute in these ways run as they were captured.
     left_alone: frozenset[Recompute] = PARTLY
+    # Multiplies the seconds of one busy device even where several are busy: replaying a CUDA graph takes one call, so
+    # that no worker waits for the interpreter.
+    of_one: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip((0, *self.rows), self.rows, strict=False)):

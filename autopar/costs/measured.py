@@ -31,7 +31,7 @@ from autopar.lower.size_values import values_of_sizes
 from autopar.schedule.micro_batches import largest_size
 from cost_models import Device, Link, MeasurementCache, measure_links, signature_key
 from cost_models.graphs import on_meta
-from cost_models.hardware.devices import operator_threads, usable_cores
+from cost_models.hardware.devices import gpu_of, operator_threads, usable_cores
 from cost_models.measuring.autocast import autocasts
 from cost_models.measuring.core_waiting import waiting_is_known
 from cost_models.measuring.operator_times import Companions, GraphTimes, measure_accumulate
@@ -114,7 +114,9 @@ class Measured:
             mine = [d for d in self.devices if d.kind == kind]
             if self._ranks is not None:
                 mine = [self.devices[rank] for rank in _on_one_machine(self._ranks, self.devices, kind)]
-            sizes = _sizes(mine, program, batching, self._n_microbatches, self.cores)
+            sizes = _sizes(
+                mine, program, batching, self._n_microbatches, self.cores, own_processes=self._ranks is not None
+            )
             jobs += [(mine[0], workers, n) for workers, n in sizes]
         measuring = self.measuring()
         found = measuring.run(jobs, progress)
@@ -133,6 +135,7 @@ class Measured:
             self._cache,
             self._autocasts,
             None if self._ranks is None else partial(self._on_ranks, self._ranks),
+            {kind: _gpus([d for d in self.devices if d.kind == kind]) for kind in {d.kind for d in self.devices}},
         )
 
     def _on_ranks(self, ranks: RankMeasurements, device: Device, workers: int, rows: int) -> GraphTimes:
@@ -142,7 +145,7 @@ class Measured:
         """What was not measured; and how uncertain measurements are without the system's count of waiting."""
         notes = [
             f"{rows} samples at once do not fit the memory of {kind}: their seconds are predicted from those of fewer"
-            for kind, rows in self._too_large
+            for kind, rows in dict.fromkeys(self._too_large)  # on one GPU, and on several at once
         ]
         on_cpu = any(device.torch_device.type == "cpu" for device in self.devices)
         if not on_cpu or waiting_is_known():
@@ -239,27 +242,43 @@ def _sizes(
     batching: Batching,
     n_microbatches: int | None,
     cores: int | None = None,
+    *,
+    own_processes: bool = False,
 ) -> list[tuple[int, int]]:
     """Pairs (busy workers, samples) to measure on devices of one kind.
 
     The whole batch runs on one worker, micro-batches run with all workers busy; of CPU workers that share cores, as
-    many as have some of the `cores` of their own (`CostGraph.crowding` prices the others). `n_microbatches`: measure
-    this division of the batch only.
+    many as have some of the `cores` of their own (`CostGraph.crowding` prices the others). GPUs wait for each other's
+    launches alone, unless they have their `own_processes`: on one of several, all micro-batches are measured as well,
+    since launches give the seconds by samples a bend. `n_microbatches`: measure this division of the batch only.
     """
     batch = max(program.batch_size, 1)
     whole = [(1, batch)]
     if not batching.splittable or batch == 1:
         return whole
     on_cores = max(1, (cores or usable_cores()) // devices[0].threads)
-    together = min(len(devices), on_cores) if devices[0].shares_process_memory else 1
+    if devices[0].shares_process_memory:
+        together = min(len(devices), on_cores)
+    else:
+        together = 1 if own_processes else len(_gpus(devices))
     if n_microbatches is not None:
         parts = [largest_size(batch, n_microbatches)]
     else:
         parts = sorted({max(batching.least_rows, batch // part) for part in (2, 4, 8, 16)}, reverse=True)
-    few = [(1, parts[len(parts) // 2])] if together > 1 else []
+    alone = [parts[len(parts) // 2]] if devices[0].shares_process_memory else parts
+    few = [(1, size) for size in alone] if together > 1 else []
     return list(
         dict.fromkeys(whole + few + [(together, size) for size in parts])
     )  # each once: one micro-batch is whole
+
+
+def _gpus(devices: Sequence[Device]) -> list[Device]:
+    """The first worker of every GPU."""
+    firsts: dict[str, Device] = {}
+    for device in devices:
+        if not device.shares_process_memory:
+            firsts.setdefault(gpu_of(device.name), device)
+    return list(firsts.values())
 
 
 def _without(times: GraphTimes, names: Set[str]) -> GraphTimes:

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import fx
 
 from autopar.analysis.batching import Batching
 from autopar.analysis.operators import on_device, requires_grad_nodes, written_arguments
@@ -40,8 +42,11 @@ _Job = tuple[Device, int, int]  # device, busy workers, samples
 
 
 class Measuring:
-    """Times of a program's operators, under `autocasts` by device type. `elsewhere(device, workers, samples)`: makes
-    passes in the processes of the devices; None: in threads of this one."""
+    """Times of a program's operators, under `autocasts` by device type.
+
+    `elsewhere(device, workers, samples)`: makes passes in the processes of the devices; None: in threads of this one.
+    `gpus`: by kind, the different GPUs of this process, each with a thread of its own; CPU workers are not among them.
+    """
 
     def __init__(
         self,
@@ -52,8 +57,9 @@ class Measuring:
         cache: MeasurementCache | None,
         autocasts: Mapping[str, Autocast],
         elsewhere: Callable[[Device, int, int], GraphTimes] | None = None,
+        gpus: Mapping[str, Sequence[Device]] = MappingProxyType({}),
     ) -> None:
-        self._elsewhere = elsewhere
+        self._elsewhere, self._gpus = elsewhere, gpus
         self._calls, self._training, self._cache, self._autocasts = calls, training, cache, autocasts
         self._reduced, self._captured = _reduced(program, batching), program.device
         self._signature = [graph_signature(program), training, loss_signature(calls.loss_fn, calls.target)]
@@ -146,6 +152,10 @@ class Measuring:
         """Times of this process, while `workers` threads of it, or its companions, make the same passes."""
         log.info("profiling %s: %d samples, %d busy", device.kind, rows, workers)
         reduced = self._reduced
+        others = self._gpus.get(device.kind, ())[1:workers] if companions is None else ()
+
+        def module_on(place: torch.device) -> fx.GraphModule:
+            return on_device(reduced.module, self._captured, place)
 
         def inputs(rows: int) -> list[Any]:
             made = [
@@ -155,7 +165,7 @@ class Measuring:
             return [*self._calls.inputs(rows), *made]
 
         times = measure(
-            on_device(reduced.module, self._captured, device.torch_device),
+            module_on(device.torch_device),
             inputs,
             self._calls.loss,
             rows,
@@ -165,6 +175,7 @@ class Measuring:
             n_outputs=reduced.n_outputs,
             autocast=self._autocast_of(device),
             companions=companions,
+            beside=[(module_on(gpu.torch_device), gpu.torch_device) for gpu in others],
         )
         forward, backward = (
             {name: sum(seconds[m] for m in like) / len(like) for name, like in reduced.like.items()}

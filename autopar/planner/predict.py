@@ -176,7 +176,8 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
 
 def _one_worker(costs: CostGraph, atoms: Atoms, arrangement: Arrangement) -> bool:
     """Whether the runtime will have one of several workers do all actions, because their operators are tiny."""
-    if costs.python == NOT_MEASURED or arrangement.n_groups == 1 or costs.ranks is not None:
+    on_cpu = all(device.torch_device.type == "cpu" for device in costs.devices)
+    if costs.python == NOT_MEASURED or not on_cpu or arrangement.n_groups == 1 or costs.ranks is not None:
         return False
     # On one busy device: where several are, what they wait for the interpreter counts in the seconds of operators.
     m, everything = arrangement.n_microbatches, range(len(atoms.nodes))

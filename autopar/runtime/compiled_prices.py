@@ -76,7 +76,7 @@ def with_compiled(
         if found is None:
             why = f"{device.name} does not hold the whole model in one stage"
             return CompiledPrices(costs, (f"{_NOT_COMPILED} {why}",))
-        ratios[kind] = replace(found, left_alone=left_alone_under(compile == GRAPHS))
+        ratios[kind] = replace(found, left_alone=left_alone_under(compile == GRAPHS), of_one=compile == GRAPHS)
     what = "recorded as CUDA graphs" if compile == GRAPHS else "compiled"
     texts = (f"{one.text()}{f' on {kind}' if len(ratios) > 1 else ''}" for kind, one in ratios.items())
     note = f"stages that are {what} are priced by whole steps, as a multiple of captured ones: {'; '.join(texts)}"

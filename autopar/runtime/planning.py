@@ -105,7 +105,7 @@ def _measured(
     only."""
     cache = options.cache
     costs = measure_costs(example, devices, n_microbatches=n_microbatches, cache=cache, progress=progress, ranks=ranks)
-    python = python_overhead(costs.devices, cache=cache)
+    python = python_overhead(costs.devices if ranks is None else costs.devices[:1], cache=cache)
     if ranks is not None:  # no worker waits for another's interpreter, and the links have what messages take
         python = replace(python, busy=python.alone)
     return replace(costs, python=python)

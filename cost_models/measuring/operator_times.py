@@ -7,7 +7,8 @@ against passes without marks. Passes that disagree are repeated. Linux reports h
 time is subtracted, because a plan should fit the machine and not the other programs that run on it during planning.
 Where the system does not report it, more passes are made, and how far they lie apart is kept. Workers of one machine
 share memory bandwidth, caches and Python's interpreter lock: with `workers=n`, n threads run the same passes at once,
-and the times are those under that load. Where workers are processes, these run them at once.
+and the times are those under that load. Threads of several GPUs share the lock alone: launches take longer, kernels do
+not, and the marks in each GPU's queue show the longer of the two. Where workers are processes, these run them at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import statistics
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
@@ -109,6 +111,7 @@ def measure(
     budget: float = 1.0,
     autocast: Autocast | None = None,
     companions: Companions | None = None,
+    beside: Sequence[tuple[fx.GraphModule, torch.device]] = (),
 ) -> GraphTimes:
     """Median times of every node of `module` at `rows` samples, on `workers` threads at once.
 
@@ -117,11 +120,19 @@ def measure(
     them, too. After a warm-up, timed passes and passes without clock reads take turns for about `budget` seconds; if
     they disagree, up to `_ROUNDS` times. `autocast`: that all passes run under; None: off. `companions`: `workers`
     processes, this one included, make one of the `workers` each in place of threads; the times are this process's own.
+    `beside`: for each of the `workers` but the first, `module` for another GPU like `device`, and that GPU; by default
+    all threads run on `device`.
+
+    Raises:
+        ValueError: `beside` has not one GPU for each worker but the first, or there are companions as well.
     """
+    if beside and (len(beside) != workers - 1 or companions is not None):
+        raise ValueError(f"{workers} workers have {workers - 1} other GPUs in the same process, got {len(beside)}")
     own = workers if companions is None else 1
-    runners = [GraphRunner(module, device.torch_device, training, n_outputs, autocast=autocast) for _ in range(own)]
-    for runner in runners:
-        runner.inputs = [_to(x, device.torch_device) for x in inputs_of(rows)]
+    places = [(module, device.torch_device), *beside] if beside else [(module, device.torch_device)] * own
+    runners = [GraphRunner(graph, place, training, n_outputs, autocast=autocast) for graph, place in places]
+    for runner, (_, place) in zip(runners, places, strict=True):
+        runner.inputs = [_to(x, place) for x in inputs_of(rows)]
     load = _Load(runners, [loss_of(rows) for _ in runners], device.threads, budget, companions)
     load.run()
     return _typical_times(rows, workers, load.plain, load.timed)
@@ -182,7 +193,7 @@ class _Load:
             torch.set_num_threads(self._threads)
             self._barrier.wait()
             # Backwards run in the thread that calls them, as in the workers of a pipeline.
-            with torch.autograd.set_multithreading_enabled(False):
+            with _current(runner.device), torch.autograd.set_multithreading_enabled(False):
                 warm_up = self._warmed_up(runner, loss)
                 with self._lock:
                     self._warm_ups.append(warm_up)
@@ -283,6 +294,11 @@ def measure_accumulate(device: torch.device, nbytes: int = 1 << 24) -> float:
     clock.wait()
     seconds = [clock.between(*span) for span in spans]
     return statistics.median(seconds) / nbytes
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the thread's current one, as it is in workers."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _to(value: Any, device: torch.device) -> Any:

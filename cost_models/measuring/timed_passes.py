@@ -53,6 +53,7 @@ class GraphRunner:
         self.module = private_copy(module, device, gradients=False)
         if training:
             give_gradients(self.module.parameters())
+        self.device = device
         self.clock = device_clock(device) if clock is None else clock
         self.autocast = autocast or Autocast(device.type)
         self.training = training

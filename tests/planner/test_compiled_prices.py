@@ -63,6 +63,24 @@ def test_launches_of_compiled_stages_make_a_plan_with_fewer_and_larger_micro_bat
         assert again.timeline().step_time == pytest.approx(plan.predicted_step_time)
 
 
+@pytest.mark.parametrize("of_one", [False, True])
+def test_cuda_graphs_multiply_the_seconds_of_one_busy_gpu_as_their_replays_do_not_wait_for_the_interpreter(
+    of_one: bool,
+) -> None:
+    costs = costs_of(3, (1,), batch=8)
+    (table,) = costs.tables
+    crowded = dataclasses.replace(table.slower(3.0, 2), loss=2 * table.loss)
+    costs = dataclasses.replace(costs, tables=(table, crowded))
+    priced = compiled(costs, CompiledRatio((8,), (0.5,), of_one=of_one))
+    atoms = make_atoms(costs, STEP.constraints)
+    one, two = (atom_times(costs, atoms, table.kind, workers, 8).kernels for workers in (1, 2))
+    found = atom_times(priced, atoms, table.kind, 2, 8)
+    assert found.kernels.forward == pytest.approx(0.5 * (one if of_one else two).forward)
+    assert found.kernels.backward == pytest.approx(0.5 * (one if of_one else two).backward)
+    assert found.captured is not None
+    assert found.captured.forward == pytest.approx(two.forward), "stages that are not recorded do wait"
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_stages_that_are_not_compiled_take_what_captured_ones_take(graphs: bool) -> None:
     costs = costs_of(3, (1,), batch=8)

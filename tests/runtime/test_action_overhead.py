@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from fake_times import FakeTimes
+from pretend_gpus import PretendGpus
 from torch import nn
 
 import autopar
 from autopar import Plan
 from autopar.costs import operator_passes
-from autopar.costs.python_overhead import NOT_MEASURED, PythonOverhead
+from autopar.costs.python_overhead import PythonOverhead
 from autopar.planner.predicted_step import ONE_WORKER, step_of_plan
 from autopar.runtime import action_overhead
 from autopar.runtime.action_overhead import measured_once, python_overhead
@@ -26,11 +27,11 @@ GIVEN = PythonOverhead(busy=4e-5, alone=1e-5, splitting=2e-5)
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """One entry for every measurement, which gives `GIVEN`."""
+    """The workers of every measurement, which gives `GIVEN`."""
     found: list[str] = []
 
-    def times() -> dict[str, float]:
-        found.append("measured")
+    def times(gpus: tuple[Device, ...]) -> dict[str, float]:
+        found.append(" ".join(gpu.name for gpu in gpus) or "CPU workers")
         return {"plain": 1e-4, "one worker": 1.4e-4, "two workers": 1.3e-4}
 
     monkeypatch.setattr(action_overhead, "_times", times)
@@ -50,7 +51,7 @@ def test_python_is_measured_once(
         assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(GIVEN))
         if cache:
             measured_once.cache_clear()  # as in another process
-    assert measurements == ["measured"]
+    assert measurements == ["CPU workers"]
 
 
 @pytest.mark.parametrize("value", [{"busy": -1.0}, {"busy": "x"}, {"other": 1.0}, None, 3.0, {"alone": 1e3}])
@@ -63,14 +64,77 @@ def test_a_damaged_cache_is_measured_again(
     monkeypatch.undo()
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
     with pytest.MonkeyPatch.context() as again:
-        again.setattr(action_overhead, "measured_once", lambda: GIVEN)
+        again.setattr(action_overhead, "measured_once", lambda gpus: GIVEN)
         assert python_overhead(CPUS, cache=True) == GIVEN
 
 
-def test_workers_of_gpus_keep_the_constants(measurements: list[str]) -> None:
-    gpu = Device("cuda:0", torch.device("cuda:0"), "gpu", 1 << 30, 1)
-    assert python_overhead((CPUS[0], gpu), cache=False) == NOT_MEASURED
-    assert not measurements
+def gpu(name: str, memory: int = 1 << 30) -> Device:
+    return Device(name, torch.device(name.partition("#")[0]), "gpu", memory, 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers"),
+    [
+        ((CPUS[0],), "CPU workers"),
+        ((gpu("cuda:1"),), "cuda:1"),
+        ((gpu("cuda:0"), gpu("cuda:0#1")), "cuda:0"),
+        ((gpu("cuda:0"), gpu("cuda:0#1"), gpu("cuda:3"), gpu("cuda:2")), "cuda:0 cuda:3"),
+        ((*CPUS, gpu("cuda:0")), "cuda:0 cpu:0"),
+    ],
+)
+def test_python_is_measured_on_workers_with_hardware_of_their_own(
+    measurements: list[str], devices: tuple[Device, ...], workers: str
+) -> None:
+    python_overhead(devices, cache=False)
+    assert measurements == [workers]
+
+
+def test_python_on_gpus_is_measured_once_for_each_kind_of_workers(
+    measurements: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    for memory in (1 << 30, 1 << 20):  # what is free changes
+        for devices in (CPUS, (gpu("cuda:0", memory),), (gpu("cuda:0", memory), gpu("cuda:1", memory))):
+            python_overhead(devices, cache=True)
+        measured_once.cache_clear()  # as in another process
+    assert measurements == ["CPU workers", "cuda:0", "cuda:0 cuda:1"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_exports")
+@pytest.mark.parametrize("names", [("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:0", "cpu:0")])
+def test_actions_on_gpus_run_by_one_worker_and_by_one_for_each(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    """Kernels of a step are queued by the workers that its price is about."""
+    gpus, steps = PretendGpus(monkeypatch), []
+    real = action_overhead._seconds_of
+
+    def seconds_of(step: Any, devices: Any, *, until_idle: bool) -> float:
+        gpus.threads.clear()
+        before = len(gpus.waits)
+        taken = real(step, devices, until_idle=until_idle)
+        steps.append((until_idle, set().union(*gpus.threads.values()) - {"MainThread"}, len(gpus.waits) - before))
+        return taken
+
+    monkeypatch.setattr(action_overhead, "_seconds_of", seconds_of)
+    monkeypatch.setattr(action_overhead, "_ROUNDS", 2)
+    devices = tuple(CPUS[0] if name == "cpu:0" else gpu(name) for name in names)
+    measured_once.cache_clear()
+    try:
+        with gpus.recording():
+            found = measured_once(action_overhead._gpus_among(devices))
+    finally:
+        measured_once.cache_clear()
+        gpus.close()
+    n_gpus = len(names) - ("cpu:0" in names)
+    for index, (until_idle, workers, waits) in enumerate(steps):
+        name = ("plain", "one worker", "two workers")[index // 2 % (1 + len(names))]
+        assert workers == {f"autopar-{one}" for one in {"plain": (), "one worker": names[:1]}.get(name, names)}
+        assert until_idle == (name == "two workers")
+        assert until_idle or waits == n_gpus, "waiting for the GPU is none of the CPU time"
+    assert found.busy >= found.alone >= 0
+    gpus.check()
 
 
 @pytest.mark.slow

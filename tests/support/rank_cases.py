@@ -56,6 +56,7 @@ class Job:
     call: str = "train_step"  # or "backward": pm(x), then loss.backward()
     options: dict[str, Any] = field(default_factory=dict)
     exact: bool = False  # compare with the same plan in one process, which must give the same bits
+    autocast: torch.dtype | None = None  # around forwards and train_steps; the model is float32 then
 
 
 class DropoutMlp(nn.Module):
@@ -238,7 +239,7 @@ def trained(job: Job) -> Difference:
     torch.manual_seed(3)
     build, inputs = MODELS[job.model]
     model, x = build(), inputs()
-    if job.model not in SINGLE_PRECISION:
+    if job.model not in SINGLE_PRECISION and job.autocast is None:
         model = model.double()
     model.train(job.model not in ("frozen cnn", "resnet50"))
     x = x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
@@ -300,10 +301,11 @@ def stepped(job: Job, model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, 
     def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
         return loss_of(job.model, output, target)
 
-    if job.call == "train_step" and isinstance(model, autopar.PipelinedModule):
-        return model.train_step(x, target=x, loss_fn=loss_fn), ()
-    output = model(x)
-    loss = loss_fn(output, x)
+    with torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
+        if job.call == "train_step" and isinstance(model, autopar.PipelinedModule):
+            return model.train_step(x, target=x, loss_fn=loss_fn), ()
+        output = model(x)
+        loss = loss_fn(output, x)
     loss.backward()
     found = output.logits if hasattr(output, "logits") else output
     return loss.detach(), () if job.call == "train_step" else found

@@ -16,24 +16,30 @@ OTHER = 1e-6  # s on the device
 class SimulatedGpu(TorchDispatchMode):
     """While active, operators of this thread are launched on a queue; it is the device's clock as well.
 
-    A mark is a place in the queue. It has a time only once the host has waited for the device.
+    A mark is a place in the queue. It has a time only once the host has waited for the device. `product`: s of a matrix
+    product on the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, product: float = PRODUCT) -> None:
         super().__init__()
+        self._product = product
         self.host = 0.0  # s: the host's clock
         self.waits = 0
         self._device = 0.0  # s: when the device will have done all that is queued
         self._marks: list[float] = []
         self._known = 0  # marks that the host has waited for
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def launch(self) -> None:
+        """The host calls an operator."""
         self.host += LAUNCH
-        self._device = max(self._device, self.host) + (PRODUCT if func in _PRODUCTS else OTHER)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.launch()
+        self._device = max(self._device, self.host) + (self._product if func in _PRODUCTS else OTHER)
         return func(*args, **(kwargs or {}))
 
     def mark(self) -> int:
-        self.host += LAUNCH
+        self.launch()
         self._device = max(self._device, self.host)
         self._marks.append(self._device)
         return len(self._marks) - 1

@@ -291,4 +291,4 @@ def _whole_states(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:
         name for name in dict.fromkeys(whole) if not any(_is_input(s.sharding, name) for s in plan.stages if s.sharding)
     ]
     if whole:
-        yield NotExpressed("zero", f"{few(whole)} are not cut over replicas; the tool cuts every parameter")
+        yield NotExpressed("zero", f"not cut over replicas: {few(whole)}; the tool cuts every parameter")

@@ -249,7 +249,8 @@ def atom_times(costs: CostGraph, atoms: Atoms, name: str, workers: int, rows: fl
     # A compiled backward is one autograd node, which computes the gradients of inputs and parameters together: no part
     # of it can be delayed.
     factor = ratio.at(rows)
-    compiled = PassSeconds(factor * kernels.forward, factor * kernels.backward, 0 * kernels.weight)
+    whole = sums(*costs.table(name, 1).at(rows)) if ratio.of_one else kernels
+    compiled = PassSeconds(factor * whole.forward, factor * whole.backward, 0 * kernels.weight)
     return times._replace(kernels=compiled, captured=kernels, left_alone=ratio.left_alone)
 
 

@@ -71,6 +71,7 @@ class CallKind(NamedTuple):
     training: bool  # mode of the model
     returns_outputs: bool
     accumulates: bool  # inside pm.accumulate()
+    autocast: str  # the dtype of torch.autocast for the ranks' devices; "": off
     model: int  # checksum of what a capture depends on: modes and hooks of the modules, defaults of torch
     is_known: bool = False  # whether it needs no new capture, which all ranks make at the same time
 
@@ -79,6 +80,7 @@ class CallKind(NamedTuple):
         words += ["with gradients" if self.grad else "without gradients"]
         words += ["of the model in training mode" if self.training else "of the model in eval mode"]
         words += ["that returns outputs"] * self.returns_outputs + ["inside accumulate()"] * self.accumulates
+        words += [f"under autocast to {self.autocast}"] if self.autocast else ["without autocast"]
         return " ".join(words)
 
 

@@ -94,24 +94,20 @@ class RankCalls(CallRunner):
             raise AutoparError(
                 "an earlier call failed on this rank, so that the ranks are out of step; end all and start again"
             )
-        if torch.is_autocast_enabled(self._world.device.type):
-            raise InputError(
-                "autocast with one process a device is not supported so far: convert the model (model.bfloat16()), or "
-                "use one process (devices=)"
-            )
         if torch_private.inside_ddp():
             raise InputError(
                 "the pipelined module is wrapped in DistributedDataParallel, as Accelerate and transformers' Trainer "
                 "do under torchrun. Its ranks are one model already: call the module itself in a loop of your own, "
                 "without accelerator.prepare(), or run Trainer or Accelerate in one process (devices=)"
             )
-        state = self._on_rank.state()
+        state, device_type = self._on_rank.state(), self._world.device.type
         kind = CallKind(
             call.loss is not None,
             torch.is_grad_enabled(),
             self._model.training,
             call.return_outputs,
             self._accumulates,
+            str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else "",
             checksum_of(state),
         )
         self._has_gradients = kind.grad

@@ -135,7 +135,7 @@ class RankRun(Run):
 
     def _specs(self, address: Address) -> Mapping[int, Spec]:
         inputs = [pieces[address.microbatch] for pieces in self.call.inputs]
-        outputs = self.executable.shapes.of(inputs)[address.sender]
+        outputs = self.executable.shapes.of(inputs, self.call.state.autocast)[address.sender]
         return {p: outputs[p] for p in self.executable.reads[address.sender, address.receiver]}
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:

@@ -5,7 +5,8 @@ Both ends of a message need its shapes before it is sent: the receiver posts its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ import torch
 from autopar.errors import PlanError
 from autopar.lower.stages import Lowered, StageProgram, replica
 from autopar.runtime.ranks.wire import SentTensor, Spec
+from cost_models.kernels.autocast_casts import AutocastCasts
 
 _META = torch.device("meta")
 _MOST_KEPT = 64
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+"""For each device type: whether torch.autocast is on, and its dtype."""
 
 
 class StageShapes:
@@ -27,13 +32,16 @@ class StageShapes:
         self._modules = [_without_values(stage, tensor, captured) for stage in lowered.stages[:-1]]
         self._known: dict[tuple[Any, ...], list[list[Spec]]] = {}
 
-    def of(self, inputs: Sequence[Any]) -> list[list[Spec]]:
-        """For every stage but the last, its outputs. `inputs`: the model's flat inputs of one micro-batch."""
-        key = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
+    def of(self, inputs: Sequence[Any], autocast: Autocast = ()) -> list[list[Spec]]:
+        """For every stage but the last, its outputs. `inputs`: the model's flat inputs of one micro-batch. `autocast`:
+        that the call runs under."""
+        casts = tuple(one for one in autocast if one[1])
+        key = casts, *((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
         if key not in self._known:
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
-            self._known[key] = self._derived(inputs)
+            with _under(casts):
+                self._known[key] = self._derived(inputs)
         return self._known[key]
 
     def _derived(self, inputs: Sequence[Any]) -> list[list[Spec]]:
@@ -51,6 +59,19 @@ class StageShapes:
                     "elsewhere, or run it in one process (devices=)"
                 ) from error
         return [[_spec(x) for x in outputs] for outputs in made]
+
+
+@contextmanager
+def _under(casts: Autocast) -> Iterator[None]:
+    """Only `casts`, whatever autocast this thread is in: a backward may run outside of that of its forward."""
+    with ExitStack() as stack:
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        for device_type, _, dtype in casts:
+            stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
+            stack.enter_context(AutocastCasts(device_type))
+        yield
 
 
 def _spec(value: Any) -> Spec:

@@ -11,6 +11,7 @@ from benchmarks.network import FAST, SLOW, planned
 
 REASON = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+exhaustive = pytest.mark.exhaustive
 
 SCRIPT = """
 import sys
@@ -50,6 +51,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@exhaustive
 def test_hosts_with_different_numbers_of_ranks_train_as_one_process_does(script: Path) -> None:
     counts = (2, 1)
     with hosts(2, FAST) as network:
@@ -62,7 +64,7 @@ def test_hosts_with_different_numbers_of_ranks_train_as_one_process_does(script:
     assert note in printed[0]
 
 
-@pytest.mark.parametrize(("n", "per_host"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("n", "per_host"), [(2, 2), pytest.param(3, 1, marks=exhaustive)])
 def test_hosts_train_as_one_process_does(script: Path, n: int, per_host: int) -> None:
     ranks = n * per_host
     with hosts(n, FAST) as network:
@@ -72,6 +74,7 @@ def test_hosts_train_as_one_process_does(script: Path, n: int, per_host: int) ->
                 assert sorted(found) == pytest.approx(sorted(per_host * alone), abs=2e-6)
 
 
+@exhaustive  # what it measures must not be disturbed
 def test_a_network_ten_times_slower_changes_the_plan(tmp_path: Path) -> None:
     """Replicas, which add up gradients, where the network is fast; a pipeline cut at the waist where it is slow. The
     second plan is made although the cache knows the fast network. `python -m benchmarks network` measures both."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from rank_behaviour import collectives
 from rank_cases import MODELS, Difference, Job, trained
 from rank_pool import RankPool
@@ -98,6 +99,18 @@ FAMILIES = [  # each on a pipeline, on tensor shards, on replicas that store par
     (4, Job("t5", "hand pipeline=2 data=2 zero=3")),
 ]
 
+BF16, FP16 = torch.bfloat16, torch.float16
+AUTOCAST = [
+    (2, Job("gpt2", "chain", autocast=BF16, exact=True)),
+    (2, Job("mlp", "chain", "zb-h1", call="backward", autocast=FP16, exact=True)),
+    (3, Job("gpt2", "chain full", call="backward", autocast=BF16, exact=True)),
+    (2, Job("resnet50", "hand tensor=2", autocast=BF16, exact=True)),
+    (2, Job("gpt2", "hand tensor=2", autocast=BF16, exact=True)),
+    (2, Job("gpt2", "hand data=2 zero=2", autocast=BF16, exact=True)),
+    (4, Job("llama", "hand tensor=2 pipeline=2", call="backward", autocast=BF16, exact=True)),
+    (2, Job("mlp", "searched", autocast=BF16)),
+]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -122,3 +135,14 @@ def test_ranks_train_as_one_process_does(ranks: RankPool, n: int, job: Job) -> N
 def test_families_of_models_train_as_in_one_process(ranks: RankPool, n: int, job: Job) -> None:
     """Bit for bit where sums have two addends, one from each rank."""
     assert_as_one_process(job, ranks.run(trained, n, job), 0.0 if job.exact else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "job"),
+    AUTOCAST,
+    ids=lambda value: str(value) if isinstance(value, int) else f"{value.model}-{value.plan}-{value.call}",
+)
+def test_ranks_under_autocast_train_as_the_same_plan_in_one_process(ranks: RankPool, n: int, job: Job) -> None:
+    """Bit for bit; a plan that the search makes beside the plain model, within the rounding of bfloat16."""
+    assert_as_one_process(job, ranks.run(trained, n, job), 0.0 if job.exact else 0.1)

@@ -51,6 +51,8 @@ def test_one_disturbed_pass_is_no_disagreement_but_half_of_them_are(passes: list
 class ScriptedRunner:
     """Passes that take the times of a script, and the last of them from then on."""
 
+    device = torch.device("cpu")
+
     def __init__(self, script: list[float]) -> None:
         self.script, self.passes = script, 0
 

@@ -24,6 +24,7 @@ def check(found: list[OnGpus], *, shared: bool = False) -> None:
         assert one.devices == {f"cuda:{0 if shared else rank}"}
 
 
+@pytest.mark.slow
 def test_a_pipeline_on_two_gpus_trains_as_one_process_does(ranks: RankPool) -> None:
     found = ranks.run(trained, 2, Job("mlp", "chain"))
     check(found)

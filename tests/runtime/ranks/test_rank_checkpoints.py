@@ -166,7 +166,7 @@ def test_a_kill_during_saving_leaves_a_checkpoint_that_can_be_used(ranks: RankPo
 
 
 def test_a_kill_during_saving_in_the_background_is_said_by_wait(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.outcomes(killed_while_saving_in_the_background, 2, tmp_path, within=30.0)
+    found = ranks.outcomes(killed_while_saving_in_the_background, 2, tmp_path, within=60.0)
     assert found == ["returned", "ended"], found[0]
 
 

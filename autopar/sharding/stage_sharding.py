@@ -37,7 +37,7 @@ class Stored:
 
 
 class Passage(NamedTuple):
-    """The placements that a tensor passes through, and those that its gradient passes through on the way back.
+    """The placements that a tensor passes through, and those that its gradient passes through in the backward.
 
     Two placements that follow each other differ along one mesh axis: one collective, or a local change.
     """

@@ -94,7 +94,7 @@ def read_cases(path: Path) -> list[Case] | None:
 
 @cache
 def _cluster(device: str, gpus: int, inter_node: str | None = None) -> Cluster:
-    """So many devices in nodes of 8."""
+    """A cluster of nodes with 8 devices each."""
     return Cluster.preset(f"{min(gpus, NODE)}x{device}", max(1, gpus // NODE), inter_node=inter_node)
 
 

@@ -281,7 +281,7 @@ class Labelled(nn.Module):
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_a_mean_over_targets_is_one_by_their_number_and_unknown_where_that_is_not_told(factor: float) -> None:
+def test_a_mean_over_targets_is_one_by_their_number_and_unknown_without_it(factor: float) -> None:
     labels = torch.randint(0, 5, (BATCH, STEPS))
     labels[0, :3] = -100
     x = torch.randn(BATCH, STEPS, WIDTH)

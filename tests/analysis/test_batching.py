@@ -497,7 +497,7 @@ def test_studying_a_deep_model_keeps_a_few_values_at_a_time(mixed: bool) -> None
     assert batching.splittable is not mixed
     whole = x.nbytes if mixed else 0  # a batch that stays whole runs as it is
     assert kept.most < 12 * value + 4 * whole < depth * (3 * value + whole)
-    assert len(set(batching.storages.values())) > depth  # storages that were freed are told apart
+    assert len(set(batching.storages.values())) > depth  # freed storages do not share a number
 
 
 def test_memory_that_is_used_again_is_not_taken_for_a_view() -> None:

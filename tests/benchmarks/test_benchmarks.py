@@ -256,7 +256,7 @@ def test_errors_are_relative_to_the_reference_and_a_missing_gradient_counts() ->
     assert np.isnan(Outcome(2.0, {"a": np.array([np.nan, 4.0]), "b": np.array([2.0])}).errors(reference)[1])
 
 
-def test_what_is_not_installed_has_no_row_and_is_told(without_gpipe: None) -> None:
+def test_what_is_not_installed_has_no_row_and_is_listed(without_gpipe: None) -> None:
     title, rows = peers.compare(peer_models.tiny, (2, 4), 1, peers.QUICK, None)
     assert [(row.system, row.n_microbatches, row.over_autopar) for row in rows] == [
         (AUTOPAR, 2, 1.0),
@@ -265,8 +265,8 @@ def test_what_is_not_installed_has_no_row_and_is_told(without_gpipe: None) -> No
     assert all(row.alone is not None and row.alone > 0 for row in rows)
     assert all(row.over_bound is not None and row.over_bound >= 1 - 1e-9 for row in rows)
     for table in (peers._tiny_table(title, rows), peers._model_table(title, rows)):
-        told = [line[0] for line in table.rows if "not installed" in line]
-        assert set(told) == set(peers.SYSTEMS) - {AUTOPAR}
+        missing = [line[0] for line in table.rows if "not installed" in line]
+        assert set(missing) == set(peers.SYSTEMS) - {AUTOPAR}
 
 
 @pytest.mark.slow

@@ -222,7 +222,7 @@ class _Event:
         return SimpleNamespace(start=self.start, end=self.end)
 
 
-def test_copies_between_places_and_kernels_are_told_apart() -> None:
+def test_copies_between_places_are_distinguished_from_kernels() -> None:
     events = [
         _Event("Memcpy HtoD (Pinned -> Device)", 0, 4),
         _Event("Memcpy PtoP (Device -> Device)", 5, 6),

@@ -200,7 +200,7 @@ def test_scores_of_few_heads_have_no_fused_softmax(samples: int, fused: bool, tm
 
 @pytest.mark.parametrize("heads", _ATTENTION)
 def test_attention_on_the_b200_of_simumax_takes_what_was_measured(heads: int) -> None:
-    """Within a sixth: two figures a curve stand for four measurements."""
+    """Within a sixth: two figures a curve summarise four measurements."""
     curves, flops = efficiency_of(B200_DEVICE).compute, 4 * 4096**2 * 128 * heads
     peak = B200_DEVICE.peak_flops["bfloat16"]
     for name, times, efficiency in zip(("attention", "attention_backward"), (1, 2.5), _ATTENTION[heads], strict=True):
@@ -232,7 +232,7 @@ def test_other_tables_are_of_no_form(tmp_path: Path) -> None:
     assert read_cases(written(tmp_path / "hardware.csv", "gpu,bf16", "A100,312")) is None
 
 
-def test_virtual_stages_are_told_by_their_layers(tmp_path: Path) -> None:
+def test_virtual_stages_are_recognised_by_their_layers(tmp_path: Path) -> None:
     (one,) = cases_of(tmp_path / "t.csv", MEGATRON, "76.1,80,10240,60,8,4,1024,1792,2,5,140")
     assert one.plans[0]["chunks"] == 3
     assert one.cluster.nodes == 128
@@ -285,7 +285,7 @@ def test_alpas_columns_are_the_best_of_their_sets(tmp_path: Path) -> None:
         *(("micro_batch", "5"), ("vlayers", "7"), ("tflops_per_gpu", "nan")),
     ],
 )
-def test_a_bad_row_is_told_by_file_line_and_column(
+def test_a_bad_row_is_reported_by_file_line_and_column(
     column: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = dict(zip(MEGATRON.split(","), MEGATRON_ROW.split(","), strict=True)) | {column: value}

@@ -73,7 +73,7 @@ def test_tree_paths_are_readable_and_in_the_order_of_leaves() -> None:
     assert len(paths) == len(torch_private.tree_leaves(tree))
 
 
-def test_fake_tensors_are_told_from_real_and_meta_ones() -> None:
+def test_fake_tensors_are_distinguished_from_real_and_meta_ones() -> None:
     with FakeTensorMode():
         fake = nn.Linear(2, 2).weight
     assert torch_private.is_fake(fake)
@@ -315,7 +315,7 @@ def test_operators_without_a_public_binding_have_one() -> None:
     assert torch_private.functional_binding("no such operator") is None
 
 
-def test_hooks_of_saved_tensors_are_told_innermost_first() -> None:
+def test_hooks_of_saved_tensors_are_listed_innermost_first() -> None:
     assert torch_private.saved_tensors_hooks() is None
     outer, inner = (lambda t: t, lambda t: t), (lambda t: t + 0, lambda t: t)
     with torch.autograd.graph.saved_tensors_hooks(*outer):

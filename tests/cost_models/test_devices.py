@@ -21,7 +21,7 @@ GPU_MEMORY = 80 << 30
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two GPUs, of which the second is current."""
+    """A machine with two GPUs; the second is current."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

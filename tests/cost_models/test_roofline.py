@@ -126,7 +126,7 @@ def test_the_number_of_samples_may_be_any() -> None:
     program = captured(case)
     inputs = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in bound_inputs(case, 9)]
     assert count(program.graph_module, 9) == count(program.graph_module, 4, inputs=inputs)
-    many = count(program.graph_module, 1_000_000)  # of which no tensor is made
+    many = count(program.graph_module, 1_000_000)  # without making a tensor of that size
     assert flops(many)[0] == 1_000_000 * flops(count(program.graph_module, 1))[0]
 
 

@@ -145,7 +145,7 @@ def test_entries_that_are_damaged_or_of_another_version_are_skipped_with_a_word(
         json.dumps({name: value for name, value in good.items() if name != "measured"}),
         json.dumps({**good, "measured": 0.0}),
         json.dumps({**good, "measured": "long"}),
-        json.dumps({**good, "time": "2030-01-01"}),  # of which zone?
+        json.dumps({**good, "time": "2030-01-01"}),  # without a time zone
         json.dumps({**good, "device_kinds": None}),
     ]
     with closing(sqlite3.connect(path)) as connection, connection:

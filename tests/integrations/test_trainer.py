@@ -49,7 +49,7 @@ def _class(g: torch.Generator) -> int:
 
 
 def _padded(g: torch.Generator) -> torch.Tensor:
-    """Labels of which some are ignored, in every sample another number."""
+    """Labels, some of them ignored; each sample ignores another number of them."""
     labels = _ids(g)
     labels[int(torch.randint(2, 12, (), generator=g)) :] = -100
     return labels

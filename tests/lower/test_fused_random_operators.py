@@ -1,6 +1,6 @@
 """Fused random operators draw from a device's default generator: reproducible, one thread at a time, put back after.
 
-The CPU stands for a GPU where numbers matter: its default generator takes on another state like that of a GPU.
+The CPU is used in place of a GPU where numbers matter: its default generator takes on another state like that of a GPU.
 Fake tensors on `cuda:0` and `cuda:1`, with generators that write down what happens, show what a GPU would be asked.
 """
 

@@ -231,7 +231,7 @@ def test_batches_that_do_not_come_apart_run_without_shards(meshes: Meshes, n_mic
     assert_same_tensors(model, original)
 
 
-def test_a_batch_without_shards_is_told_of_once() -> None:
+def test_a_batch_without_shards_is_reported_once() -> None:
     model, x = Mlp(), torch.randn(8, 12)
     pm = pipeline(model, x, ((2,),), seed=1)
     with pytest.warns(autopar.AutoparWarning, match="a batch of 7 samples runs without shards"):

@@ -1,4 +1,4 @@
-"""Whole models with sharded stages: chosen strategies, any strategies, pipelines of which some stages are sharded."""
+"""Whole models with sharded stages: chosen strategies, any strategies, pipelines with some sharded stages."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_the_narrow_place_of_a_line_is_among_the_first_cuts() -> None:
     assert frozenset(range(32)) in as_sets(first_cuts(graph, 8))
 
 
-def test_atoms_that_wait_for_each_other_are_told() -> None:
+def test_atoms_that_wait_for_each_other_are_reported() -> None:
     with pytest.raises(CyclicGraph, match=r"atoms \[1, 2\] depend on each other in a cycle"):
         graph_of(4, {(0, 1), (1, 2), (2, 1), (2, 3)})
 

@@ -75,7 +75,7 @@ def test_what_fits_no_device_is_split_over_meshes() -> None:
 
 
 @pytest.mark.slow
-def test_meshes_are_told_with_their_devices_collectives_and_work(llama: nn.Module) -> None:
+def test_meshes_are_reported_with_their_devices_collectives_and_work(llama: nn.Module) -> None:
     cluster = Cluster.preset("8xH100")
     plan = planned(cluster, model=llama, max_replicas=1, n_microbatches=2, memory_limit=20e9)
     assert set(plan.used_devices) <= {device.name for device in cluster.devices}
@@ -87,9 +87,9 @@ def test_meshes_are_told_with_their_devices_collectives_and_work(llama: nn.Modul
         assert stage.replicas * stage.shards == len(stage.devices)
         assert {key for key, _ in sharding.strategies} <= set(stage.operators)
         assert {exchange.operator for exchange in sharding.exchanges} <= set(stage.operators)
-        told = {once: sum(e.seconds for e in sharding.exchanges if e.once is once) for once in (False, True)}
-        assert sharding.collective_time == pytest.approx(told[False])
-        assert stage.sync_time == pytest.approx(told[True])
+        seconds = {once: sum(e.seconds for e in sharding.exchanges if e.once is once) for once in (False, True)}
+        assert sharding.collective_time == pytest.approx(seconds[False])
+        assert stage.sync_time == pytest.approx(seconds[True])
         assert sharding.repeated_time is not None
         assert sharding.repeated_time <= (stage.forward_time or 0) + (stage.backward_time or 0)
     assert Plan.from_json(plan.to_json()) == plan

@@ -100,7 +100,7 @@ def torn(first: str, second: str, group: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("pins", "together", "told"),
+    ("pins", "together", "wanted"),
     [
         ({"0": 1, "1": 0}, [], [early("'1'", 0, "'0'", 1)]),
         ({"0": 2, "2": 1}, [], [early("'2'", 1, "'0'", 2)]),
@@ -117,11 +117,11 @@ def torn(first: str, second: str, group: str) -> str:
     ids=["direct", "through another", "three", "a group's pin", "kept together", "in between", "too few devices"],
 )
 def test_pins_that_cannot_be_followed_are_refused(
-    pins: dict[str, int], together: list[list[str]], told: list[str]
+    pins: dict[str, int], together: list[list[str]], wanted: list[str]
 ) -> None:
     problems = problems_of(hinted(nested(), pins, together=together))
-    assert len(problems) == len(told)
-    assert all(problem.startswith(start) for problem, start in zip(problems, told, strict=True))
+    assert len(problems) == len(wanted)
+    assert all(problem.startswith(start) for problem, start in zip(problems, wanted, strict=True))
 
 
 def test_a_hint_on_a_module_that_does_not_run_is_refused() -> None:
@@ -144,7 +144,7 @@ def test_a_hint_that_brings_a_written_buffer_into_a_recomputing_stage_is_refused
     assert all(p.startswith("'0' cannot be recomputed: aten.") for p in problems_of(hinted(model, **hints)))
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_at_once() -> None:
     model = hinted(
         WithIdle(*nested(), Remembering()),
         {"chain.0": 7, "chain.1": 0, "chain.2": 1},
@@ -152,14 +152,14 @@ def test_all_contradictions_are_told_at_once() -> None:
         [["chain.1", "chain.3"]],
     )
     text = "\n".join(problems_of(model, 3))
-    for told in (
+    for wanted in (
         "'idle' has a hint",
         "'chain.0' is pinned to stage 7, but 3 devices",
         "runs after 'chain.0', which is pinned to stage 7",
         "'chain.1' is pinned to stage 0 and 'chain.2' is pinned to stage 1, but keep_together",
         "'chain.4' cannot be recomputed",
     ):
-        assert told in text
+        assert wanted in text
 
 
 # -- against brute force ----------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _shape(node: Any) -> Any:
 
 
 class Alternating(nn.Module):
-    """Two kinds of layers in turn, one of which differs from its like by an attribute."""
+    """Two types of layers in turn; one layer has another attribute than the others of its type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_a_plan_for_other_devices_is_refused_by_name(tmp_path: Path) -> None:
         ("cpu", "AMD EPYC, 16 threads"),
     ],
 )
-def test_a_known_device_is_told_by_what_its_driver_calls_it(name: str, kind: str) -> None:
+def test_a_known_device_is_recognised_by_the_name_its_driver_gives(name: str, kind: str) -> None:
     assert describes(name, kind)
     kinds = ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L40S"]
     others = [other for other in [*kinds, "NVIDIA L4", "Tesla T4", "AMD EPYC, 1 thread"] if other != kind]

@@ -79,33 +79,33 @@ class Uncalled(nn.Module):
     ],
 )
 def test_what_a_captured_model_cannot_do_is_refused(build: Callable[[], nn.Module], messages: list[str]) -> None:
-    told = refusal(build(), torch.randn(8, 8))
-    assert not [m for m in messages if m not in told], told
+    message = refusal(build(), torch.randn(8, 8))
+    assert not [m for m in messages if m not in message], message
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_everything_wrong_is_reported_at_once() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 8))
     autopar.shard(model[0], ((5, 1),))
     autopar.shard(model[1], ((1, 2),))
     autopar.shard(model[2], ((2, 1), (1, 1)))
-    told = refusal(model, torch.randn(8, 8))
-    assert all(f"module '{i}'" in told for i in range(3)), told
+    message = refusal(model, torch.randn(8, 8))
+    assert all(f"module '{i}'" in message for i in range(3)), message
 
 
 def test_the_batch_is_checked_in_micro_batches() -> None:
-    told = refusal(sharded(nn.Linear(8, 8), ((4, 1),)), torch.randn(8, 8), n_microbatches=4)
-    assert "dimension 0" in told
-    assert "2 entries" in told
-    assert "a micro-batch has 2 of 8 samples" in told
+    message = refusal(sharded(nn.Linear(8, 8), ((4, 1),)), torch.randn(8, 8), n_microbatches=4)
+    assert "dimension 0" in message
+    assert "2 entries" in message
+    assert "a micro-batch has 2 of 8 samples" in message
     assert "equal micro-batches" in refusal(sharded(nn.Linear(8, 8), ((1, 2),)), torch.randn(8, 8), n_microbatches=3)
 
 
 def test_contradicting_plans_for_one_parameter_are_refused() -> None:
     inner = autopar.shard(nn.Linear(8, 8), parameter_plan={"weight": (2, 1)})
     model = autopar.shard(nn.Sequential(inner), parameter_plan={"0.weight": (1, 2)})
-    told = refusal(model, torch.randn(8, 8))
-    assert "contradict" in told
-    assert "'0.weight'" in told
+    message = refusal(model, torch.randn(8, 8))
+    assert "contradict" in message
+    assert "'0.weight'" in message
 
 
 def test_what_asks_for_several_plans_or_stages_beside_is_refused() -> None:
@@ -116,7 +116,7 @@ def test_what_asks_for_several_plans_or_stages_beside_is_refused() -> None:
         autopar.plan(model, ["cpu"] * 2, example_args=(torch.randn(8, 8),), tune=2)
 
 
-def test_devices_left_over_are_told_of() -> None:
+def test_devices_left_over_are_reported() -> None:
     relu = autopar.shard(torch.relu, in_strategy=((2, 1),))
     model = Calling(lambda x, _: relu(x))
     plan = autopar.plan(model, ["cpu"] * 4, example_args=(torch.randn(8, 8),))
@@ -160,8 +160,8 @@ def test_calls_that_the_tracer_does_not_show_are_refused(monkeypatch: pytest.Mon
         raise RuntimeError("no export today")
 
     monkeypatch.setattr(export, "_export", refuse)
-    told = refusal(Calling(autopar.shard(torch.matmul, ((4, 1), (1, 1)))), torch.randn(8, 8))
-    assert "function 'matmul' runs no operator that the captured graph shows" in told
+    message = refusal(Calling(autopar.shard(torch.matmul, ((4, 1), (1, 1)))), torch.randn(8, 8))
+    assert "function 'matmul' runs no operator that the captured graph shows" in message
 
 
 def test_a_tracer_that_starts_again_loses_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_tracer_that_starts_again_loses_no_call(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_too_little_memory_is_told_with_what_it_is_for(pinned: bool) -> None:
+def test_too_little_memory_is_reported_with_its_purpose(pinned: bool) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     autopar.shard(model[0], ((1, 1),), ((1, 2),))
     for module, stage in zip(model, (0, 1, 1), strict=True):

@@ -50,7 +50,7 @@ META = torch.device("meta")
 
 
 def launched(costs: CostGraph, forward: list[float], start: float = 0.0, recipe: Recipe = USUAL) -> CostGraph:
-    """With so many seconds of the host for each operator; twice as many in the backward."""
+    """With the given seconds of the host for each operator, and twice that in the backward."""
     launches = np.array(forward)
     host = HostTimes(launches, 2 * launches, (0.0, 0.0), start)
     return replace(costs, tables=tuple(replace(table, host=host) for table in costs.tables), recipe=recipe)

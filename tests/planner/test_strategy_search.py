@@ -29,7 +29,7 @@ META = torch.device("meta")
 
 
 def task_of(model: nn.Module, rows: int, *args: torch.Tensor, cluster: Cluster, **options: Any) -> ShardingTask:
-    """A training step of `model`, which returns its loss, on inputs of so many samples."""
+    """A training step of `model`, which returns its loss, on inputs of the given number of samples."""
     program = capture(model, args, {}, trace_equal_layers_once=True)
     module = on_device(program.graph_module, program.device, META)
     return ShardingTask(module, [x[:rows].to(META) for x in args], rows, cluster, **options)
@@ -367,7 +367,7 @@ def _kernels(task: ShardingTask, mesh: Mesh, name: str, strategy: Any) -> float:
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, mixtral])
-def test_what_has_no_rule_is_repeated_and_told(build: Any) -> None:
+def test_what_has_no_rule_is_repeated_and_reported(build: Any) -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()

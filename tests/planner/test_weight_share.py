@@ -65,7 +65,7 @@ def _backward_flops(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> 
 
 
 class Partly(nn.Module):
-    """Layers of which only a part is trained, and weights that are read through views."""
+    """Layers that are trained in part, and weights that are read through views."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -149,7 +149,7 @@ def test_measuring_leaves_random_numbers_and_threads_as_they_were() -> None:
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, per_row: float, python: PythonOverhead = GIVEN, **options: Any) -> Plan:
-    """For eight layers, each operator of which takes `per_row` s a sample; 8 samples, 4 micro-batches."""
+    """For eight layers whose operators each take `per_row` s a sample; 8 samples, 4 micro-batches."""
     monkeypatch.setattr(operator_passes, "measure", FakeTimes(per_row))
     monkeypatch.setattr("autopar.runtime.planning.python_overhead", lambda devices, cache: python)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))

@@ -50,7 +50,7 @@ def test_kept_memory_is_used_again_without_page_faults() -> None:
     assert _faults("keep") < given_back // 10
 
 
-def test_a_c_library_without_the_setting_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_c_library_without_the_setting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import ctypes
 
     import autopar

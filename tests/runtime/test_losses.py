@@ -107,10 +107,10 @@ def test_a_loss_on_the_whole_batch_is_warned_of_once_with_its_line() -> None:
         warnings.simplefilter("always")
         for _ in range(2):
             pm.train_step(inputs_of(case, 8), target=case.target(8), loss_fn=case.loss)
-    told = [str(w.message) for w in caught if issubclass(w.category, AutoparWarning) and "loss" in str(w.message)]
-    assert len(told) == 1
-    assert "losses.py" in told[0]
-    assert "sqrt" in told[0]
+    messages = [str(w.message) for w in caught if issubclass(w.category, AutoparWarning) and "loss" in str(w.message)]
+    assert len(messages) == 1
+    assert "losses.py" in messages[0]
+    assert "sqrt" in messages[0]
 
 
 def test_a_loss_written_at_the_call_is_studied_once(monkeypatch: pytest.MonkeyPatch) -> None:

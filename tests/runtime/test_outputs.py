@@ -27,7 +27,7 @@ OUTPUTS = (
     OutputCombination("first"),
 )
 PROMISED = torch.device("cuda:0")
-# The replicas of the last stage, of which the first has the promised device.
+# The replicas of the last stage; the first has the promised device.
 REPLICAS = ("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("cuda:0", "cuda:1", "cuda:2")
 
 

@@ -1,6 +1,6 @@
 """The model's own code, run while its parameters lie on several devices.
 
-The meta device stands for a second one: tensors can go to it, but not come back.
+The meta device is used as a second one: tensors can go to it, but not come back.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_a_loss_comes_back_to_where_the_inputs_are() -> None:
         (["cpu", "cuda:1"], ["cpu", "cuda"]),
     ],
 )
-def test_trainer_is_told_where_the_module_is(
+def test_trainer_knows_where_the_module_is(
     devices: list[str], shown: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainer leaves a module in place if its map names two devices, or one that is not Trainer's own `cuda:0`."""

@@ -100,7 +100,7 @@ def move_to_meta(model: nn.Module) -> None:
 
 
 def test_copies_on_another_device_share_its_memory() -> None:
-    """The meta device stands for a GPU."""
+    """The meta device is used as a GPU."""
     model = layers()
     copies = ParameterCopies(example_of(model))
     first, second, here = copies.make(), copies.make(), copies.make()

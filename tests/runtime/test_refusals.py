@@ -206,7 +206,7 @@ class OwnAttention(nn.Module):
         (OwnAttention(), torch.randint(8, (6, 4)), r'if the inputs are .*, give batch_dim={"tokens": 1}'),
     ],
 )
-def test_a_sequence_first_model_is_told_of_batch_dim_with_its_own_line(
+def test_a_sequence_first_model_is_pointed_to_batch_dim_with_its_own_line(
     model: nn.Module, x: torch.Tensor, hint: str
 ) -> None:
     with pytest.warns(autopar.AutoparWarning, match=hint) as caught:

@@ -175,7 +175,7 @@ def test_a_new_signature_is_captured_anew_and_the_old_one_stays() -> None:
     assert_same_outputs(pm(x.double()), model(x.double()))
 
 
-def test_training_and_evaluation_are_told_apart_module_by_module() -> None:
+def test_training_and_evaluation_are_distinguished_module_by_module() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
     pm, x = pipelined(model, Plan.from_split({"0": 0, "2": 1}, n_microbatches=2)), torch.ones(4, 8)
     assert not torch.equal(pm(x), pm(x))

@@ -171,9 +171,9 @@ def test_generating_says_once_that_it_is_not_pipelined() -> None:
         warnings.simplefilter("always")
         for _ in range(2):
             generated(pm, models.tokens(4))
-    told = [str(w.message) for w in caught if issubclass(w.category, AutoparWarning)]
-    assert len(told) == 1
-    assert told[0].startswith("generate() runs the model itself")
+    messages = [str(w.message) for w in caught if issubclass(w.category, AutoparWarning)]
+    assert len(messages) == 1
+    assert messages[0].startswith("generate() runs the model itself")
 
 
 def test_a_model_without_generate_has_none() -> None:

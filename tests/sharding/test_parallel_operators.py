@@ -247,7 +247,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, ...
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 @pytest.mark.parametrize("name", EVEN)
-def test_what_is_exchanged_within_is_what_costs_are_told(
+def test_what_is_exchanged_within_is_what_is_priced(
     name: str, mesh: tuple[int, ...], exchanged: list[tuple[int, tuple[int, ...]]]
 ) -> None:
     made = EVEN[name]()
@@ -259,11 +259,11 @@ def test_what_is_exchanged_within_is_what_costs_are_told(
             continue
         exchanged.clear()
         check(made, mesh, one, rule)
-        told = collectives(one, rule, rule.operands, mesh)
-        assert {inner.collective for inner in told} <= {"all_reduce"}
+        inners = collectives(one, rule, rule.operands, mesh)
+        assert {inner.collective for inner in inners} <= {"all_reduce"}
         for axis in range(len(mesh)):
             carried = sum(nbytes for nbytes, axes in exchanged if axis in axes)
-            assert sum(inner.nbytes for inner in told if inner.axis == axis) == carried
+            assert sum(inner.nbytes for inner in inners if inner.axis == axis) == carried
 
 
 def test_every_operator_whose_rule_says_together_can_be_carried_out() -> None:

@@ -64,7 +64,7 @@ def test_a_sharded_plan_saves_and_loads(steps):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"mesh": (3,), "axes": ("a",), "strategies": {}, "parameters": {}},
@@ -81,14 +81,14 @@ def test_a_sharded_plan_saves_and_loads(steps):
         ({"steps": (replace(STEPS, own=Passage(((0, 0), (0, PARTIAL)))),)}, "'S0S0' to 'S0P' is no step"),
     ],
 )
-def test_what_is_wrong_with_a_sharded_stage_is_told_with_its_name(changes, told):
+def test_what_is_wrong_with_a_sharded_stage_is_reported_with_its_name(changes, message):
     with pytest.raises(PlanError, match="stage 0") as error:
         sharded(**changes)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         ("strategies", {"fc/linear#0": "S0R"}, "fc/linear#0: 'S0R' is no strategy"),
         ("parameters", {"fc.weight": "QR"}, "fc.weight: 'QR' is no list of placements"),
@@ -96,9 +96,9 @@ def test_what_is_wrong_with_a_sharded_stage_is_told_with_its_name(changes, told)
         ("redistributions", [["fc/linear#0", "", "S0P", "x"]], "own: 'x' is no list of placements"),
     ],
 )
-def test_what_a_file_says_wrong_of_a_sharded_stage_is_named(field, value, told):
+def test_what_a_file_says_wrong_of_a_sharded_stage_is_named(field, value, message):
     data = json.loads(sharded((STEPS,)).to_json())
     data["stages"][0]["sharding"][field] = value
     with pytest.raises(PlanError, match="sharding") as error:
         Plan.from_json(json.dumps(data))
-    assert told in str(error.value)
+    assert message in str(error.value)

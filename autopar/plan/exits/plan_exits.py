@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PlanExits:
-    """Exits of a plan into other tools, and the way back.
+    """Plans to and from the configurations of other tools.
 
     A `ToolConfiguration` prints, saves (`save(path)`) and lists by name what the tool cannot express. What a tool
     cannot express at all, such as stages of different widths, is refused: PlanError lists why.

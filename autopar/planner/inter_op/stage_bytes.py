@@ -26,7 +26,7 @@ class Value:
 
     @property
     def backward(self) -> Sent:
-        """Its gradient on the way back."""
+        """The gradient of this value, sent in the backward."""
         return Sent(self.grad_nbytes, self.copies, self.gather if self.grad_nbytes else 0.0)
 
     def scattered(self, seconds_per_byte: float) -> Value:

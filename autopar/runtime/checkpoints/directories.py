@@ -5,7 +5,7 @@
      step-00000050/            complete: every file is in the manifest, with its length and checksum
        __0_0.distcp            what rank 0 wrote (torch.distributed.checkpoint)
        __1_0.distcp            what rank 1 wrote
-       .metadata               which part of which tensor is where, written after all of them
+       .metadata               where each part of each tensor is; written last
        manifest.json           written last, by renaming
      step-00000100.partial/    being written, or left by a process that ended while it saved
 ```

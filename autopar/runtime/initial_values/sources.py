@@ -1,6 +1,6 @@
 """Where initial values come from: a checkpoint, safetensors files, a function, or rank 0.
 
-Every source fills tensors in place: whole ones, or DTensors, of which a rank has its part.
+Every source fills tensors in place: whole ones, or a rank's part of DTensors.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SafetensorsSource:
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """`make(name, tensor)` writes a whole tensor: one at a time, of which the rank keeps its part.
+    """`make(name, tensor)` writes a whole tensor, one at a time; the rank keeps its part.
 
     Random numbers are seeded by the tensor's name, so that all ranks and all plans get the same values.
     """

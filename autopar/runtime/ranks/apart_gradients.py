@@ -28,7 +28,7 @@ class ApartGradients:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.is_shared = False  # whether ranks, of which this may be none, share a parameter and store all of it
+        self.is_shared = False  # whether any ranks share a parameter and store all of it
         self._waiting = False  # the same on all ranks
         self.was_taken = False  # the call that runs has taken what waited
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the parameter, while gradients wait
@@ -43,7 +43,7 @@ class ApartGradients:
         """A backward inside `accumulate()` is about to give autograd the gradients `local`, by id of the parameter.
 
         Collective. Raises InputError on all ranks where `.grad` has gradients of all ranks already: sums of both cannot
-        be told apart.
+        be separated.
         """
         if not self.is_shared:
             return

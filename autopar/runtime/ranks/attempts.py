@@ -3,8 +3,8 @@
 Unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, torchrun keeps one store for all attempts. What the ranks of an
 attempt write there to find each other is overwritten by those of the next one, which may read it too early and wait
 for processes that have ended. So the ranks of an attempt agree on a number of their own first, under which they write
-everything else. torchrun's count of restarts is no such number: it differs between machines of one attempt, of which
-one restarted for its own failure, another one because a machine came or went.
+everything else. torchrun's count of restarts cannot be that number: it differs between the machines of an attempt where
+one restarted for its own failure, and another because a machine came or went.
 
 ```
    rank r   writes "hello/r": a word that no other process has ........... waits for "answer/<word>" .. "known/n/r"

@@ -31,7 +31,7 @@ class GatheredValues:
         self._by_row: defaultdict[ReductionGroup, list[Bucket]] = defaultdict(list)
 
     def add(self, key: int, value: torch.Tensor) -> None:
-        """The value of a parameter of which this rank stores a part. Its memory stays the same from now on."""
+        """The whole value of a parameter that this rank stores a part of. Its memory stays the same from now on."""
         self._values[key] = value
 
     def follow(self, buckets: Iterable[Bucket]) -> None:

@@ -1,4 +1,4 @@
-"""Which rank holds which part of which parameter, from the plan alone. Every rank computes the same.
+"""Which rank holds which part of a parameter, from the plan alone. Every rank computes the same.
 
 ```
    stage 0 on ranks 0, 1 (mesh 2)      w: rows 0 .. 3 on rank 0, rows 4 .. 7 on rank 1

@@ -66,7 +66,7 @@ class Shares:
 
 @dataclass
 class SharedCall:
-    """A call with the whole batch, of which this rank may have only its own samples until `complete` and `fetch`."""
+    """A call with the whole batch. This rank may have only its own samples until `complete` and `fetch`."""
 
     arguments: CallArguments
     shares: Shares

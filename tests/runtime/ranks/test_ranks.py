@@ -9,6 +9,13 @@ from rank_cases import MODELS, Difference, Job, trained
 from rank_pool import RankPool
 
 
+def title_of(value: int | Job) -> str:
+    """Of a number of ranks, or of what they do."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value.model}-{value.plan}-{value.schedule}-{value.call}-{value.steps}"
+
+
 def assert_as_one_process(job: Job, found: list[Difference], tolerance: float = 1e-5) -> None:
     names = {name for name, _ in MODELS[job.model][0]().named_parameters()}
     held: set[str] = set()
@@ -113,36 +120,20 @@ AUTOCAST = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n", "job"),
-    SLOW,
-    ids=lambda value: (
-        str(value)
-        if isinstance(value, int)
-        else f"{value.model}-{value.plan}-{value.schedule}-{value.call}-{value.steps}"
-    ),
-)
+@pytest.mark.parametrize(("n", "job"), SLOW, ids=title_of)
 def test_ranks_train_as_one_process_does(ranks: RankPool, n: int, job: Job) -> None:
     assert_as_one_process(job, ranks.run(trained, n, job))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n", "job"),
-    FAMILIES,
-    ids=lambda value: str(value) if isinstance(value, int) else f"{value.model}-{value.plan}-{value.steps}",
-)
+@pytest.mark.parametrize(("n", "job"), FAMILIES, ids=title_of)
 def test_families_of_models_train_as_in_one_process(ranks: RankPool, n: int, job: Job) -> None:
     """Bit for bit where sums have two addends, one from each rank."""
     assert_as_one_process(job, ranks.run(trained, n, job), 0.0 if job.exact else 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n", "job"),
-    AUTOCAST,
-    ids=lambda value: str(value) if isinstance(value, int) else f"{value.model}-{value.plan}-{value.call}",
-)
+@pytest.mark.parametrize(("n", "job"), AUTOCAST, ids=title_of)
 def test_ranks_under_autocast_train_as_the_same_plan_in_one_process(ranks: RankPool, n: int, job: Job) -> None:
     """Bit for bit; a plan that the search makes beside the plain model, within the rounding of bfloat16."""
     assert_as_one_process(job, ranks.run(trained, n, job), 0.0 if job.exact else 0.1)

@@ -65,9 +65,7 @@ def test_a_block_of_python_names_what_exists(block: Block) -> None:
 
 def _commands() -> list[tuple[str, list[str]]]:
     """(place, words) of every `autopar` command, in blocks and within lines."""
-    found = [
-        (block.place, words) for block in CODE if block.language == "sh" for words in commands_in(block.code)
-    ]
+    found = [(block.place, words) for block in CODE if block.language == "sh" for words in commands_in(block.code)]
     for page in PAGES:
         found += [(name_of(page), text.split()) for text in re.findall(r"`(autopar [^`]+)`", page.read_text())]
     return [(place, words) for place, words in found if words[0] == "autopar" and words[1][0] not in "-<:"]
@@ -111,7 +109,9 @@ MADE = {"contributing.md", "changelog.md"}  # docs/hooks.py makes them of files 
 
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and mkdocs make them."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.M)
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.M
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
@@ -167,6 +167,11 @@ assert y == 2
 assert printed == "cpu\\n"
 -->
 
+<!-- run with: 4 => 5 -->
+```python
+assert 4 == 5
+```
+
 <!-- not run: needs a cluster -->
 ```python
 raise AssertionError
@@ -192,10 +197,11 @@ def test_blocks_are_found_with_their_lines_and_marks(tmp_path: Path) -> None:
         ("python", 4, "", ""),
         ("python", 8, "", ""),
         ("python", 13, "", ""),
-        ("python", 19, "needs a cluster", ""),
-        ("text", 23, "", ""),
-        ("python", 27, "", "module.py"),
-        ("sh", 31, "", ""),
+        ("python", 19, "", ""),
+        ("python", 24, "needs a cluster", ""),
+        ("text", 28, "", ""),
+        ("python", 32, "", "module.py"),
+        ("sh", 36, "", ""),
     ]
     assert on_this_machine(blocks[1].code).endswith('print("cpu")\n')
 

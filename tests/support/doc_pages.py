@@ -5,6 +5,7 @@ A page marks its blocks with HTML comments, which readers do not see:
     <!-- run first ... -->      code that runs where it stands: names that the next blocks need
     <!-- check ... -->          code that runs where it stands: checks; `printed` is the page's output so far
     <!-- not run: REASON -->    the next block is left out
+    <!-- run with: A => B -->   in the next block the tests write B for A: a smaller model or cluster
 
 Blocks of Python and of commands (sh) run; a Python block with a title is a file of that name.
 """
@@ -37,7 +38,7 @@ _PIECE = re.compile(
     r"|^(?P<fence>`{3,})(?P<language>\w*)(?P<attributes>[^\n`]*)\n(?P<shown>.*?)^(?P=fence)$",
     re.MULTILINE | re.DOTALL,
 )
-_NOT_RUN = "not run: "
+_NOT_RUN, _RUN_WITH = "not run: ", "run with: "
 _REASONS = {"test command": "runs the tests"}  # remarks that other programs read
 
 
@@ -75,18 +76,23 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
         if match["remark"] is not None:
             remark, end_of_remark = match["remark"], match.end()
             continue
-        reason = _REASONS.get(remark, remark.removeprefix(_NOT_RUN) if remark.startswith(_NOT_RUN) else "")
         if text[end_of_remark : match.start()].strip():
-            reason = ""  # the remark was about another block
+            remark = ""  # it was about another block
+        reason = _REASONS.get(remark, remark.removeprefix(_NOT_RUN) if remark.startswith(_NOT_RUN) else "")
         hidden = match["comment"] is not None
         start = match.start("hidden" if hidden else "shown")
         title = re.search(r'title="([^"]*)"', match["attributes"] or "")
+        code = match["hidden"] if hidden else match["shown"]
+        if remark.startswith(_RUN_WITH):
+            shown, _, instead = remark.removeprefix(_RUN_WITH).partition(" => ")
+            assert shown in code, f"{page}: {shown!r} is not in the block after the remark"
+            code = code.replace(shown, instead)
         found.append(
             Block(
                 page,
                 text.count("\n", 0, start) + 1,
                 "python" if hidden else match["language"],
-                match["hidden"] if hidden else match["shown"],
+                code,
                 title[1] if title else "",
                 reason,
             )

@@ -120,7 +120,7 @@ def test_python_blocks_have_the_projects_format(tmp_path: Path) -> None:
     pytest.importorskip("ruff", reason='this needs ruff: pip install "autopar[dev]"')
     for number, block in enumerate(block for block in CODE if block.language == "python"):
         name = block.place.replace("/", "_").replace(":", "_")
-        (tmp_path / f"{number}_{name}.py").write_text(block.code)
+        (tmp_path / f"{number}_{name}.py").write_text(block.shown)
     options = ["format", "--diff", "--line-length", "120", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "ruff", *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import autopar
 from autopar import Cluster, InputError, Plan, PlanError
 from autopar.plan.assumptions import Assumptions
 from autopar.plan.degrees import Degrees

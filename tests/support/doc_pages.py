@@ -52,10 +52,12 @@ class Block:
     code: str
     title: str = ""  # the name of the file that it is
     not_run: str = ""  # the reason why it is left out
+    shown: str = ""  # the code as it stands in the page; `code` may be smaller
 
     @property
     def place(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        page = self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page
+        return f"{page}:{self.line}"
 
     @property
     def runs(self) -> bool:
@@ -82,7 +84,7 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
         hidden = match["comment"] is not None
         start = match.start("hidden" if hidden else "shown")
         title = re.search(r'title="([^"]*)"', match["attributes"] or "")
-        code = match["hidden"] if hidden else match["shown"]
+        written = code = match["hidden"] if hidden else match["shown"]
         if remark.startswith(_RUN_WITH):
             shown, _, instead = remark.removeprefix(_RUN_WITH).partition(" => ")
             assert shown in code, f"{page}: {shown!r} is not in the block after the remark"
@@ -95,6 +97,7 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
                 code,
                 title[1] if title else "",
                 reason,
+                written,
             )
         )
         remark = ""

@@ -27,5 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Leave out the comments that are for tests; figures lie beside the pages."""
     markdown = re.sub(r"^<!-- (run first|check)\n.*?^-->\n", "", markdown, flags=re.DOTALL | re.MULTILINE)
-    markdown = re.sub(r"^<!-- (not run: |run with: |test command)[^\n]*-->\n", "", markdown, flags=re.MULTILINE)
+    markdown = re.sub(
+        r"^<!-- (not run: |run with: |output |test command )[^\n]*-->\n", "", markdown, flags=re.MULTILINE
+    )
     return markdown.replace(f"](../{FIGURES}/", f"]({FIGURES}/")

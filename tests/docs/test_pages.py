@@ -177,8 +177,9 @@ assert 4 == 5
 raise AssertionError
 ```
 
+<!-- output -->
 ```text
-raise AssertionError
+cpu
 ```
 
 ```python title="module.py"
@@ -199,9 +200,9 @@ def test_blocks_are_found_with_their_lines_and_marks(tmp_path: Path) -> None:
         ("python", 13, "", ""),
         ("python", 19, "", ""),
         ("python", 24, "needs a cluster", ""),
-        ("text", 28, "", ""),
-        ("python", 32, "", "module.py"),
-        ("sh", 36, "", ""),
+        ("text", 29, "", ""),
+        ("python", 33, "", "module.py"),
+        ("sh", 37, "", ""),
     ]
     assert on_this_machine(blocks[1].code).endswith('print("cpu")\n')
 
@@ -213,6 +214,9 @@ def test_a_page_runs_in_order_in_one_namespace(tmp_path: Path, monkeypatch: pyte
     assert run_page(page) == "cpu\ndone\n"
     page.write_text(PAGE.replace("y == 2", "y == 3"))
     with pytest.raises(AssertionError):
+        run_page(page)
+    page.write_text(PAGE.replace("```text\ncpu", "```text\ngpu"))
+    with pytest.raises(pytest.fail.Exception, match="is not printed by the blocks before it, which print:\ncpu"):
         run_page(page)
     page.write_text(PAGE.replace("found == 3", "found == 4"))
     with pytest.raises(pytest.fail.Exception, match="exits with 1"):

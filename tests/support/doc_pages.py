@@ -5,6 +5,7 @@ A page marks its blocks with HTML comments, which readers do not see:
     <!-- run first ... -->      code that runs where it stands: names that the next blocks need
     <!-- check ... -->          code that runs where it stands: checks; `printed` is the page's output so far
     <!-- not run: REASON -->    the next block is left out
+    <!-- output -->             the next block, of text, is what the blocks before it print
     <!-- run with: A => B -->   in the next block the tests write B for A: a smaller model or cluster
 
 Blocks of Python and of commands (sh) run; a Python block with a title is a file of that name.
@@ -52,6 +53,7 @@ class Block:
     code: str
     title: str = ""  # the name of the file that it is
     not_run: str = ""  # the reason why it is left out
+    is_output: bool = False  # whether the blocks before it print it
     shown: str = ""  # the code as it stands in the page; `code` may be smaller
 
     @property
@@ -97,6 +99,7 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
                 code,
                 title[1] if title else "",
                 reason,
+                remark == "output",
                 written,
             )
         )
@@ -117,6 +120,8 @@ def run_page(page: Path) -> str:
     names: dict[str, Any] = {"__name__": "page", "Path": Path}
     printed = io.StringIO()
     for block in blocks_of(page):
+        if block.is_output and block.code not in printed.getvalue():
+            pytest.fail(f"{block.place} is not printed by the blocks before it, which print:\n{printed.getvalue()}")
         if not block.runs:
             continue
         code = on_this_machine(block.code)

@@ -84,7 +84,8 @@ def test_wheel_and_sdist_have_the_version_and_the_licence(built: Path) -> None:
     assert header["Version"] == __version__
     assert header["Requires-Python"] == ">=3.11"
     assert any(name.endswith("LICENSE") for name in files.namelist())
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "autopar/version.py"} <= names
 
 

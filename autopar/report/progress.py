@@ -47,7 +47,9 @@ class _Display:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), Elapsed(), _TimeLeft())
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, get_time=clock)
+        self.bar = Progress(
+            *columns, console=Console(stderr=True), transient=True, refresh_per_second=4, get_time=clock
+        )
         self._phases: TaskID | None = None
         self._phase, self._done = "", 0.0
 

@@ -116,7 +116,7 @@ class RankRun(Run):
             one.routes,
             wanted.messages,
             world.channel(),
-            world.numbers(),
+            world.host_channel(),
             self._specs,
             self._trained,
             look_ahead=wanted.look_ahead,

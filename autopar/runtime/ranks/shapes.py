@@ -13,7 +13,8 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.lower.stages import Lowered, StageProgram, replica
-from autopar.runtime.ranks.wire import SentTensor, Spec
+from autopar.runtime.ranks.packing import SentTensor
+from autopar.runtime.ranks.wire import Spec
 from cost_models.kernels.autocast_casts import AutocastCasts
 
 _META = torch.device("meta")

@@ -59,6 +59,7 @@ class Plan(PlanExits):
     measured_step_time: float | None = None  # s, of a tuned plan
     time_scale: float | None = None  # by which measured steps of the whole model multiplied all predicted seconds
     action_time: float | None = None  # s of Python for every action; None: not measured
+    message_time: float | None = None  # s of each end of a message between processes; None: in one, or not measured
     one_worker: bool = False  # does all actions, by the prediction: operators are too small for several
     model: str | None = None  # fingerprint of its model
     device_kinds: tuple[str, ...] = ()  # of `devices`

@@ -141,18 +141,22 @@ class CallAgreement:
         self._n_calls += 1
         return self._n_calls <= _CHECKED_FIRST or self._n_calls % CHECK_EVERY == 0
 
-    def check(self, kind: CallKind, call: CallArguments) -> None:
-        """Raise InputError on all ranks unless they make the same call with the same batch."""
+    def check(self, kind: CallKind, call: CallArguments, split: int) -> int:
+        """Raise InputError on all ranks unless they make the same call with the same batch.
+
+        `split`: what this rank knows of the call's loss. Returns it if all know the same, else 0.
+        """
         leaves = CallLeaves.of(self._model, call)
         shapes = zlib.crc32(repr([tuple(kind), leaves.structure, *map(described, leaves.values)]).encode())
         due, content = self.is_content_due(), 0
         if due:
             for leaf in leaves.values:
                 content = content_of(leaf, content) if isinstance(leaf, torch.Tensor) else content
-        found = self.gathered_numbers([shapes, content])
-        if any(theirs != found[0] for theirs in found):
+        found = self.gathered_numbers([shapes, content, split])
+        if any(theirs[:2] != found[0][:2] for theirs in found):
             contents = [content_of(x, 0) if due and isinstance(x, torch.Tensor) else 0 for x in leaves.values]
             self.refuse(kind, leaves, list(map(described, leaves.values)), contents, _WHOLE)
+        return split if all(theirs[2] == split for theirs in found) else 0
 
     def refuse(
         self, kind: CallKind, leaves: CallLeaves, shapes: Sequence[str], contents: Sequence[int], advice: str

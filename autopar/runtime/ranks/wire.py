@@ -20,7 +20,6 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +30,14 @@ from autopar.runtime.error_context import PHASE_NAMES
 from autopar.runtime.mailbox import Aborted, Address, Mailbox
 from autopar.runtime.ranks.channels import Channel, Pending
 from autopar.runtime.ranks.failure import LostRankError, connection_error
-from autopar.runtime.ranks.messages import Message
-from autopar.runtime.ranks.packing import MOST_PACKED, Packing, SentTensor
+from autopar.runtime.ranks.messages import ExecutionMessages, Message
+from autopar.runtime.ranks.packing import MOST_PACKED, Packing, SentTensor, Spec, Values
 from autopar.schedule.clock import Phase
 
 _CPU = torch.device("cpu")
 
 
-Spec = SentTensor | type  # or a Python number
-Specs = Callable[[Address], Mapping[int, Spec]]  # what a forward message carries, by position in the stage's outputs
+ValuesOf = Callable[[Address], Values]  # what the forward message at an address carries
 
 
 @dataclass(frozen=True)
@@ -86,33 +84,29 @@ class Wire(Mailbox):
         rank: int,
         slot: int,
         routes: Routes,
-        messages: Sequence[Message],
+        messages: ExecutionMessages,
         channel: Channel,
         rows: Channel,
-        specs: Specs,
+        values: ValuesOf,
         trained: dict[tuple[int, int, int], tuple[int, ...]],
         *,
-        look_ahead: int,
         device: torch.device = _CPU,
         most_packed: int = MOST_PACKED,
     ) -> None:
-        """`channel`: for tensors, which are on `device`. `rows`: for rows of bytes, on the CPU. `look_ahead`: receives
-        from each rank posted before they are needed (look_ahead.py). `trained`: of the call, by (stage, later stage,
-        micro-batch) the values sent forward that require a gradient; grows. It outlives an execution: a backward may
-        be one of its own. `most_packed`: see Packing.of; tensors of GPUs travel by themselves."""
+        """`channel`: for tensors, which are on `device`. `rows`: for rows of bytes, on the CPU. `trained`: of the call,
+        by (stage, later stage, micro-batch) the values sent forward that require a gradient; grows. It outlives an
+        execution: a backward may be one of its own. `most_packed`: see Packing.of; tensors of GPUs travel by
+        themselves."""
         super().__init__(0)
         self._rank, self._slot, self._routes, self._device = rank, slot, routes, device
         self._channel, self._rows = channel, rows
         self._most_packed = most_packed if device.type == "cpu" else -1
-        self._trained, self._look_ahead = trained, look_ahead
-        self._specs = cache(lambda address: specs(_as_forward(address)))
-        self._by_address = {message.address: message for message in messages}
-        self._width = 1 + max((len(self._specs(m.address)) for m in messages), default=0)  # parts of a message
+        self._values, self._trained = values, trained
+        self._by_address, self._look_ahead = messages.by_address, messages.look_ahead
+        self._parts = messages.parts
         self._local: dict[Address, Any] = {}
-        self._incoming: defaultdict[int, deque[Message]] = defaultdict(deque)  # by rank, not posted yet
-        for message in messages:
-            if message.target == slot:
-                self._incoming[routes.sender(message, rank)].append(message)
+        incoming = messages.incoming(slot, lambda message: routes.sender(message, rank))
+        self._incoming = {source: deque(waiting) for source, waiting in incoming.items()}  # not posted yet
         self._posted: dict[Address, _Posted] = {}
         self._ahead: defaultdict[int, int] = defaultdict(int)  # by rank, posted and not read yet
         self._sends: defaultdict[int, deque[_Sent]] = defaultdict(deque)  # by rank
@@ -125,8 +119,9 @@ class Wire(Mailbox):
             self._local[address] = message
             return
         known = self._by_address[address]
-        numbers, tensors = self._contents(address, message)
+        numbers, values = self._contents(address, message)
         packing = self._packing(address)
+        tensors = {p: self._fitting(values.get(p), spec, address) for p, spec in packing.tensors.items()}
         row = packing.packed(numbers, tensors)
         self._post_ahead()  # what comes back for this one has a known shape from here on
         for target in self._routes.receivers(known, self._rank):
@@ -188,11 +183,15 @@ class Wire(Mailbox):
         self._ahead[source] += 1
 
     def _packing(self, address: Address) -> Packing:
-        """The tensors of a message: all values forward; backward the gradients of those that require one."""
-        specs = self._specs(address)
-        trained = self._trained[_forward(address)] if address.direction is Phase.BACKWARD else None
-        tensors = {p: s for p, s in specs.items() if isinstance(s, SentTensor) and (trained is None or p in trained)}
-        return Packing.of(len(specs), tensors, self._most_packed)
+        """Of a message: all values forward; backward the gradients of those that require one."""
+        if address.direction is Phase.FORWARD:
+            return self._values(address).packing(None, self._most_packed)
+        forward = _forward(address)
+        return self._values(Address(Phase.FORWARD, *forward)).packing(self._trained[forward], self._most_packed)
+
+    def _specs(self, address: Address) -> Mapping[int, Spec]:
+        """Of the values that a message carries, or whose gradients it carries."""
+        return self._values(Address(Phase.FORWARD, *_forward(address))).specs
 
     def _opened(self, address: Address, posted: _Posted) -> dict[int, Any]:
         """What has arrived, by position."""
@@ -212,26 +211,23 @@ class Wire(Mailbox):
 
     # -- sends ------------------------------------------------------------------------------------------------------
 
-    def _contents(self, address: Address, message: Any) -> tuple[list[int], dict[int, torch.Tensor]]:
-        """The numbers, and the tensors by position."""
+    def _contents(self, address: Address, message: Any) -> tuple[list[int], Mapping[int, Any]]:
+        """The numbers, and the values or gradients by position."""
         specs = self._specs(address)
-        if address.direction is Phase.FORWARD:
-            values = {position: message[position] for position in specs}
-            numbers = [int(x.requires_grad) if isinstance(x, torch.Tensor) else _bits(x) for x in values.values()]
-            self._trained[_forward(address)] = tuple(
-                p for p, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
-            )
-        else:
-            values = message
-            numbers = [int(values.get(position) is not None) for position in specs]
-        tensors = self._packing(address).tensors.items()
-        return numbers, {position: self._fitting(values.get(position), spec, address) for position, spec in tensors}
+        if address.direction is Phase.BACKWARD:
+            return [int(message.get(position) is not None) for position in specs], message
+        values = {position: message[position] for position in specs}
+        numbers = [int(x.requires_grad) if isinstance(x, torch.Tensor) else _bits(x) for x in values.values()]
+        self._trained[_forward(address)] = tuple(
+            p for p, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
+        )
+        return numbers, values
 
     def _fitting(self, value: torch.Tensor | None, spec: SentTensor, address: Address) -> torch.Tensor:
         """A value as it travels. Raises AutoparError for another shape than derived, which its receiver expects."""
         if value is None:
             return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+        if value.shape != spec.shape or value.dtype != spec.dtype:
             raise AutoparError(
                 f"stage {address.sender} made a tensor of shape {tuple(value.shape)} and {value.dtype} for stage "
                 f"{address.receiver}, which expects {spec.shape} and {spec.dtype}: its shape depends on values, and "
@@ -256,7 +252,7 @@ class Wire(Mailbox):
         self._wait([sent.pending], target, None)
 
     def _tag(self, message: Message, part: int) -> int:
-        return message.number * self._width + part
+        return message.number * self._parts + part
 
     def _wait(self, pending: Sequence[Pending], other: int, address: Address | None) -> None:
         """Raises LostRankError."""
@@ -277,10 +273,6 @@ def _forward(address: Address) -> tuple[int, int, int]:
     """(stage, later stage, micro-batch) of the values that a message carries, or whose gradients it carries."""
     ends = (address.sender, address.receiver)
     return (*(ends if address.direction is Phase.FORWARD else ends[::-1]), address.microbatch)
-
-
-def _as_forward(address: Address) -> Address:
-    return Address(Phase.FORWARD, *_forward(address))
 
 
 def _bits(number: Any) -> int:

@@ -137,6 +137,12 @@ class World:
         dist.broadcast_object_list(values, src=source, group=self.control)
         return values
 
+    def broadcast_number(self, number: int, source: int) -> int:
+        """That of rank `source`, of at most 64 bits."""
+        carried = torch.tensor(number, dtype=torch.int64)
+        dist.broadcast(carried, source, group=self.control)
+        return int(carried.item())
+
     def gathered_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers of at most 64 bits, by rank; as many on all ranks."""
         own = torch.tensor(numbers, dtype=torch.int64)

@@ -15,13 +15,15 @@ from rendezvous import Deadlock, PairQueues
 from autopar import AutoparError
 from autopar.runtime.mailbox import Aborted, Address
 from autopar.runtime.ranks.look_ahead import LEAST, look_ahead
-from autopar.runtime.ranks.messages import messages
-from autopar.runtime.ranks.packing import MOST_PACKED, Packing, SentTensor
+from autopar.runtime.ranks.messages import ExecutionMessages, messages
+from autopar.runtime.ranks.packing import MOST_PACKED, Packing, SentTensor, Values
 from autopar.runtime.ranks.wire import Routes, Wire
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
 
 SHAPE = SentTensor((4,), torch.float32)
+VALUES = Values({0: SHAPE, 1: SHAPE, 3: int, 4: float})
+PARTS = 1 + len(VALUES.specs)
 
 
 def content(address: Address, position: int) -> torch.Tensor:
@@ -45,7 +47,7 @@ class Pipeline:
         most_packed: int = -1,
     ) -> None:
         """`edges`: (stage, later stage) that the first one sends to, beside the next one. Default: the next but one.
-        `part`: "step", or "forward" or "backward" for an execution of these actions alone. `most_packed`: as a wire's."""
+        `part`: "step", or "forward" or "backward" for an execution of these actions alone. `most_packed`: of a wire."""
         self.most_packed = most_packed
         self.table = make_schedule(name, n_microbatches, replicas, chunks=chunks)
         n, forward = self.table.n_stages, Phase.FORWARD
@@ -63,8 +65,8 @@ class Pipeline:
         self.messages = messages(self.actions, self.table.slot_of, self.consumers, self.sources)
         self.ahead = look_ahead(self.messages)
 
-    def specs(self, address: Address) -> dict[int, Any]:
-        return {0: SHAPE, 1: SHAPE, 3: int, 4: float}
+    def values(self, address: Address) -> Values:
+        return VALUES
 
     def run(self, queues: PairQueues) -> None:
         """All ranks on threads. Raises what the first failing one raised."""
@@ -96,12 +98,11 @@ class Pipeline:
             rank,
             slot,
             self.routes,
-            self.messages,
+            ExecutionMessages(self.messages, self.ahead, PARTS),
             channel,
             rows,
-            self.specs,
+            self.values,
             trained,
-            look_ahead=self.ahead,
             most_packed=self.most_packed,
         )
 
@@ -151,8 +152,7 @@ def test_no_schedule_deadlocks_without_tags_and_without_buffers(
 ) -> None:
     queues, pipeline = PairQueues(blocking=blocking), Pipeline(name, n_microbatches, replicas, chunks)
     pipeline.run(queues)
-    parts = len(pipeline.specs(Address(Phase.FORWARD, 0, 1, 0)))
-    assert queues.most_ahead <= parts * (look_ahead(pipeline.messages) + 1)
+    assert queues.most_ahead <= PARTS * (look_ahead(pipeline.messages) + 1)
 
 
 @st.composite
@@ -178,8 +178,8 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(pipeline=pipelines(), blocking=st.booleans())
 def test_no_pipeline_deadlocks(pipeline: Pipeline, blocking: bool) -> None:
-    """Any schedule, skips, replicas, meshes, number of micro-batches; whole steps, forwards alone, backwards alone; small
-    tensors by themselves or in the rows of their numbers."""
+    """Any schedule, skips, replicas, meshes, number of micro-batches; whole steps, forwards alone, backwards alone;
+    small tensors by themselves or in the rows of their numbers."""
     pipeline.run(PairQueues(blocking=blocking))
 
 
@@ -235,7 +235,8 @@ def test_a_lost_connection_names_the_rank_and_the_message() -> None:
             raise RuntimeError("Connection closed by peer")
 
     pipeline = Pipeline("1f1b", 1, (1, 1), 1)
-    wire = Wire(1, 1, pipeline.routes, pipeline.messages, Broken(), Broken(), pipeline.specs, {}, look_ahead=2)
+    messages = ExecutionMessages(pipeline.messages, 2, PARTS)
+    wire = Wire(1, 1, pipeline.routes, messages, Broken(), Broken(), pipeline.values, {})
     with pytest.raises(AutoparError, match="rank 0 ended or failed while rank 1 waited for the outputs of stage 0"):
         wire.receive(1, Address(Phase.FORWARD, 0, 1, 0))
 
@@ -250,9 +251,7 @@ sent_tensors = st.builds(SentTensor, st.lists(st.integers(0, 5), max_size=3).map
     specs=st.lists(sent_tensors, max_size=4),
     most=st.sampled_from([-1, 0, 16, MOST_PACKED]),
 )
-def test_packed_numbers_and_tensors_arrive_as_they_were(
-    numbers: list[int], specs: list[SentTensor], most: int
-) -> None:
+def test_packed_numbers_and_tensors_arrive_as_they_were(numbers: list[int], specs: list[SentTensor], most: int) -> None:
     packing = Packing.of(len(numbers), dict(enumerate(specs)), most)
     sent = {p: (torch.randn(spec.shape) * 50).to(spec.dtype) for p, spec in enumerate(specs)}
     row = packing.packed(numbers, sent).clone()

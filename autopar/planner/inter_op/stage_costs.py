@@ -255,8 +255,8 @@ class Costs:
         back = backward + (problem.n_actions - 1) * overhead + (forward if mode.recompute == Recompute.STAGE else 0.0)
         there = forward + overhead + kind.send_seconds_per_byte * share * tables.sent
         arriving = tables.arriving(lane.across)
-        if problem.handling:  # every neighbour is one message there, and one back if there are backwards
-            messages = problem.handling * ((arriving[0] > 0) + (self._pairs.stop < self.n_cuts - 1))
+        if problem.handling:  # of a message from the stage before, one to the stage after, and gradients the other way
+            messages = problem.handling * (1.0 * (arriving[0] > 0) + (tables.sent > 0))
             there, back = there + messages, back + (messages if problem.n_actions > 1 else 0.0)
         rate = lane.seconds_per_byte * share
         in_there, in_back = (np.where(n > 0, lane.latency, 0.0) + rate * n for n in arriving)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -102,22 +103,23 @@ def _facts_of(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
-class CallLeaves(NamedTuple):
-    """The flat inputs and targets of a call, with names for messages."""
+class CallLeaves:
+    """The flat inputs and targets of a call."""
 
-    names: list[str]
-    values: list[Any]
-    structure: str
-
-    @classmethod
-    def of(cls, model: nn.Module, call: CallArguments) -> CallLeaves:
+    def __init__(self, model: nn.Module, call: CallArguments) -> None:
         leaves, spec = flattened(call.args, call.kwargs)
-        inputs = leaf_names(model, call.args, dict(sorted(call.kwargs.items())))
         targets, target_spec = torch_private.tree_flatten(call.target)
-        several = len(targets) > 1
-        names = [f"input '{name}'" for name in inputs]
-        names += [f"target {place}" if several else "the target" for place in range(len(targets))]
-        return cls(names, [*leaves, *targets], f"{spec} {target_spec}")
+        self.values: list[Any] = [*leaves, *targets]
+        self.structure = f"{spec} {target_spec}"
+        self._model, self._call, self._n_targets = model, call, len(targets)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """For messages."""
+        inputs = leaf_names(self._model, self._call.args, dict(sorted(self._call.kwargs.items())))
+        n = self._n_targets
+        targets = [f"target {place}" for place in range(n)] if n > 1 else ["the target"] * n
+        return [*(f"input '{name}'" for name in inputs), *targets]
 
 
 class CallAgreement:
@@ -146,7 +148,7 @@ class CallAgreement:
 
         `split`: what this rank knows of the call's loss. Returns it if all know the same, else 0.
         """
-        leaves = CallLeaves.of(self._model, call)
+        leaves = CallLeaves(self._model, call)
         shapes = zlib.crc32(repr([tuple(kind), leaves.structure, *map(described, leaves.values)]).encode())
         due, content = self.is_content_due(), 0
         if due:

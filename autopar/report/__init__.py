@@ -11,6 +11,7 @@ from autopar.report import (
     plan,
     prediction_error,
     profile,
+    progress,
     step,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "plan",
     "prediction_error",
     "profile",
+    "progress",
     "step",
 ]

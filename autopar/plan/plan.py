@@ -357,9 +357,10 @@ class Plan(PlanExits):
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote, perhaps edited since. Raises PlanError that lists everything wrong with it."""
         try:
-            values, checksum, problems = serialization.read(text, cls)
+            found = serialization.read(text, cls)
         except ValueError as error:
             raise PlanError(f"not a plan: {error}") from error
+        values, problems = found.values, found.problems
         problems += violations(SimpleNamespace(**values))  # no Plan yet: fields that cannot be read are None
         stages = values["stages"] or ()
         if len(stages) > 1 and values["split"] == () and all(stage.operators == () for stage in stages):
@@ -367,7 +368,10 @@ class Plan(PlanExits):
         if problems:
             raise PlanError("not a valid plan:\n  " + "\n  ".join(map(printable, problems)))
         loaded = cls(**values)
-        if checksum == serialization.checksum(loaded):
+        if found.left_out:
+            later = f"a later autopar wrote this plan, with {few(found.left_out)}, which this one leaves out"
+            return with_notes(loaded.without_predictions(later), [later])
+        if found.checksum == serialization.checksum(loaded):
             return loaded
         return loaded.without_predictions("this plan was edited after autopar wrote it")
 

@@ -50,6 +50,18 @@ def by_hand(model: Any, devices: Any, degrees: Mapping[str, Any], **call: Any) -
     raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
+@singledispatch
+def priced_like(before: Any, after: Any, *, zero: int | None = None) -> Any:
+    """`after` with predictions for the model, call and devices that `before` was priced for; with ZeRO as `zero` says."""
+    raise NotImplementedError(f"nothing prices {type(before).__name__}")
+
+
+@singledispatch
+def priced_for(model: Any, devices: Any, plan: Any, **call: Any) -> Any:
+    """`plan` with predictions for a call of the model on the devices."""
+    raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
 def printable(text: str) -> str:
     """The text with escapes such as `\\x1b` for characters that a terminal would act on or not show.
 

@@ -139,6 +139,13 @@ class StageSharding:
         return math.prod(self.mesh)
 
     @property
+    def decision(self) -> StageSharding:
+        """Without what it predicts."""
+        return StageSharding(
+            self.mesh, self.axes, self.strategies, self.parameters, self.redistributions, regather=self.regather
+        )
+
+    @property
     def texts(self) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
         """Strategies and parameters as printed and saved: (name, text)."""
         return (

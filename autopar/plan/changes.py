@@ -156,11 +156,11 @@ def _check_order(before: Mapping[str, int], after: Mapping[str, int], path: str,
     for parent, stages in then.items():
         for (i, first), (j, second) in itertools.pairwise(sorted(now[parent].items())):
             if max(first) > min(second) and max(stages[i]) <= min(stages[j]):
+                together = _between(parent, stages, now[parent], stage)
                 raise PlanError(
                     f"'{path}' cannot be on stage {stage}: '{Layer(parent, i)}' would be on stage {max(first)} and "
                     f"'{Layer(parent, j)}', which follows it, on stage {min(second)}, but values only flow to later "
-                    f"stages; move the layers between as well: plan.move('{_between(parent, stages, now[parent], stage)}', "
-                    f"stage={stage})"
+                    f"stages; move the layers between as well: plan.move('{together}', stage={stage})"
                 )
 
 

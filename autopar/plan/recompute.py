@@ -53,6 +53,14 @@ DESCRIBED = {
 """How reports speak of stages with a mode: what they do, and what precedes their numbers."""
 
 
+WHAT_RUNS_AGAIN = {
+    Recompute.STAGE: "its whole forward",
+    Recompute.FULL: "every layer",
+    Recompute.OPERATORS: "the cheap operators of every layer",
+    Recompute.SELECTIVE: "attention",
+}
+
+
 def recompute_flags(name: str) -> dict[str, bool]:
     """The fields of a `Stage` that say what users call `name`."""
     mode = RECOMPUTE[name]

@@ -52,7 +52,7 @@ def degrees_in(plan: Plan, tool: str) -> Degrees:
         micro_batch=plan.batch_size // plan.n_microbatches // data,
         schedule=plan.schedule,
         chunks=plan.chunks,
-        zero=max((_zero(sharding) for sharding in shardings), default=0),
+        zero=max((zero_of(sharding) for sharding in shardings), default=0),
         recompute=NAMES[max((stage.mode for stage in plan.stages), key=KEEPS_LESS.index)],
         sequence_parallel=any(_scatters_activations(sharding) for sharding in shardings),
         batch=plan.batch_size,
@@ -219,7 +219,7 @@ def replica_axes(sharding: StageSharding) -> list[int]:
     return [axis for axis, size in enumerate(sharding.mesh) if size > 1 and not _cuts_tensors(sharding, axis)]
 
 
-def _zero(sharding: StageSharding) -> int:
+def zero_of(sharding: StageSharding) -> int:
     """The ZeRO stage: the most that is cut of any parameter over replicas."""
     axes = replica_axes(sharding)
     found = 0

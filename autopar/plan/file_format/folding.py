@@ -6,8 +6,8 @@
     model.layers.1.mlp/linear#0   S0R R -> S0R
     model.layers.1/add#0          S0R S0R -> S0R
 
-`@` is the layer itself, `@-1` the one before it, as in "moves from @-1/add#0 to @.norm/pow#0". A layer is a module whose
-name is a number. Of layers in layers, the outer ones are folded where they are equal, otherwise the inner ones.
+`@` is the layer itself, `@-1` the one before it, as in "moves from @-1/add#0 to @.norm/pow#0". A layer is a module
+whose name is a number. Of layers in layers, the outer ones are folded where they are equal, otherwise the inner ones.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def fold(
 
     A definition is a whole layer, even where a stage ends inside of it: then each stage has a part of it.
 
-    `subject`: the name whose layer a row belongs to. `exceptions`: rows are (name, value), and a row replaces an earlier
-    one of its name: layers with few other values are folded, with rows for those.
+    `subject`: the name whose layer a row belongs to. `exceptions`: rows are (name, value), and a row replaces an
+    earlier one of its name: layers with few other values are folded, with rows for those.
     """
     items: list[list[Item]] = [list(rows) for rows in lists]
     definitions: dict[str, Definitions] = defaultdict(Definitions)

@@ -11,6 +11,7 @@ device_kinds ["H100", "H100", ...]                    "device_kinds": "H100", if
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -202,10 +203,9 @@ def _flat_stage(
             holder[kind.name] = definitions.rows_of(kind, holder[kind.name], f"{place}{kind.name}")
     if isinstance(sharding, dict) and isinstance(sharding.get("exchanges"), list):
         sharding["exchanges"] = collectives.exchanges(sharding["exchanges"], f"{where}sharding.exchanges", problems)
-        try:
+        # Values that are no numbers are refused by whoever reads the fields.
+        with contextlib.suppress(TypeError, OverflowError, ValueError):
             sharding |= {name: value for name, value in _totals(sharding).items() if name not in sharding}
-        except (TypeError, OverflowError, ValueError):
-            pass  # numbers that are none, which whoever reads the fields refuses by name
     return stage
 
 

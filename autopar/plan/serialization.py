@@ -7,9 +7,9 @@
       {"devices": ["cuda:0"], "operators": ["embed: embedding#0", "layers.0.fc: linear#0"], "recompute": false, ...},
       ...
 
-Keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding`, `Assumptions` and `RunnerUp`.
-Fields that are None or empty are left out. One line lists the operators `module.path/operator#k` of one module that
-follow each other: moving the line to another stage moves these operators.
+Keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding`, `Assumptions`, `StepWork` and
+`RunnerUp`. Fields that are None or empty are left out. One line lists the operators `module.path/operator#k` of one
+module that follow each other: moving the line to another stage moves these operators.
 The checksum tells a plan that was edited, whose predictions no longer belong to it; editors need not update it.
 """
 
@@ -206,7 +206,10 @@ def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
     return tuple(data.items()) if not wrong else None
 
 
-_LATER = ("layerwise", "keeps_products", "regather")
+_LATER = (
+    *("layerwise", "keeps_products", "regather"),
+    *("gradient_bytes", "optimizer_bytes", "transient_bytes", "usable_memory", "work"),
+)
 """Fields that formats of before did not have: left out at their default, so that the checksums of such files hold."""
 
 _SPECIAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, str, list[str]], Any]]] = {

@@ -13,14 +13,17 @@ from autopar.report import (
     profile,
     step,
 )
+from autopar.report.plan_report import build, module
 
 __all__ = [
+    "build",
     "chrome_trace",
     "cluster_comparison",
     "comparison",
     "configuration",
     "diff",
     "explain",
+    "module",
     "operator_strategies",
     "plan",
     "prediction_error",

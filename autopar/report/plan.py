@@ -17,7 +17,7 @@ from autopar.plan.validation import replicas
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.sharding import sharding_parts
 from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
-from autopar.runtime.module import PLAN_COMES, PipelinedModule
+from autopar.runtime.module import PLAN_COMES
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.micro_batches import split_sizes
 
@@ -51,11 +51,6 @@ def plan_text(plan: Plan) -> str:
     elif any(stage.operators for stage in plan.stages):
         parts.append(paragraph("This plan has no predictions; autopar.plan(model, devices, plan=...) makes them."))
     return "\n\n".join(parts)
-
-
-@shown.register
-def _pipelined_module(module: PipelinedModule) -> str:
-    return module_text(module.plan, module.stages, module.code_text)
 
 
 def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule], code: str = "") -> str:

@@ -1,6 +1,6 @@
 """A report as a value: a verdict and sections of blocks, which text, notebooks and HTML files show alike.
 
-    Report ── sections ── blocks: Figures, Paragraph, Points, Table, Bars, Lanes, Curves, Tree, Code, Fold
+    Report ── sections ── blocks: Figures, Heading, Paragraph, Points, Table, Bars, Lanes, Curves, Tree, Code, Fold
        │
        ├─ print(report)            report/document_text.py
        └─ save(), _repr_html_()    report/html/page.py with one template per block
@@ -46,6 +46,14 @@ class Paragraph:
     kind: ClassVar[str] = "paragraph"
     text: str
     strong: bool = False
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading inside of a section."""
+
+    kind: ClassVar[str] = "heading"
+    text: str
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,7 @@ class Fold:
     blocks: tuple[Block, ...]
 
 
-Block = Figures | Paragraph | Points | Table | Bars | Lanes | Curves | Tree | Code | Fold
+Block = Figures | Heading | Paragraph | Points | Table | Bars | Lanes | Curves | Tree | Code | Fold
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from autopar.report.document import (
     Curves,
     Figures,
     Fold,
+    Heading,
     Lanes,
     Paragraph,
     Points,
@@ -72,6 +73,11 @@ def _figures(block: Figures) -> str:
 
 @block_text.register
 def _paragraph(block: Paragraph) -> str:
+    return paragraph(block.text)
+
+
+@block_text.register
+def _heading(block: Heading) -> str:
     return paragraph(block.text)
 
 

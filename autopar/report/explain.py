@@ -47,23 +47,23 @@ def _headline(explained: Explanation) -> str:
         return paragraph("The plan does not predict its step; explain(path) explains the strategies in a module.")
     if bottleneck is None:
         return paragraph("The plan has no predictions: it was made by hand, and autopar.compare has not priced it.")
-    head, shares = bottleneck_sentences(explained, milliseconds(explained.plan.predicted_step_time) + " ms")
+    head, shares = _sentences(explained, f"Its step of {milliseconds(explained.plan.predicted_step_time)} ms")
     return f"{paragraph(head)}\n{paragraph(shares)}"
 
 
 def bottleneck_text(explained: Explanation) -> str:
     """Where the step's time goes, in one paragraph; for an explanation with a bottleneck."""
-    return " ".join(bottleneck_sentences(explained, seconds_text(explained.plan.predicted_step_time)))
+    return " ".join(_sentences(explained, f"The predicted step of {seconds_text(explained.plan.predicted_step_time)}"))
 
 
-def bottleneck_sentences(explained: Explanation, step: str) -> tuple[str, str]:
-    """What the bottleneck is, and the shares of its `step`."""
+def _sentences(explained: Explanation, step: str) -> tuple[str, str]:
+    """What the bottleneck is, and what the `step` consists of."""
     bottleneck = explained.bottleneck
     assert bottleneck is not None, "the explanation has a bottleneck"
     shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
     where = replicas(bottleneck.devices)
     head = f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}."
-    return head, f"Its step of {step} is {shares}."
+    return head, f"{step} is {shares}."
 
 
 def _changes(title: str, changes: tuple[Change, ...], plan: Plan, verb: str) -> str:

@@ -8,12 +8,22 @@ from autopar.costs.history import costs_of
 from autopar.plan.display import reported
 from autopar.plan.plan import Plan
 from autopar.report.document import Report, Section
+from autopar.report.plan_report.alternatives import runners_up, sensitivity
+from autopar.report.plan_report.communication import communication
+from autopar.report.plan_report.environment import environment
+from autopar.report.plan_report.layouts import layouts
+from autopar.report.plan_report.memory import memory
+from autopar.report.plan_report.stages import stages
 from autopar.report.plan_report.subject import Subject, Wanted
 from autopar.report.plan_report.summary import summary
+from autopar.report.plan_report.timeline import timeline
 from autopar.report.plan_report.verdict import verdict
 from autopar.report.quantities import count
 
-_SECTIONS: tuple[Callable[[Subject], Section], ...] = (summary,)
+_SECTIONS: tuple[Callable[[Subject], Section], ...] = (
+    *(summary, stages, timeline, memory, communication, layouts),
+    *(runners_up, sensitivity, environment),
+)
 
 
 @reported.register

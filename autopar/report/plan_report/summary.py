@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autopar.costs.history import costs_of
 from autopar.planner.device_memory import OWNERS, DeviceMemory
 from autopar.planner.explain import Change
-from autopar.report.document import Bar, Bars, Block, Figure, Figures, Paragraph, Part, Points, Section
+from autopar.report.document import Bar, Bars, Block, Figure, Figures, Heading, Paragraph, Part, Points, Section
 from autopar.report.explain import bottleneck_text
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import (
@@ -46,7 +46,7 @@ def summary(subject: Subject) -> Section:
     blocks += list(_bottleneck(subject))
     sure = tuple(how_sure(subject))
     if sure:
-        blocks += [Paragraph("How sure is this?", strong=True), Points(sure)]
+        blocks += [Heading("How sure is this?"), Points(sure)]
     return Section("At a glance", tuple(blocks))
 
 
@@ -125,7 +125,7 @@ def _duration(subject: Subject, step: float | None) -> Iterator[Figure]:
 
 def memory_bars(places: tuple[DeviceMemory, ...], title: str) -> Bars:
     """One bar for each place: its owners, and the limit where it is near."""
-    limits = [one.usable for one in places if one.usable is not None and one.usable < _BARELY * one.peak]
+    limits = [limit for one in places if (limit := limit_in_sight(one)) is not None]
     width = _ROOM * max([one.peak for one in places] + limits)
     bars = tuple(
         Bar(
@@ -145,6 +145,11 @@ def memory_bars(places: tuple[DeviceMemory, ...], title: str) -> Bars:
     return Bars(title, description, OWNERS, bars, "usable memory" if drawn else "")
 
 
+def limit_in_sight(one: DeviceMemory) -> int | None:
+    """The usable bytes, where a drawing of the peak can show them."""
+    return one.usable if one.usable is not None and one.usable <= _BARELY * one.peak else None
+
+
 def devices_text(names: tuple[str, ...]) -> str:
     """`cpu:0`, or the first and the number of many."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
@@ -154,7 +159,7 @@ def _bottleneck(subject: Subject) -> Iterator[Block]:
     explained = subject.explanation
     if explained.bottleneck is None:
         return
-    yield Paragraph("What holds it back?", strong=True)
+    yield Heading("What holds it back?")
     yield Paragraph(bottleneck_text(explained))
     helps = sorted(explained.helps, key=lambda change: change.step_time)
     worth = [change for change in helps if change.gain(subject.plan) > _WORTH][:_MOST_HELPS]

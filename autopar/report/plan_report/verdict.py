@@ -44,8 +44,8 @@ def _by_degrees(plan: Plan, degrees: Degrees) -> str:
     if degrees.tensor > 1:
         parts.append(f"tensor parallel {degrees.tensor}")
     if degrees.pipeline > 1:
-        chunks = f", {count(degrees.n_stages, 'stage')}" if degrees.chunks > 1 else ""
-        parts.append(f"a pipeline of {degrees.pipeline} ({degrees.schedule}{chunks})")
+        chunks = f" with {degrees.chunks} stages each" if degrees.chunks > 1 else ""
+        parts.append(f"pipeline parallel {degrees.pipeline}{chunks} ({degrees.schedule})")
     text = " x ".join(parts) or "one device"
     if degrees.zero:
         text += f", ZeRO-{degrees.zero}"

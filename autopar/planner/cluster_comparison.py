@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import least_seconds, model_flops, tokens_of
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
-from autopar.plan.display import shown
+from autopar.plan.display import reported, shown
 from autopar.plan.plan import Plan
 from autopar.planner.communication import exposed_communication
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from cost_models import Cluster
 from cost_models.memory.training_memory import usable_memory
+
+if TYPE_CHECKING:
+    from autopar.report.document import Report
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,11 @@ class ClusterComparison:
 
     def __str__(self) -> str:
         return shown(self)
+
+    def report(self) -> Report:
+        """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
+        made: Report = reported(self)
+        return made
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""

@@ -4,6 +4,7 @@ from autopar.report import (
     chrome_trace,
     cluster_comparison,
     comparison,
+    comparison_report,
     configuration,
     diff,
     explain,
@@ -11,6 +12,7 @@ from autopar.report import (
     plan,
     prediction_error,
     profile,
+    profile_report,
     step,
 )
 from autopar.report.plan_report import build, module
@@ -20,6 +22,7 @@ __all__ = [
     "chrome_trace",
     "cluster_comparison",
     "comparison",
+    "comparison_report",
     "configuration",
     "diff",
     "explain",
@@ -28,5 +31,6 @@ __all__ = [
     "plan",
     "prediction_error",
     "profile",
+    "profile_report",
     "step",
 ]

@@ -217,7 +217,7 @@ Block = Figures | Heading | Paragraph | Points | Table | Bars | Lanes | Curves |
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a heading. `text`: what terminals show in their place."""
+    """Blocks under a heading. `text`: what terminals show in their place; "": nothing, not even the heading."""
 
     title: str
     blocks: tuple[Block, ...]

@@ -48,6 +48,8 @@ def renderables(report: Report) -> Iterator[RenderableType]:
     if report.verdict_notes:
         yield Text(paragraph(", ".join(report.verdict_notes)))
     for section in report.sections:
+        if section.text == "":
+            continue
         title = paragraph(section.title)
         yield Text(f"\n{title}\n{'-' * len(title)}", style=_HEADING)
         yield Text(_section(section))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from cost_models import bytes_text
 
 _MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 365.25 * 86400.0
@@ -30,6 +33,15 @@ def seconds_text(seconds: float | None) -> str:
     return "0 s" if not seconds else f"{digits(seconds / 1e-6)} us"
 
 
+def ticks(seconds: float, most: int = 6) -> tuple[tuple[float, str], ...]:
+    """Round times from 0 to `seconds`, at most `most` of them after 0: (share of `seconds`, text)."""
+    if not seconds > 0:
+        return ((0.0, "0 s"),)
+    power = 10.0 ** math.floor(math.log10(seconds / most))
+    step = next(power * n for n in (1, 2, 5, 10) if seconds / (power * n) <= most)
+    return tuple((n * step / seconds, seconds_text(n * step)) for n in range(int(seconds / step * (1 + 1e-9)) + 1))
+
+
 def duration_text(seconds: float) -> str:
     """`12.4 days`."""
     for unit, name in _DURATIONS:
@@ -40,6 +52,11 @@ def duration_text(seconds: float) -> str:
 
 def size_text(nbytes: float | None) -> str:
     return "unknown" if nbytes is None else bytes_text(float(f"{nbytes:.3g}"))
+
+
+def largest_text(sizes: Iterable[float]) -> str:
+    """The largest of some sizes, or a dash."""
+    return size_text(most) if (most := max(sizes, default=None)) is not None else "-"
 
 
 def share_of_text(nbytes: float, whole: float | None) -> str:

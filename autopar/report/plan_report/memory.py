@@ -8,10 +8,9 @@ from autopar.planner.device_memory import OWNERS, DeviceMemory
 from autopar.report.document import Band, Block, Curve, Curves, Paragraph, Section, Table
 from autopar.report.plan_report.subject import Subject
 from autopar.report.plan_report.summary import devices_text, limit_in_sight, memory_bars
-from autopar.report.quantities import percent, seconds_text, share_of_text, size_text
+from autopar.report.quantities import percent, share_of_text, size_text, ticks
 
 _MOST_PLACES = 16
-_TICKS = 5
 _ROOM = 1.05
 
 
@@ -56,11 +55,10 @@ def _curves(subject: Subject, places: Sequence[DeviceMemory]) -> Curves:
         )
         for one, high, limit in zip(places, highest, limits, strict=True)
     )
-    ticks = tuple((n / _TICKS, seconds_text(end * n / _TICKS)) for n in range(_TICKS + 1))
     names = (*OWNERS[:3], _MOVING)
     description = "Bytes that a device holds over one step: what stays, and activations that come and go."
     limit_name = "usable memory" if any(limit is not None for limit in limits) else ""
-    return Curves("Over the time of a step", description, names, curves, ticks, size_text(top), limit_name)
+    return Curves("Over the time of a step", description, names, curves, ticks(end), size_text(top), limit_name)
 
 
 _MOVING = "activations and workspace"

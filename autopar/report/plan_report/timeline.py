@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.report.document import Block, Lane, Lanes, Paragraph, Section, Span
 from autopar.report.plan_report.subject import Subject
-from autopar.report.quantities import count, percent, seconds_text
+from autopar.report.quantities import count, percent, seconds_text, ticks
 from autopar.runtime.step_profile import StepProfile
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Phase
@@ -15,7 +15,6 @@ from autopar.schedule.timeline import Timeline
 
 _MOST_LANES = 24
 _MOST_TITLES = 1500  # spans that say what they are; more would make the file large
-_TICKS = 5
 
 _LEGEND = ("forward", "backward", "backward to parameters", "gradient reduction", "optimizer step", "sending")
 _FORWARD, _BACKWARD, _WEIGHT, _REDUCTION, _OPTIMIZER, _SENDING = range(len(_LEGEND))
@@ -58,7 +57,6 @@ def _measured_alone(profile: StepProfile | None) -> tuple[Block, ...]:
 
 def _drawing(lanes: Sequence[Lane], end: float, description: str, text: str) -> Lanes:
     used = sorted({span.colour for lane in lanes for span in lane.spans})
-    ticks = tuple((n / _TICKS, seconds_text(end * n / _TICKS)) for n in range(_TICKS + 1))
     titled = sum(len(lane.spans) for lane in lanes) <= _MOST_TITLES
     drawn = tuple(
         replace(
@@ -70,7 +68,7 @@ def _drawing(lanes: Sequence[Lane], end: float, description: str, text: str) -> 
         for lane in lanes
     )
     legend = tuple(_LEGEND[colour] for colour in used)
-    return Lanes("What every device does in a step", description, legend, drawn, ticks, text)
+    return Lanes("What every device does in a step", description, legend, drawn, ticks(end), text)
 
 
 def _description(subject: Subject) -> str:

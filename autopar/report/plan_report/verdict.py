@@ -49,9 +49,10 @@ def _by_degrees(plan: Plan, degrees: Degrees) -> str:
     text = " x ".join(parts) or "one device"
     if degrees.zero:
         text += f", ZeRO-{degrees.zero}"
-    if degrees.sequence_parallel:
+    if degrees.sequence_parallel and degrees.tensor > 1:
         text += ", sequence parallel"
     text += f", {count(degrees.n_microbatches, 'micro-batch', 'micro-batches')}"
+    text += f" of {count(degrees.micro_batch, 'sample')}{' on each replica' if degrees.data > 1 else ''}"
     mode = RECOMPUTE[degrees.recompute]
     return text + (f"; {_RECOMPUTED[degrees.recompute]}" if mode is not Recompute.NONE else "")
 

@@ -34,6 +34,7 @@ from autopar.report.quantities import (
 from autopar.runtime.comparison import Comparison, Row
 
 _PARTS = ("computing", "communication", "waiting")
+_NOTICEABLE = 1.005  # one step over another: below it plans count as equally fast
 _TIMES = ("measured", "predicted")
 
 
@@ -79,7 +80,9 @@ def _cluster_verdict(comparison: ClusterComparison) -> str:
     if not rivals:
         return f"{fastest.name} is the only plan that fits: {seconds_text(fastest.seconds)} a step."
     gain = rivals[0].seconds / fastest.seconds if fastest.seconds else 1.0
-    return f"{fastest.name} is predicted to be {digits(gain)}x as fast as {rivals[0].name}, the next best that fits."
+    if gain < _NOTICEABLE:
+        return f"{fastest.name} and {rivals[0].name} are predicted to be equally fast, and no other plan is faster."
+    return f"{fastest.name} is predicted to be {gain:.2f}x as fast as {rivals[0].name}, the next best that fits."
 
 
 def _unit(row: PlannedRow) -> str:

@@ -11,8 +11,7 @@ and comparisons.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -238,6 +237,11 @@ class Report:
     sections: tuple[Section, ...]
     verdict_notes: tuple[str, ...] = field(default=())  # short facts beside the verdict: "estimated from data sheets"
 
+    def only(self, *titles: str) -> Report:
+        """The report with these sections alone, in this order. Raises KeyError for a title that it does not have."""
+        sections = {section.title: section for section in self.sections}
+        return replace(self, sections=tuple(sections[title] for title in titles))
+
     def save(self, path: str | Path) -> Path:
         """Write one HTML file that needs no network and nothing beside it; returns its path. Raises OSError."""
         from autopar.report.html.page import page
@@ -260,8 +264,3 @@ class Report:
         from autopar.report.document_text import as_text
 
         return as_text(self)
-
-
-def texts(rows: Sequence[Sequence[object]]) -> tuple[tuple[str, ...], ...]:
-    """Rows of a table as texts."""
-    return tuple(tuple(str(cell) for cell in row) for row in rows)

@@ -117,8 +117,13 @@ def _curves(block: Curves) -> str:
 
 @block_text.register
 def _tree(block: Tree) -> str:
-    rows = [[branch.label, ", ".join(map(str, branch.stages)), branch.note] for branch in block.branches[:_MOST_ROWS]]
-    return table([block.title, "stage", ""], rows, words=3)
+    staged = any(branch.stages for branch in block.branches)
+    rows = [
+        [branch.label, *([", ".join(map(str, branch.stages))] if staged else []), branch.note]
+        for branch in block.branches[:_MOST_ROWS]
+    ]
+    columns = [block.title, *(["stage"] if staged else []), ""]
+    return table(columns, rows, words=len(columns))
 
 
 @block_text.register

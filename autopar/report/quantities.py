@@ -51,7 +51,9 @@ def duration_text(seconds: float) -> str:
 
 
 def size_text(nbytes: float | None) -> str:
-    return "unknown" if nbytes is None else bytes_text(float(f"{nbytes:.3g}"))
+    if not nbytes:
+        return "unknown" if nbytes is None else "0"
+    return bytes_text(float(f"{nbytes:.3g}"))
 
 
 def largest_text(sizes: Iterable[float]) -> str:
@@ -63,9 +65,9 @@ def share_of_text(nbytes: float, whole: float | None) -> str:
     """`61.2 of 79.1 GB`, or `61.2 GB` where the whole is unknown."""
     if whole is None:
         return size_text(nbytes)
-    part, unit = size_text(nbytes).split(" ")
-    total, total_unit = size_text(whole).split(" ")
-    return f"{part} of {total} {unit}" if unit == total_unit else f"{part} {unit} of {total} {total_unit}"
+    part, total = size_text(nbytes), size_text(whole)
+    unit = total.partition(" ")[2]
+    return f"{part.removesuffix(f' {unit}')} of {total}"
 
 
 def rate_text(rate: float, what: str) -> str:

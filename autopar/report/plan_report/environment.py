@@ -12,10 +12,10 @@ from autopar.report.quantities import count
 from autopar.version import __version__
 
 _AGAIN = """\
-plan.save("plan.json")                                      # where the plan is at hand
-plan = autopar.Plan.load("plan.json")                       # later, or elsewhere
-plan.report().save("plan.html")                             # this page, from the plan's own numbers
-autopar.plan(model, devices, plan=plan, example_args=...)   # prices it again"""
+plan.save("plan.json")
+plan = autopar.Plan.load("plan.json")   # later, or elsewhere
+plan.report().save("plan.html")         # from the plan's own numbers
+autopar.plan(model, devices, plan=plan, example_args=...)   # new prices"""
 
 
 def environment(subject: Subject) -> Section:

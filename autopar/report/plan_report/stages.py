@@ -48,8 +48,8 @@ def _table(plan: Plan) -> Table:
     ranges = module_ranges(plan)
     rows = []
     for index, stage in enumerate(plan.stages):
-        mesh = mesh_text(stage.sharding) if stage.sharding is not None else "single devices"
-        where = f"{count(stage.replicas, 'replica')} of {mesh}" if stage.replicas > 1 else mesh
+        mesh = f"a mesh of {mesh_text(stage.sharding)}" if stage.sharding is not None else "one device"
+        where = f"{count(stage.replicas, 'replica')} on {mesh} each" if stage.replicas > 1 else mesh
         rows.append(
             (
                 str(index),
@@ -63,7 +63,7 @@ def _table(plan: Plan) -> Table:
             )
         )
     columns = (
-        *("stage", "devices", "shared as", "modules", "recompute", "operators", "forward", "backward"),
+        *("stage", "devices", "runs on", "modules", "recompute", "operators", "forward", "backward"),
         *("parameters", "activations", "peak"),
     )
     caption = "Stages. Times and activations are predictions for one micro-batch; bytes are those on each device."

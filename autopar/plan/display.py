@@ -1,4 +1,5 @@
-"""How a plan, which knows neither reports nor searches, answers print(), explain() and diff(), and is made by hand.
+"""How a plan, which knows neither reports nor searches, answers print(), explain(), report() and diff(), and is made by
+hand.
 
 Other modules register their function for a type: report/ registers texts, planner/ explanations, `plan/diff.py`
 differences. Importing `autopar` imports them all.
@@ -48,6 +49,12 @@ def step_parts(value: Any) -> dict[str, float]:
 def traced(value: Any, path: Path, rank: int | None) -> None:
     """Write the value's step as a Chrome trace."""
     raise NotImplementedError(f"nothing traces {type(value).__name__}")
+
+
+@singledispatch
+def reported(value: Any, **wanted: Any) -> Any:
+    """The `Report` of the value."""
+    raise NotImplementedError(f"no report is registered for {type(value).__name__}")
 
 
 @singledispatch

@@ -263,6 +263,10 @@ def _plan_stages(
                 sync_time=predicted.once,
                 optimizer_time=predicted.optimizer or None,
                 hidden_time=each.hidden(inside) or None,
+                gradient_bytes=memory.gradients,
+                optimizer_bytes=memory.optimizer,
+                transient_bytes=memory.transient,
+                usable_memory=int(min(group.memory for group in arrangement.groups[number])),
             )
         )
     return stages

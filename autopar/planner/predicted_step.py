@@ -10,12 +10,14 @@ search considers, or from a plan's own fields, for plans that were saved or load
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.costs.shared_hardware import hardware_of
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import Recompute
+from autopar.plan.stage import Stage
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Transfer
 from autopar.schedule.micro_batches import split_sizes
@@ -77,6 +79,7 @@ class PredictedStep:
             for t in self.transfers
         ]
         memory = [stage.memory for stage in self.stages if stage.memory is not None]
+        memory = memory if len(memory) == len(self.stages) else []
         slots = sum(self.replicas)
         return simulate(
             schedule,
@@ -137,6 +140,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
                 stage.sync_time or 0.0,
                 any(link.target == number and link.backward_bytes for link in plan.transfers),
                 stage.optimizer_time or 0.0,
+                memory=_memory(stage, [size / sizes[0] for size in sizes] * batch_factor),
                 again=tuple((stage.recompute_time or 0.0) * s for s in share),
             )
         )
@@ -163,3 +167,17 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
         hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
         one_worker=plan.one_worker,
     )
+
+
+def _memory(stage: Stage, shares: Sequence[float]) -> StageMemory | None:
+    """What a device holds for a stage, by the search's formula; None where the plan does not say it all.
+
+    `shares`: of each micro-batch, in the activations of the largest one.
+    """
+    resident = (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+    if stage.activation_bytes is None or stage.transient_bytes is None:
+        return None
+    if resident[0] is None or resident[1] is None or resident[2] is None:
+        return None
+    activations = tuple(int(stage.activation_bytes * share) for share in shares)
+    return StageMemory(resident[0], resident[1], resident[2], activations, stage.transient_bytes)

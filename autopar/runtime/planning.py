@@ -11,6 +11,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.measured import measure_costs, with_shards
+from autopar.costs.model_flops import step_work
 from autopar.costs.rank_costs import RankMeasurements
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
@@ -70,7 +71,7 @@ def plan_at_hand(
     if options.calibrate and best.time_scale is None:
         best = calibrated(best, call, costs, search, progress)
     best = _noted(with_shard_notes(best, at_hand), compiled)
-    return replace(best, model=fingerprint(example.model))
+    return replace(best, model=fingerprint(example.model), work=step_work(example))
 
 
 def priced_at_hand(
@@ -92,7 +93,7 @@ def priced_at_hand(
     priced = predict_any(plan, example, costs, search.conditions)
     if options.calibrate:
         priced = calibrated(priced, call, costs, search, progress)
-    return replace(_noted(priced, compiled), model=fingerprint(example.model))
+    return replace(_noted(priced, compiled), model=fingerprint(example.model), work=step_work(example))
 
 
 def _measured(

@@ -167,9 +167,9 @@ assert y == 2
 assert printed == "cpu\\n"
 -->
 
-<!-- run with: 4 => 5 -->
+<!-- run with: 4 => 5; six => 6 -->
 ```python
-assert 4 == 5
+assert 4 + 1 == six
 ```
 
 <!-- not run: needs a cluster -->

@@ -51,6 +51,12 @@ def traced(value: Any, path: Path, rank: int | None) -> None:
 
 
 @singledispatch
+def snapshotted(value: Any, path: Path) -> None:
+    """Write the memory of the value's step as PyTorch's memory snapshot."""
+    raise NotImplementedError(f"nothing takes a snapshot of {type(value).__name__}")
+
+
+@singledispatch
 def by_hand(model: Any, devices: Any, degrees: Mapping[str, Any], **call: Any) -> Any:
     """The plan with these degrees for a call of the model."""
     raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -261,6 +261,8 @@ def _plan_stages(
                 sync_time=predicted.once,
                 optimizer_time=predicted.optimizer or None,
                 hidden_time=each.hidden(inside) or None,
+                gradient_bytes=memory.gradients if costs.training else None,
+                optimizer_bytes=memory.optimizer if costs.training else None,
             )
         )
     return stages

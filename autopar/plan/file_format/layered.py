@@ -6,6 +6,7 @@ exchanges, repeated
 exchanges [{"collective": "all_reduce", ...}, ...]    "exchanges": [[operator, tensor, 3], ...]: collectives[3]
 recompute, selective, layerwise, keeps_products       "recompute": "full", as `Plan.by_hand` calls it
 mesh [2, 4], axes ["data", "tensor"]                  "mesh": {"data": 2, "tensor": 4}
+backward_bytes of a transfer                          left out where they are its forward_bytes
 device_kinds ["H100", "H100", ...]                    "device_kinds": "H100", if all are
 """
 
@@ -97,16 +98,23 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
     for stage in stages:
         if "sharding" in stage:
             stage["sharding"] = _with_layers_alone(stage["sharding"], alone[id(stage["sharding"])], layers)
-    first = {name: flat[name] for name in _FIRST if name in flat}
-    rest = {name: value for name, value in flat.items() if name not in first and name != "stages"}
+    first = {name: flat[name] for name in _FIRST if name in flat and not (name == "training" and flat[name])}
+    rest = {name: value for name, value in flat.items() if name not in (*_FIRST, "stages")}
     if "transfers" in rest:
-        rest["transfers"] = [_without(one, "blocking") for one in rest["transfers"]]
+        rest["transfers"] = [_short_transfer(one) for one in rest["transfers"]]
     rest = _without(rest, "one_worker")
     kinds = rest.get("device_kinds")
     if kinds and len(set(kinds)) == 1 and len(kinds) == len(flat.get("devices", ())):
         rest["device_kinds"] = kinds[0]
     shared = {_LAYERS: layers, _COLLECTIVES: collectives.table}
     return {**first, "stages": stages, **{name: value for name, value in shared.items() if value}, **rest}
+
+
+def _short_transfer(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Without the bytes of gradients if they are those of values, as they mostly are."""
+    same = transfer["backward_bytes"] == transfer["forward_bytes"]
+    short = _without(transfer, "blocking")
+    return {name: value for name, value in short.items() if not (same and name == "backward_bytes")}
 
 
 def _with_layers_alone(sharding: dict[str, Any], alone: dict[str, Folded], layers: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +195,11 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     if isinstance(data.get("device_kinds"), str):
         devices = data.get("devices", [])
         data["device_kinds"] = [data["device_kinds"]] * len(devices) if isinstance(devices, list) else UNREADABLE
+    if isinstance(data.get("transfers"), list):
+        data["transfers"] = [
+            {"backward_bytes": one.get("forward_bytes", UNREADABLE), **one} if isinstance(one, dict) else one
+            for one in data["transfers"]
+        ]
     if isinstance(data.get("stages"), list):
         data["stages"] = [
             _flat_stage(stage, f"stages[{number}].", definitions, collectives, problems)

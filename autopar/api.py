@@ -84,7 +84,7 @@ def parallelize(
             torch.autograd.Function, is one operator of the plan. Parameters stay the model's own.
         devices: strings or torch.device. `"cpu"` may be repeated (workers that share the cores), and so may one GPU.
             None: every visible GPU, or without GPUs one CPU worker per core, at most two; under torchrun, one CPU
-            worker a rank, each with its own part of the model (README, "Many processes"). Or a
+            worker a rank, each with its own part of the model (docs/how-to/torchrun.md). Or a
             `Cluster.from_devices(...)`.
         example_args, example_kwargs: an example call. With one of them, capture, profiling and planning happen at
             once; otherwise on the first call.
@@ -128,7 +128,7 @@ def parallelize(
             False: every size is captured by itself.
         cache: keep measurements on disk, and record predicted and measured step times (see `accuracy`).
         data: under torchrun, "whole": every rank passes the whole batch. "per-rank": every rank passes samples of its
-            own (DistributedSampler), which make the batch together (README, "Many processes").
+            own (DistributedSampler), which make the batch together (docs/how-to/torchrun.md).
         weights: for a model built under `torch.device("meta")`: a directory of `autopar.save`, a safetensors file or a
             directory of them, with the original names. Under torchrun each rank reads what the plan gives it, at the
             first call, so that no rank needs room for the whole model; it needs `plan`, because such a model cannot be

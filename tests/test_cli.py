@@ -330,16 +330,19 @@ def test_a_failure_of_autopar_is_one_line_with_status_1(monkeypatch: pytest.Monk
     assert err.count("\n") == 1
 
 
-def test_the_demo_plans_reports_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_plans_reports_and_compares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def tiny() -> demo_room.Demo:
         model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
         return demo_room.Demo("tiny", model, {"input": x}, torch.randn(4, 8), nn.functional.mse_loss)
 
     monkeypatch.setitem(demo_room.DEMOS, "tiny", tiny)
-    text, _ = run("demo", "--model", "tiny")
+    page = tmp_path / "demo.html"
+    text, _ = run("demo", "--model", "tiny", "--html", str(page))
+    assert str(page) in text.splitlines()[-1], "it ends with the file to open"
+    assert "step measured" in page.read_text()
     for part in ("tiny", "Predicted timeline", "loss", "one device", "max_replicas=1"):
         assert part in text
-    out, err = run("demo", "--model", "tiny", "--json")
+    out, err = run("demo", "--model", "tiny", "--json", "--html", str(page))
     assert [row["name"] for row in json.loads(out)["rows"]] == ["one device", "auto", "max_replicas=1"]
     assert "tiny" in err
 

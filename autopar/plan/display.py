@@ -1,4 +1,5 @@
-"""How a plan, which knows neither reports nor searches, answers print(), explain() and diff(), and is made by hand.
+"""How a plan, which knows neither reports nor searches, answers print(), explain(), report() and diff(), and is made by
+hand.
 
 Other modules register their function for a type: report/ registers texts, planner/ explanations, `plan/diff.py`
 differences. Importing `autopar` imports them all.
@@ -54,6 +55,12 @@ def traced(value: Any, path: Path, rank: int | None) -> None:
 def snapshotted(value: Any, path: Path) -> None:
     """Write the memory of the value's step as PyTorch's memory snapshot."""
     raise NotImplementedError(f"nothing takes a snapshot of {type(value).__name__}")
+
+
+@singledispatch
+def reported(value: Any, **wanted: Any) -> Any:
+    """The `Report` of the value."""
+    raise NotImplementedError(f"no report is registered for {type(value).__name__}")
 
 
 @singledispatch

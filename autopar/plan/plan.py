@@ -35,8 +35,10 @@ from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
 from autopar.plan.placeholders import ordinal
 from autopar.plan.placement import placed_on
+from autopar.plan.plan_report import PlanReport
 from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
+from autopar.plan.step_work import StepWork
 from autopar.plan.validation import INTERLEAVED, places, rounds, violations
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ DROPPED = ", so its predictions were dropped"  # ends a note of a plan without p
 
 
 @dataclass(frozen=True)
-class Plan(PlanExits):
+class Plan(PlanExits, PlanReport):
     """How to run a model. A plan made by hand has `split` (module path -> stage) instead of operators in its stages."""
 
     stages: tuple[Stage, ...]
@@ -70,10 +72,12 @@ class Plan(PlanExits):
     measured_step_time: float | None = None  # s, of a tuned plan
     time_scale: float | None = None  # by which measured steps of the whole model multiplied all predicted seconds
     action_time: float | None = None  # s of Python for every action; None: not measured
+    message_time: float | None = None  # s of each end of a message between processes; None: in one, or not measured
     one_worker: bool = False  # does all actions, by the prediction: operators are too small for several
     model: str | None = None  # fingerprint of its model
     device_kinds: tuple[str, ...] = ()  # of `devices`
     assumed: Assumptions | None = None  # of its prices; None: measured, or made by hand without prices
+    work: StepWork | None = None  # what a step does, whatever the plan; None: made by hand without prices
 
     def __post_init__(self) -> None:
         problems = violations(self)

@@ -170,6 +170,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         plain=arrangement.plain,
         barrier=costs.training and not conditions.loss_inside,
         overhead=costs.python.alone if one_worker or arrangement.n_groups == 1 else costs.python.busy,
+        handling=0.0 if costs.ranks is None else costs.ranks.handling,
         hardware=hardware_of(group.first for rank in arrangement.ranks for group in rank),
         one_worker=one_worker,
     )
@@ -219,6 +220,7 @@ def as_plan(
         bubble=timeline.bubble,
         one_worker=step.one_worker,
         action_time=step.overhead if costs.python != NOT_MEASURED else None,
+        message_time=step.handling or None,
         transfers=tuple(_plan_transfers(costs, atoms, arrangement, step)),
     )
 
@@ -261,8 +263,10 @@ def _plan_stages(
                 sync_time=predicted.once,
                 optimizer_time=predicted.optimizer or None,
                 hidden_time=each.hidden(inside) or None,
-                gradient_bytes=memory.gradients if costs.training else None,
-                optimizer_bytes=memory.optimizer if costs.training else None,
+                gradient_bytes=memory.gradients,
+                optimizer_bytes=memory.optimizer,
+                transient_bytes=memory.transient,
+                usable_memory=int(min(group.memory for group in arrangement.groups[number])),
             )
         )
     return stages

@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autopar.plan.display import shown
+from autopar.plan.display import reported, shown
 from autopar.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.report.document import Report
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class Comparison:
 
     def __str__(self) -> str:
         return shown(self)
+
+    def report(self) -> Report:
+        """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
+        made: Report = reported(self)
+        return made
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""

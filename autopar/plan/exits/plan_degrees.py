@@ -178,17 +178,18 @@ def _read_in_parts(sharding: StageSharding, axis: int) -> list[str]:
     moved: dict[str, list[Placements]] = {}
     for one in sharding.redistributions:
         moved.setdefault(one.tensor, []).append(one.own.forward[-1] if one.own.forward else one.shared.forward[-1])
+    inputs = _inputs(sharding)
     return [
         name
         for name, stored in sharding.parameters
-        if not _is_input(sharding, name) and any(p[axis] >= 0 for p in moved.get(name, [stored.layout]))
+        if name not in inputs and any(p[axis] >= 0 for p in moved.get(name, [stored.layout]))
     ]
 
 
-def _is_input(sharding: StageSharding, name: str) -> bool:
-    """Whether a stored tensor is an input of the model: it has no gradient to go back."""
-    uses = [one for one in sharding.redistributions if one.tensor == name]
-    return bool(uses) and not any(one.shared.backward or one.own.backward for one in uses)
+def _inputs(sharding: StageSharding) -> set[str]:
+    """The stored tensors that are inputs of the model: they have no gradient to go back."""
+    used = {one.tensor for one in sharding.redistributions}
+    return used - {one.tensor for one in sharding.redistributions if one.shared.backward or one.own.backward}
 
 
 def _moved(sharding: StageSharding, axis: int) -> Iterator[str]:
@@ -288,8 +289,7 @@ def _whole_states(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:
         if stage.sharding is not None:
             axes = replica_axes(stage.sharding)
             whole += [name for name, stored in stage.sharding.parameters if not any(stored.state[a] >= 0 for a in axes)]
-    whole = [
-        name for name in dict.fromkeys(whole) if not any(_is_input(s.sharding, name) for s in plan.stages if s.sharding)
-    ]
+    inputs = {name for stage in plan.stages if stage.sharding is not None for name in _inputs(stage.sharding)}
+    whole = [name for name in dict.fromkeys(whole) if name not in inputs]
     if whole:
         yield NotExpressed("zero", f"not cut over replicas: {few(whole)}; the tool cuts every parameter")

@@ -153,7 +153,10 @@ def _split(kind: Any, data: Any, where: str, problems: list[str]) -> Any:
     return tuple(data.items()) if not wrong else None
 
 
-_LATER = ("layerwise", "keeps_products", "regather")
+_LATER = (
+    *("layerwise", "keeps_products", "regather"),
+    *("gradient_bytes", "optimizer_bytes", "transient_bytes", "usable_memory", "work"),
+)
 """Fields that formats of before did not have: left out at their default, so that the checksums of such files hold."""
 
 _SPECIAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, str, list[str]], Any]]] = {

@@ -22,6 +22,7 @@ from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
+from autopar.planner.other_networks import repriceable
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
@@ -251,8 +252,8 @@ def plan(
             if plan is not None:
                 if plan.assumed is not None and "optimizer" not in options:
                     chosen = dataclasses.replace(chosen, optimizer=plan.assumed.optimizer)
-                return priced_ahead(plan, example, devices, chosen, progress)
-            return plan_ahead(example, devices, chosen, progress)
+                return repriceable(priced_ahead(plan, example, devices, chosen, progress), example, devices, chosen)
+            return repriceable(plan_ahead(example, devices, chosen, progress), example, devices, chosen)
     refuse_estimated(options)
     world = joined() if devices is None else None
     parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
@@ -395,7 +396,8 @@ def _by_hand(
     with progress_bar() as progress:
         if isinstance(devices, Cluster) and not devices.at_hand:
             example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
-            return plan_by_hand(example, devices, options, degrees, progress)
+            plan = plan_by_hand(example, devices, options, degrees, progress)
+            return repriceable(plan, example, devices, options)
         parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
         example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
         if all(device.torch_device.type == "cpu" for device in parsed):

@@ -15,7 +15,7 @@ from autopar.plan.stage import Stage
 from autopar.plan.validation import replicas
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
-from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.predicted_step import PredictedStep, step_of_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.timeline import Timeline
 
@@ -73,12 +73,13 @@ def explain_plan(plan: Plan) -> Explanation:
 
 def own_explanation(plan: Plan) -> Explanation:
     """The explanation from a plan's own numbers, without a search."""
-    step, larger = step_of_plan(plan), step_of_plan(plan, batch_factor=2)
+    step = step_of_plan(plan)
+    larger = None if step is None else step_of_plan(plan, batch_factor=2, barrier=step.barrier)
     if step is None or larger is None:
         return Explanation(plan, None, partial=True)
     bottleneck = _bottleneck(plan, step.timeline(), step.timeline(link_speed=float("inf")))
     rivals = tuple(Change(rival.description, rival.step_time) for rival in plan.runners_up)
-    helps = _helps(plan, bottleneck, step.timeline(link_speed=_MORE_LINK), larger.timeline())
+    helps = _helps(plan, bottleneck, step, larger)
     idle = tuple((name, "; ".join(plan.notes) or "the plan does not use it") for name in _idle(plan))
     return Explanation(plan, bottleneck, rivals, (), helps, idle, partial=True)
 
@@ -127,16 +128,16 @@ def _stage_seconds(plan: Plan, stage: int) -> float:
     return forward * (2 if one.recompute else 1) + (one.backward_time or 0.0) + (one.recompute_time or 0.0)
 
 
-def _helps(plan: Plan, bottleneck: Bottleneck, faster: Timeline, larger: Timeline) -> tuple[Change, ...]:
+def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: PredictedStep) -> tuple[Change, ...]:
     one = plan.stages[bottleneck.stage]
     stages = tuple(_quicker(other) if other.devices == one.devices else other for other in plan.stages)
-    compute = step_of_plan(replace(plan, stages=stages))
+    compute = step_of_plan(replace(plan, stages=stages), barrier=step.barrier)
     assert compute is not None, "the plan's own stages have times"
     changes = [Change(f"{replicas(one.devices)} {_FASTER - 1:.0%} faster", compute.timeline().step_time)]
     if plan.transfers:
-        changes.append(Change("links twice as fast", faster.step_time))
+        changes.append(Change("links twice as fast", step.timeline(link_speed=_MORE_LINK).step_time))
     if len(plan.used_devices) > 1:
-        changes.append(Change("a batch twice as large, per half of it", larger.step_time / 2))
+        changes.append(Change("a batch twice as large, per half of it", larger.timeline().step_time / 2))
     return tuple(changes)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autopar.costs.cost_table import Progress
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 
@@ -26,6 +27,8 @@ class Explainer:
 
     plan: Callable[[Plan], Explanation] | None = None
     operators: Callable[[Plan, str], InsideExplained] | None = None  # of the module or operator at a path
+    # The same decisions priced on the cluster with all networks this many times as fast.
+    on_networks: Callable[[Plan, float, Progress], Plan] | None = None
 
 
 # By the identity of a plan's first stage. Equality would compare whole plans, and confuse equal plans of two searches.

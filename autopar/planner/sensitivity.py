@@ -26,10 +26,12 @@ def sensitivity(plan: Plan) -> tuple[Change, ...]:
     if plan.transfers:
         found += [Change(what, step.timeline(link_speed=speed).step_time) for speed, what in _LINKS]
     for factor, what in _COMPUTING:
-        other = step_of_plan(replace(plan, stages=tuple(_slower(stage, factor) for stage in plan.stages)))
+        other = step_of_plan(
+            replace(plan, stages=tuple(_slower(stage, factor) for stage in plan.stages)), barrier=step.barrier
+        )
         found += [Change(what, other.timeline().step_time)] if other is not None else []
     for times in (2, 4) if plan.n_microbatches > 1 else ():
-        larger = step_of_plan(plan, batch_factor=times)
+        larger = step_of_plan(plan, batch_factor=times, barrier=step.barrier)
         what = f"a batch {times} times as large, in {times} times the micro-batches"
         found += [Change(what, larger.timeline().step_time / times)] if larger is not None else []
     return tuple(found)

@@ -14,8 +14,10 @@ from autopar.costs.prediction_error import Accuracy
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.planner.device_memory import DeviceMemory, device_memory
-from autopar.planner.explain import Explanation, own_explanation
+from autopar.planner.explain import Change, Explanation, own_explanation
+from autopar.planner.other_networks import network_sensitivity
 from autopar.planner.predicted_step import step_of_plan
+from autopar.report.progress import progress_bar
 from autopar.runtime.step_profile import StepProfile
 from autopar.schedule.timeline import Timeline
 
@@ -67,6 +69,14 @@ class Subject:
         """From the plan's own numbers, or with further searches where the user asks for them."""
         explained: Explanation = self.plan.explain() if self.wanted.search else own_explanation(self.plan)
         return explained
+
+    @cached_property
+    def on_other_networks(self) -> tuple[Change, ...]:
+        """The step on faster and slower networks, priced anew; () unless the user asks for searches."""
+        if not self.wanted.search:
+            return ()
+        with progress_bar() as progress:
+            return network_sensitivity(self.plan, progress)
 
     @property
     def measured(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.report.document import Block, Lane, Lanes, Paragraph, Section, Span
+from autopar.report.document import Block, Code, Lane, Lanes, Paragraph, Section, Span
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count, percent, seconds_text, ticks
 from autopar.runtime.step_profile import StepProfile
@@ -28,10 +28,10 @@ def timeline(subject: Subject) -> Section:
     if predicted is None:
         counts = [stage.replicas for stage in plan.stages]
         schedule = make_schedule(plan.schedule, plan.n_microbatches, counts, training=plan.training)
-        drawing = f"Schedule, drawn as if all stages took equally long\n\n{schedule}"
         text = "The plan does not say how long its stages take, so there is no timeline."
-        measured = _measured_alone(profile)
-        return Section(title, (Paragraph(text), *measured), "\n\n".join([text, drawing]))
+        drawing = Code("The schedule, drawn as if all stages took equally long:", str(schedule))
+        plain = "\n\n".join([text, drawing.label, str(schedule)])
+        return Section(title, (Paragraph(text), drawing, *_measured_alone(profile)), plain)
     end = max(predicted.step_time, profile.seconds if profile is not None else 0.0)
     slots = _shown_slots(predicted)
     several = profile is not None and bool(profile.actions)

@@ -1,4 +1,5 @@
-"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `convert`, `diff`, `accuracy` and `export`.
+"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `convert`, `diff`, `accuracy`, `export` and
+`doctor`.
 
 Results go to stdout, as text or with --json as JSON; progress, warnings and errors go to stderr. Exit status: 0 for
 success; 2 for what the user wrote (options, files, the factory), in one line with the file and line where there is one;
@@ -26,6 +27,7 @@ from autopar import AutoparError, Cluster, DeviceError, InputError, Plan, PlanEr
 from autopar.analysis.user_factory import load_call
 from autopar.cli_report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
+from autopar.doctor.command import doctor
 from autopar.errors import each_warning_once, first_line, users_line
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.degrees import DEGREES
@@ -174,6 +176,9 @@ def demo(
     if json:
         typer.echo(shown.comparison.to_json())
     save_report(shown.report, html, quiet=json)
+
+
+app.command()(doctor)
 
 
 @app.command()

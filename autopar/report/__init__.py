@@ -13,6 +13,7 @@ from autopar.report import (
     prediction_error,
     profile,
     profile_report,
+    progress,
     step,
 )
 from autopar.report.plan_report import build, module
@@ -32,5 +33,6 @@ __all__ = [
     "prediction_error",
     "profile",
     "profile_report",
+    "progress",
     "step",
 ]

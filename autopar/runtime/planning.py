@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,6 +63,7 @@ def plan_at_hand(
     at_hand = shards_at_hand(example, costs, search, options.max_shards, cache=cache, progress=progress, ranks=ranks)
     costs, meshes = _pricing_candidates(at_hand.costs, options, progress), at_hand.meshes
     spent = time.perf_counter() - start
+    progress("searching plans", math.nan)
     if options.tune:
         best = tuned(example, costs, options, search, spent, progress, meshes)
     else:

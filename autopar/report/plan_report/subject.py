@@ -17,7 +17,6 @@ from autopar.planner.device_memory import DeviceMemory, device_memory
 from autopar.planner.explain import Change, Explanation, own_explanation
 from autopar.planner.other_networks import network_sensitivity
 from autopar.planner.predicted_step import step_of_plan
-from autopar.report.progress import progress_bar
 from autopar.runtime.step_profile import StepProfile
 from autopar.schedule.timeline import Timeline
 
@@ -73,10 +72,7 @@ class Subject:
     @cached_property
     def on_other_networks(self) -> tuple[Change, ...]:
         """The step on faster and slower networks, priced anew; () unless the user asks for searches."""
-        if not self.wanted.search:
-            return ()
-        with progress_bar() as progress:
-            return network_sensitivity(self.plan, progress)
+        return network_sensitivity(self.plan) if self.wanted.search else ()
 
     @property
     def measured(self) -> float | None:

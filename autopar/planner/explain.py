@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from autopar.plan.display import explained, shown
@@ -90,13 +91,20 @@ def explanation(
     candidates: Sequence[Candidate],
     make_plan: Callable[[Any, SearchOptions], Plan],
 ) -> Callable[[Plan], Explanation]:
-    """A function that explains the plan of `chosen`. It runs further searches, so call it only for a user who asks."""
+    """A function that explains the plan of `chosen`. Its first call runs further searches, so call it only for a user
+    who asks."""
+
+    @cache
+    def searched() -> tuple[list[Change], list[Change]]:
+        return _limits(searching, make_plan), _more_memory(searching, make_plan)
 
     def explain(plan: Plan) -> Explanation:
         known, now = own_explanation(plan), plan.time_scale or 1.0
-        limits = tuple(_limits(searching, plan, make_plan))
-        step = plan.predicted_step_time or 0.0  # which the plan keeps with more memory
-        more = [replace(c, step_time=min(step, c.step_time * now)) for c in _more_memory(searching, make_plan)]
+        step = plan.predicted_step_time or 0.0  # which the plan keeps without a limit, and with more memory
+        limits, more = (
+            tuple(replace(change, step_time=min(step, now * change.step_time)) for change in changes)
+            for changes in searched()
+        )
         helps = [*known.helps, *more]
         bottleneck = known.bottleneck
         memory = [change for change in (*limits, *helps) if "memory" in change.what]
@@ -147,7 +155,7 @@ def _quicker(stage: Stage) -> Stage:
     return replace(stage, forward_time=forward, backward_time=backward, weight_time=weight)
 
 
-def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
+def _limits(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
     """The step without each of the user's limits and hints."""
     options, costs = searching.options, searching.costs
     lifted: list[tuple[str, SearchOptions]] = [
@@ -168,8 +176,7 @@ def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, SearchOp
     ):
         if empty != constraints:
             lifted.append((what, replace(options, constraints=empty)))
-    step, now = plan.predicted_step_time or 0.0, plan.time_scale or 1.0
-    return [Change(f"without {what}", min(step, now * _step(make_plan(costs, free)))) for what, free in lifted]
+    return [Change(f"without {what}", _step(make_plan(costs, free))) for what, free in lifted]
 
 
 def _more_memory(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:

@@ -72,9 +72,9 @@ def explain_plan(plan: Plan) -> Explanation:
     return explain(plan)
 
 
-def own_explanation(plan: Plan) -> Explanation:
-    """The explanation from a plan's own numbers, without a search."""
-    step = step_of_plan(plan)
+def own_explanation(plan: Plan, step: PredictedStep | None = None) -> Explanation:
+    """The explanation from a plan's own numbers, without a search. `step`: that of the plan, where it is known."""
+    step = step_of_plan(plan) if step is None else step
     larger = None if step is None else step_of_plan(plan, batch_factor=2, barrier=step.barrier)
     if step is None or larger is None:
         return Explanation(plan, None, partial=True)

@@ -24,7 +24,8 @@ from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import StageMemory, Timeline
 
-_SAME = 1e-3  # a step that is this much nearer to the predicted one is that one
+_SAME = 1e-9  # steps that differ by this share are one step
+_NEARER = 1e-3  # a step is the predicted one if it is this much nearer to it than another
 
 ONE_WORKER = "one worker does all actions: operators take hardly longer than Python needs to call them"
 
@@ -180,9 +181,13 @@ def _was_predicted_with_barrier(plan: Plan) -> bool:
     """Whether the plan's predicted step is one with a barrier, which plans do not record, and not one without."""
     if plan.predicted_step_time is None or not plan.training or plan.n_microbatches == 1:
         return False
-    steps = [step_of_plan(plan, barrier=barrier) for barrier in (False, True)]
-    without, with_barrier = (0.0 if step is None else step.timeline().step_time for step in steps)
-    return abs(with_barrier - plan.predicted_step_time) < abs(without - plan.predicted_step_time) * _SAME
+    off = []
+    for barrier in (False, True):
+        step = step_of_plan(plan, barrier=barrier)
+        off.append(abs((0.0 if step is None else step.timeline().step_time) - plan.predicted_step_time))
+        if off[0] <= _SAME * plan.predicted_step_time:
+            return False
+    return off[1] < off[0] * _NEARER
 
 
 def _memory(stage: Stage, shares: Sequence[float]) -> StageMemory | None:

@@ -42,7 +42,7 @@ def _why_not(plan: Plan, seconds: float) -> str:
 def sensitivity(subject: Subject) -> Section:
     """The step if links, devices or the batch were others."""
     plan, title = subject.plan, "Sensitivity"
-    changes = list(changes_of(plan))
+    changes = list(changes_of(plan, subject.step))
     if not changes:
         return Section(title, (Paragraph("The plan has no predictions to vary."),))
     changes += subject.on_other_networks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.report.document import Block, Code, Lane, Lanes, Paragraph, Section, Span
+from autopar.report.document import Block, Code, Fold, Lane, Lanes, Paragraph, Section, Span, Table
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count, percent, seconds_text, ticks
 from autopar.runtime.step_profile import StepProfile
@@ -14,6 +14,7 @@ from autopar.schedule.clock import Phase
 from autopar.schedule.timeline import Timeline
 
 _MOST_LANES = 24
+_MOST_ROWS = 400  # of the same as a table
 _MOST_TITLES = 1500  # spans that say what they are; more would make the file large
 
 _LEGEND = ("forward", "backward", "backward to parameters", "gradient reduction", "optimizer step", "sending")
@@ -39,6 +40,7 @@ def timeline(subject: Subject) -> Section:
     if several and profile is not None:
         lanes += _measured_lanes(profile, end, "measured")
     blocks: list[Block] = [_drawing(lanes, end, _description(subject), f"Predicted timeline\n\n{predicted}")]
+    blocks += _as_table(lanes, end)
     hidden = predicted.schedule.n_slots - len(slots)
     if hidden:
         blocks.append(Paragraph(f"{count(hidden, 'replica')} that do the same work at the same times are not drawn."))
@@ -47,6 +49,18 @@ def timeline(subject: Subject) -> Section:
             Paragraph("Nothing was measured. A step with train_step(..., profile=True) is drawn below the prediction.")
         )
     return Section(title, tuple(blocks))
+
+
+def _as_table(lanes: Sequence[Lane], end: float) -> list[Block]:
+    """The same for those who cannot see the drawing, where it is not too long to be read."""
+    spans = [(lane, span) for lane in lanes for span in sorted(lane.spans, key=lambda span: span.start)]
+    if not 0 < len(spans) <= _MOST_ROWS:
+        return []
+    rows = tuple(
+        (f"{lane.label}{f', {lane.group}' if lane.group else ''}", span.title, seconds_text(span.start * end))
+        for lane, span in spans
+    )
+    return [Fold("The timeline as a table", (Table("What starts when", ("device", "what", "start"), rows, words=2),))]
 
 
 def _measured_alone(profile: StepProfile | None) -> tuple[Block, ...]:

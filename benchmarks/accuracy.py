@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,7 +24,9 @@ from autopar import Comparison, Plan
 from autopar.costs.prediction_error import Distribution
 from autopar.costs.present_speed import PresentSpeed
 from autopar.runtime.comparison import Row
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
+from benchmarks.sweep import same_plan
 from benchmarks.zoo import Subject, gpt2, resnet, t5
 
 log = logging.getLogger(__name__)
@@ -84,7 +87,7 @@ class Loss:
         return self.automatic / self.measured - 1
 
 
-def run_accuracy(quick: bool) -> Report:
+def run_accuracy(quick: bool, kept: Kept) -> Report:
     """In a history of its own: measurements start from nothing, too."""
     before = os.environ.get("AUTOPAR_CACHE_DIR")
     steps: list[Step] = []
@@ -92,10 +95,7 @@ def run_accuracy(quick: bool) -> Report:
         os.environ["AUTOPAR_CACHE_DIR"] = folder
         try:
             for build in MODELS[:2] if quick else MODELS:
-                subject = build(quick)
-                log.info("%s: planning and running", subject.name)
-                steps += steps_of(subject.name, _compare(subject))
-                del subject
+                steps += [Step(**step) for step in kept.case(build.__name__, make=partial(_measured, build, quick))]
                 gc.collect()  # copies of a model refer to themselves, and the next ones need the memory
         finally:
             if before is None:
@@ -103,6 +103,13 @@ def run_accuracy(quick: bool) -> Report:
             else:
                 os.environ["AUTOPAR_CACHE_DIR"] = before
     return report_of(steps)
+
+
+def _measured(build: Callable[[bool], Subject], quick: bool) -> list[dict[str, Any]]:
+    """The steps of one model, as JSON has them."""
+    subject = build(quick)
+    log.info("%s: planning and running", subject.name)
+    return [asdict(step) for step in steps_of(subject.name, _compare(subject))]
 
 
 def report_of(steps: Sequence[Step]) -> Report:
@@ -138,7 +145,7 @@ def steps_of(model: str, found: Comparison) -> list[Step]:
     Rows of one plan under several names (what the search chose, and the same by hand) have all of their steps together.
     """
     rows = {PLAIN: found.single, **{row.name: row for row in found.plans}}
-    first = {name: next(n for n, one in rows.items() if _same(one.plan, row.plan)) for name, row in rows.items()}
+    first = {name: next(n for n, one in rows.items() if same_plan(one.plan, row.plan)) for name, row in rows.items()}
     steps = {name: tuple(s for n, one in rows.items() if first[n] == first[name] for s in one.steps) for name in rows}
     speed = PresentSpeed.of((rows[name].plan, steps[name]) for name in CALIBRATING if first.get(name) == name)
     return [
@@ -151,14 +158,6 @@ def steps_of(model: str, found: Comparison) -> list[Step]:
         )
         for name, row in rows.items()
     ]
-
-
-def _same(a: Plan, b: Plan) -> bool:
-    """Whether both run alike. With one stage, the schedule does not matter, nor whether operators are listed."""
-    if len(a.stages) == len(b.stages) == 1:
-        (one,), (other,) = a.stages, b.stages
-        return (one.devices, one.mode, a.n_microbatches) == (other.devices, other.mode, b.n_microbatches)
-    return a.diff(b).same_decisions
 
 
 def _step(model: str, name: str, row: Row, speed: PresentSpeed | None, same_as: str) -> Step:

@@ -17,6 +17,7 @@ from torch import nn
 
 import autopar
 from benchmarks import models
+from benchmarks.kept import Kept, as_row
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table
 from benchmarks.timing import interleave, ratio
@@ -43,8 +44,11 @@ class Row:
     untuned_speedup: float  # median over rounds of plain / that plan
 
 
-def run_automatic(quick: bool) -> Report:
-    rows = [measure(build(), quick) for build in (SUBJECTS[:3] if quick else SUBJECTS)]
+def run_automatic(quick: bool, kept: Kept) -> Report:
+    rows = []
+    for number, build in enumerate(SUBJECTS[:3] if quick else SUBJECTS):
+        found = kept.case(number, make=lambda b=build: dataclasses.asdict(measure(b(), quick)))  # type: ignore[misc]
+        rows.append(as_row(Row, found))
     return Report('The automatic plan against the plain model, tune="auto" and tune=0', (_table(rows),), _values(rows))
 
 

@@ -28,6 +28,7 @@ from benchmarks.distributed_systems import (
     SystemRank,
     train_step,
 )
+from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Table
 from benchmarks.peer_models import Builder, Subject
 from benchmarks.peer_systems import STAGES, Gradients, Ranks, block_seconds, gradients_of
@@ -67,15 +68,15 @@ class System:
     plan: Plan | None = None
 
 
-def run_distributed(quick: bool) -> Report:
+def run_distributed(quick: bool, kept: Kept) -> Report:
     rounds = 3 if quick else 11
     with ExitStack() as stack:
         stack.enter_context(operator_threads(1))
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, AUTOPAR_CACHE_DIR=cache, LOCAL_WORLD_SIZE=str(STAGES)))
         ranks = stack.enter_context(Ranks(SystemRank))
-        models = [partial(peer_models.bert, quick), partial(peer_models.gpt, quick)]
-        found = dict(compare(build, rounds, ranks) for build in models)
+        models = [partial(build, quick) for build in (peer_models.bert, peer_models.gpt)]
+        found = dict(_kept_rows(build, rounds, ranks, kept) for build in models)
     data = {
         title: [{**dataclasses.asdict(row), "measured": row.measured} for row in rows] for title, rows in found.items()
     }
@@ -83,15 +84,29 @@ def run_distributed(quick: bool) -> Report:
     return Report("Two processes over gloo, a core each", tuple(tables), {"models": data})
 
 
-def compare(build: Builder, rounds: int, ranks: Ranks) -> tuple[str, list[Row]]:
-    """The model's title, and a row for every system. Raises RuntimeError where one computes something else."""
+def _kept_rows(build: Builder, rounds: int, ranks: Ranks, kept: Kept) -> tuple[str, list[Row]]:
+    mine = kept.part(build.func.__name__)
+
+    def made() -> tuple[str, list[dict[str, Any]]]:
+        title, rows = compare(build, rounds, ranks, mine)
+        return title, [dataclasses.asdict(row) for row in rows]
+
+    title, rows = mine.case("rows", make=made)
+    return title, [as_row(Row, row) for row in rows]
+
+
+def compare(build: Builder, rounds: int, ranks: Ranks, kept: Kept) -> tuple[str, list[Row]]:
+    """The model's title, and a row for every system. Raises RuntimeError where one computes something else.
+
+    `kept`: plans, times of blocks and rounds as they come, so that a run that goes on has the same systems.
+    """
     subject = build()
     title = subject.workload.title
     ranks.call(SystemRank.load, build)
     names = _some([name for name, p in subject.workload.model.named_parameters() if p.requires_grad])
     systems: dict[str, System] = {}
     refused: list[Row] = []
-    for name, make in _makers(build, subject, ranks).items():
+    for name, make in _makers(build, subject, ranks, kept).items():
         log.info("%s: preparing %s", title, name)
         try:
             systems[name] = make()
@@ -120,7 +135,7 @@ def compare(build: Builder, rounds: int, ranks: Ranks) -> tuple[str, list[Row]]:
     systems = {name: system for name, system in systems.items() if max(errors[name]) <= TOLERANCE}
     log.info("%s: comparing", title)
     steps: dict[str, Callable[[], object]] = {name: system.step for name, system in systems.items()}
-    seconds = interleave(steps, rounds, clear)
+    seconds = interleave(steps, rounds, clear, kept)
     best = min((name for name in seconds if name.startswith(AUTOPAR)), key=lambda name: median(seconds[name]))
     rows = [_row(n, s, seconds[n], ratio(seconds[n], seconds[best]), errors[n], ranks) for n, s in systems.items()]
     return title, [*rows, *refused]
@@ -144,17 +159,16 @@ def _loss_of(subject: Subject) -> float:
     return float(workload.loss(workload.model(**workload.inputs), workload.target).item())
 
 
-def _makers(build: Builder, subject: Subject, ranks: Ranks) -> dict[str, Callable[[], System]]:
+def _makers(build: Builder, subject: Subject, ranks: Ranks, kept: Kept) -> dict[str, Callable[[], System]]:
     """By name of the system, what gets it ready. Order matters: threads follow the plan of their processes."""
     plans: dict[str, Plan] = {}
     made: dict[str, Callable[[], System]] = {}
     for kind in PLANS:
         if kind != "tensor" or _is_bert(subject):
-            made[f"{AUTOPAR}, {kind}"] = partial(_on_ranks, ranks, f"{AUTOPAR}, {kind}", kind, plans)
+            made[f"{AUTOPAR}, {kind}"] = partial(_on_ranks, ranks, f"{AUTOPAR}, {kind}", kind, plans, kept)
             made[f"{THREADS}, {kind}"] = partial(_in_threads, build, kind, plans)
-    times: list[float] = []
     for schedule in PIPELINES:
-        made[f"pipelining, {schedule}"] = partial(_pipelining, ranks, schedule, subject, times)
+        made[f"pipelining, {schedule}"] = partial(_pipelining, ranks, schedule, subject, kept)
     others: dict[str, Any] = {DATA: SystemRank.ddp, SHARDED: SystemRank.fsdp}
     if _is_bert(subject):
         others[TENSOR] = SystemRank.tensor_parallel
@@ -167,8 +181,10 @@ def _is_bert(subject: Subject) -> bool:
     return hasattr(subject.workload.model, "bert")
 
 
-def _on_ranks(ranks: Ranks, name: str, kind: str, plans: dict[str, Plan]) -> System:
-    plans[kind] = plan = Plan.from_json(ranks.call(SystemRank.autopar, name, kind, N_MICROBATCHES)[0])
+def _on_ranks(ranks: Ranks, name: str, kind: str, plans: dict[str, Plan], kept: Kept) -> System:
+    text = kept.case("plan", kind, make=lambda: ranks.call(SystemRank.plan, kind, N_MICROBATCHES)[0])
+    ranks.call(SystemRank.autopar, name, text)
+    plans[kind] = plan = Plan.from_json(text)
     how = f"{plan.places}, {plan.schedule}, {plan.n_microbatches} micro-batches"
     return System(how, partial(_step, ranks, name), partial(_gradients, ranks, name), plan)
 
@@ -188,9 +204,8 @@ def _in_threads(build: Builder, kind: str, plans: Mapping[str, Plan]) -> System:
     return System("the same plan", step, partial(gradients_of, model), plans[kind])
 
 
-def _pipelining(ranks: Ranks, schedule: str, subject: Subject, times: list[float]) -> System:
-    if not times:
-        times += block_seconds(subject, N_MICROBATCHES, 3)
+def _pipelining(ranks: Ranks, schedule: str, subject: Subject, kept: Kept) -> System:
+    times = kept.case("seconds of blocks", make=lambda: block_seconds(subject, N_MICROBATCHES, 3))
     n_stages = STAGES * len(PIPELINES[schedule](0))
     cuts, name = balanced(times, n_stages), f"pipelining, {schedule}"
     ranks.call(SystemRank.pipelining, name, schedule, N_MICROBATCHES, cuts)

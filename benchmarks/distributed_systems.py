@@ -85,13 +85,15 @@ class SystemRank:
 
     # -- one method a system; each makes a step, called by its name ---------------------------------------------------
 
-    def autopar(self, name: str, kind: str, n_microbatches: int) -> str:
-        """The plan, as JSON."""
+    def plan(self, kind: str, n_microbatches: int) -> str:
+        """What the ranks plan together, as JSON."""
+        return make_plan(kind, self._build(), n_microbatches).to_json()
+
+    def autopar(self, name: str, plan: str) -> None:
+        """`plan`: as JSON."""
         subject = self._build()
-        plan = make_plan(kind, subject, n_microbatches)
-        module = autopar.parallelize(subject.workload.model, plan=plan)
+        module = autopar.parallelize(subject.workload.model, plan=Plan.from_json(plan))
         self._add(name, module, train_step(module, subject))
-        return plan.to_json()
 
     def pipelining(self, name: str, schedule: str, n_microbatches: int, cuts: Sequence[int]) -> None:
         """`cuts`: the first block of each stage but the first."""

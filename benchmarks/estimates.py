@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import autopar
 from autopar import Cluster
+from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Table
 from benchmarks.timing import interleave
 from benchmarks.zoo import Subject, bert, gpt2, resnet, step, t5, vit
@@ -29,13 +29,16 @@ class Row:
     estimated: float
 
 
-def run_estimates(quick: bool) -> Report:
+def run_estimates(quick: bool, kept: Kept) -> Report:
     """The device is calibrated once; the operators that make up the models are not measured for the estimates."""
     with MeasurementCache() as cache:
         here = Cluster.from_devices(parse_devices(["cpu", "cpu"])[:1], calibrated=True, cache=cache)
-    elsewhere = dataclasses.replace(here, at_hand=())
-    rows = [_row(build(quick), here, elsewhere) for build in MODELS]
-    data = {"rows": [dataclasses.asdict(row) for row in rows]}
+    elsewhere = replace(here, at_hand=())
+    rows = [
+        as_row(Row, kept.case(build.__name__, make=lambda b=build: asdict(_row(b(quick), here, elsewhere))))  # type: ignore[misc]
+        for build in MODELS
+    ]
+    data = {"rows": [asdict(row) for row in rows]}
     return Report("Whole models, estimated and profiled, against their steps", (_table(rows),), data)
 
 

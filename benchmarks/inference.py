@@ -13,6 +13,7 @@ import torch
 
 import autopar
 from benchmarks import zoo
+from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Table
 from benchmarks.timing import interleave, ratio
 from benchmarks.zoo import Subject
@@ -49,9 +50,15 @@ class Row:
     output_error: float  # largest difference / largest value of the plain model
 
 
-def run_inference(quick: bool) -> Report:
+def run_inference(quick: bool, kept: Kept) -> Report:
     scale = QUICK if quick else FULL
-    rows = [row for build in SUBJECTS for row in measure(build(quick), scale)]
+    rows = []
+    for build in SUBJECTS:
+        found = kept.case(
+            build.__name__,
+            make=lambda b=build: [dataclasses.asdict(row) for row in measure(b(quick), scale)],  # type: ignore[misc]
+        )
+        rows += [as_row(Row, row) for row in found]
     return Report(
         f"Inference on two CPU devices, {'tiny' if quick else 'full-size'} models",
         (_table(rows, scale),),

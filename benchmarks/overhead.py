@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 import autopar
 from autopar import Plan
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from benchmarks.timing import Step, interleave, slope
 from cost_models.hardware.devices import operator_threads
@@ -42,9 +43,9 @@ class Result:
     wrapped_step: float  # s, train_step wrapped for one device, beyond the plain model's forward and backward
 
 
-def run_overhead(scale: Scale) -> Report:
+def run_overhead(scale: Scale, kept: Kept) -> Report:
     with operator_threads(1):
-        result = measure(scale)
+        result = measure(scale, kept)
     counts = scale.counts
     microbatches = [
         Table(
@@ -70,9 +71,9 @@ def run_overhead(scale: Scale) -> Report:
     return Report("Overhead on tiny stages", (*microbatches, wrapped), dataclasses.asdict(result))
 
 
-def measure(scale: Scale) -> Result:
-    times = {layers: step_times(scale, layers) for layers in LAYERS}
-    call, step = _wrapped(*example(LAYERS[-1]), scale.rounds)
+def measure(scale: Scale, kept: Kept) -> Result:
+    times = {layers: step_times(scale, layers, kept.part(layers)) for layers in LAYERS}
+    call, step = _wrapped(*example(LAYERS[-1]), scale.rounds, kept.part("wrapped"))
     slopes = {layers: [slope(list(t), list(t.values())) for t in pair] for layers, pair in times.items()}
     return Result(
         {layers: pipeline for layers, (pipeline, _) in times.items()},
@@ -91,12 +92,12 @@ def example(layers: int) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
     return model, torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 
 
-def step_times(scale: Scale, layers: int) -> tuple[dict[int, float], dict[int, float]]:
+def step_times(scale: Scale, layers: int, kept: Kept) -> tuple[dict[int, float], dict[int, float]]:
     """Median seconds by n_microbatches: pipelined, and accumulated by the plain model."""
     model, x, y = example(layers)
     steps = {(True, m): _pipeline_step(model, x, y, m, layers) for m in scale.counts}
     steps |= {(False, m): _accumulation_step(model, x, y, m) for m in scale.counts}
-    seconds = interleave(steps, scale.rounds, _clear(model))
+    seconds = interleave(steps, scale.rounds, _clear(model), kept)
     pipeline, accumulation = ({m: median(seconds[piped, m]) for m in scale.counts} for piped in (True, False))
     return pipeline, accumulation
 
@@ -115,7 +116,7 @@ def _accumulation_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, m: in
     return step
 
 
-def _wrapped(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rounds: int) -> tuple[float, float]:
+def _wrapped(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rounds: int, kept: Kept) -> tuple[float, float]:
     """Seconds that one call and one training step take more when wrapped for one device."""
     module = autopar.parallelize(model, ["cpu"], plan=Plan.from_split({"0": 0}, n_microbatches=1))
     steps = {
@@ -124,7 +125,8 @@ def _wrapped(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rounds: int) ->
         "plain step": _often(lambda: mse_loss(model(x), y).backward()),
         "wrapped step": _often(lambda: module.train_step(x, target=y, loss_fn=mse_loss)),
     }
-    seconds = {name: median(s) / CALLS for name, s in interleave(steps, rounds, _clear(model)).items()}
+    taken = interleave(steps, rounds, _clear(model), kept)
+    seconds = {name: median(s) / CALLS for name, s in taken.items()}
     return seconds["wrapped call"] - seconds["plain call"], seconds["wrapped step"] - seconds["plain step"]
 
 

@@ -24,6 +24,7 @@ import autopar
 from autopar import PipelinedModule, Plan
 from benchmarks import peer_models
 from benchmarks.bound import Alone, Noted, lower_bound
+from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Table
 from benchmarks.peer_models import Builder, Subject
 from benchmarks.peer_systems import (
@@ -112,7 +113,7 @@ class System:
     gradients: Callable[[], Gradients]
 
 
-def run_peers(quick: bool) -> Report:
+def run_peers(quick: bool, kept: Kept) -> Report:
     scale = QUICK if quick else FULL
     models = [partial(build, quick) for build in (peer_models.resnet, peer_models.gpt, peer_models.bert)]
     with ExitStack() as stack:
@@ -120,8 +121,10 @@ def run_peers(quick: bool) -> Report:
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, AUTOPAR_CACHE_DIR=cache))
         ranks = stack.enter_context(Ranks()) if dist.is_available() and dist.is_gloo_available() else None
-        title, tiny = compare(peer_models.tiny, scale.tiny_counts, scale.tiny_rounds, scale, ranks)
-        found = dict(compare(build, scale.counts, scale.rounds, scale, ranks) for build in models)
+        title, tiny = compare(peer_models.tiny, scale.tiny_counts, scale.tiny_rounds, scale, ranks, kept.part("tiny"))
+        found = dict(
+            compare(build, scale.counts, scale.rounds, scale, ranks, kept.part(build.func.__name__)) for build in models
+        )
     tables = [_tiny_table(title, tiny), *(_model_table(*model) for model in found.items())]
     tables += [_ratio_table(found), _bound_table(found)]
     rows = {name: [_values(row) for row in rows] for name, rows in {title: tiny, **found}.items()}
@@ -130,7 +133,7 @@ def run_peers(quick: bool) -> Report:
 
 
 def compare(
-    build: Builder, counts: tuple[int, ...], rounds: int, scale: Scale, ranks: Ranks | None
+    build: Builder, counts: tuple[int, ...], rounds: int, scale: Scale, ranks: Ranks | None, kept: Kept
 ) -> tuple[str, list[Row]]:
     """The model's title, and rows for every number of micro-batches and every system that is installed.
 
@@ -142,10 +145,15 @@ def compare(
         ranks.call(Rank.load, build)
     rows: list[Row] = []
     for m in counts:
-        log.info("%s, %d micro-batches: preparing", title, m)
-        rows += _measured(subject, m, rounds, scale, ranks)
+        found = kept.case(m, make=partial(_values_of, subject, m, rounds, scale, ranks))
+        rows += [as_row(Row, row) for row in found]
         gc.collect()  # modules and graphs refer to each other, and what comes next needs the memory
     return title, rows
+
+
+def _values_of(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Ranks | None) -> list[dict[str, Any]]:
+    log.info("%s, %d micro-batches: preparing", subject.workload.title, m)
+    return [dataclasses.asdict(row) for row in _measured(subject, m, rounds, scale, ranks)]
 
 
 def _measured(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Ranks | None) -> Iterator[Row]:

@@ -18,16 +18,18 @@ from autopar.plan.stage import Stage
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
 from benchmarks import overhead, peer_models, peers, zoo
-from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.__main__ import main
 from benchmarks.bound import lower_bound
+from benchmarks.kept import Kept
 from benchmarks.machine import machine_header
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table, to_markdown
 from benchmarks.peer_systems import Rank, Ranks, best_cut, block_seconds
 from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
+from benchmarks.registry import BENCHMARKS
 from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, GridPlan, choose_cuts, summary
 from benchmarks.timing import interleave, ratio, slope
-from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Scale, run_training
+from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Scale, report_of
 from cost_models.hardware.devices import operator_threads
 
 COUNTS = (1, 2, 3)
@@ -45,7 +47,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def report(workload: Workload) -> Report:
-    return run_training(workload, Scale(ROUNDS, 1, Grid(CUTS, COUNTS)))
+    return report_of(workload, Scale(ROUNDS, 1, Grid(CUTS, COUNTS)), Kept())
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
@@ -129,11 +131,10 @@ def test_the_sweep_is_compared_with_the_automatic_plan_round_by_round() -> None:
     plans.append(GridPlan(REPLICAS, None, "", Plan((stage,), 2), 1.0))
     # The second round met a machine half as fast.
     times = [(3.0, 6.0, 3.0), (2.0, 5.0, 2.0), (1.0, 2.0, 1.5)]
-    sweep = summary(plans, dict(zip(map(str, plans), times, strict=True)), auto=(1.0, 2.0, 1.0), pure=(4.0, 10.0, 5.0))
+    sweep = summary(plans, dict(zip(map(str, plans), times, strict=True)), auto=(1.0, 2.0, 1.0))
     assert [point.measured for point in sweep.points] == [3.0, 2.0, 1.5]
     assert [point.over_auto for point in sweep.points] == [3.0, 2.0, 1.0]
-    assert sweep.auto_over_best == 1.0
-    assert sweep.pure_over_best == 2.0
+    assert (sweep.fastest.name, sweep.fastest_pipeline.name) == (str(plans[2]), str(plans[1]))
     assert {m: point.measured for m, point in sweep.best(PIPELINE, lambda p: p.measured).items()} == {2: 3.0, 4: 2.0}
 
 
@@ -147,7 +148,7 @@ def test_training_leaves_parameters_as_they_were(workload: Workload, report: Rep
 
 
 def test_overhead_has_a_time_for_every_number_of_microbatches() -> None:
-    result = overhead.measure(overhead.Scale((2, 4), 1))
+    result = overhead.measure(overhead.Scale((2, 4), 1), Kept())
     for times in (result.pipeline, result.accumulation):
         assert set(times) == set(overhead.LAYERS)
         assert all(set(t) == {2, 4} and min(t.values()) > 0 for t in times.values())
@@ -257,7 +258,7 @@ def test_errors_are_relative_to_the_reference_and_a_missing_gradient_counts() ->
 
 
 def test_what_is_not_installed_has_no_row_and_is_listed(without_gpipe: None) -> None:
-    title, rows = peers.compare(peer_models.tiny, (2, 4), 1, peers.QUICK, None)
+    title, rows = peers.compare(peer_models.tiny, (2, 4), 1, peers.QUICK, None, Kept())
     assert [(row.system, row.n_microbatches, row.over_autopar) for row in rows] == [
         (AUTOPAR, 2, 1.0),
         (AUTOPAR, 4, 1.0),
@@ -272,7 +273,7 @@ def test_what_is_not_installed_has_no_row_and_is_listed(without_gpipe: None) -> 
 @pytest.mark.slow
 def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_plain_model_does() -> None:
     with operator_threads(1):
-        _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None)
+        _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None, Kept())
     assert [row.system for row in rows] == [AUTOPAR, GPIPE, GPIPE_WORKERS]
     assert max(error for row in rows for error in (row.loss_error, row.gradient_error)) < 1e-5
 
@@ -281,7 +282,7 @@ def test_a_system_that_computes_something_else_is_found(without_gpipe: None, mon
     honest = peers._train_step
     monkeypatch.setattr(peers, "_train_step", lambda *args: lambda: honest(*args)() * 1.1)
     with pytest.raises(RuntimeError, match=r"autopar, .*: the loss is off by 1\.0e-01"):
-        peers.compare(peer_models.tiny, (2,), 1, peers.QUICK, None)
+        peers.compare(peer_models.tiny, (2,), 1, peers.QUICK, None, Kept())
 
 
 @pytest.mark.slow
@@ -325,7 +326,7 @@ def test_results_are_written_as_json_markdown_and_figure(
     report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: report))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda run: report))
     chosen = tmp_path / "elsewhere" / "data.json"
     assert main(["gpt", "--results", str(tmp_path / "results"), "--json", str(chosen)]) == 0
     data = json.loads(chosen.read_text())
@@ -339,7 +340,7 @@ def test_results_are_written_as_json_markdown_and_figure(
 
 
 def test_quick_results_do_not_replace_full_ones(report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: Report("R", report.tables, report.data)))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda run: Report("R", report.tables, report.data)))
     assert main(["gpt", "--quick", "--results", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt-quick.json", "gpt-quick.md"]
 
@@ -349,7 +350,7 @@ def test_without_matplotlib_the_figure_is_skipped_with_a_message(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib.figure"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: report))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda run: report))
     assert main(["gpt", "--results", str(tmp_path)]) == 0
     assert "no figure" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt.json", "gpt.md"]

@@ -16,22 +16,24 @@ from unittest.mock import patch
 
 import autopar
 from autopar import AutoparError, Plan
+from autopar.runtime.other_systems.blocks import balanced, block_seconds, sizes_in_words
+from autopar.runtime.other_systems.pipelining import PER_RANK
+from autopar.runtime.other_systems.processes import Processes
 from benchmarks import peer_models
 from benchmarks.distributed_systems import (
     AUTOPAR,
     DATA,
-    PIPELINES,
     PLANS,
     SHARDED,
+    STAGES,
     TENSOR,
     THREADS,
-    SystemRank,
+    BenchmarkRank,
     train_step,
 )
 from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Table
-from benchmarks.peer_models import Builder, Subject
-from benchmarks.peer_systems import STAGES, Gradients, Ranks, block_seconds, gradients_of
+from benchmarks.peer_models import Builder, Gradients, Subject, gradients_of
 from benchmarks.peers import TOLERANCE, Outcome, _some
 from benchmarks.timing import interleave, ratio
 from cost_models.hardware.devices import operator_threads
@@ -74,7 +76,7 @@ def run_distributed(quick: bool, kept: Kept) -> Report:
         stack.enter_context(operator_threads(1))
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, AUTOPAR_CACHE_DIR=cache, LOCAL_WORLD_SIZE=str(STAGES)))
-        ranks = stack.enter_context(Ranks(SystemRank))
+        ranks = stack.enter_context(Processes(BenchmarkRank, STAGES))
         models = [partial(build, quick) for build in (peer_models.bert, peer_models.gpt)]
         found = dict(_kept_rows(build, rounds, ranks, kept) for build in models)
     data = {
@@ -84,7 +86,7 @@ def run_distributed(quick: bool, kept: Kept) -> Report:
     return Report("Two processes over gloo, a core each", tuple(tables), {"models": data})
 
 
-def _kept_rows(build: Builder, rounds: int, ranks: Ranks, kept: Kept) -> tuple[str, list[Row]]:
+def _kept_rows(build: Builder, rounds: int, ranks: Processes, kept: Kept) -> tuple[str, list[Row]]:
     mine = kept.part(build.func.__name__)
 
     def made() -> tuple[str, list[dict[str, Any]]]:
@@ -95,14 +97,14 @@ def _kept_rows(build: Builder, rounds: int, ranks: Ranks, kept: Kept) -> tuple[s
     return title, [as_row(Row, row) for row in rows]
 
 
-def compare(build: Builder, rounds: int, ranks: Ranks, kept: Kept) -> tuple[str, list[Row]]:
+def compare(build: Builder, rounds: int, ranks: Processes, kept: Kept) -> tuple[str, list[Row]]:
     """The model's title, and a row for every system. Raises RuntimeError where one computes something else.
 
     `kept`: plans, times of blocks and rounds as they come, so that a run that goes on has the same systems.
     """
     subject = build()
     title = subject.workload.title
-    ranks.call(SystemRank.load, build)
+    ranks.call(BenchmarkRank.load, build)
     names = _some([name for name, p in subject.workload.model.named_parameters() if p.requires_grad])
     systems: dict[str, System] = {}
     refused: list[Row] = []
@@ -117,7 +119,7 @@ def compare(build: Builder, rounds: int, ranks: Ranks, kept: Kept) -> tuple[str,
 
     def clear() -> None:
         subject.workload.clear()
-        ranks.call(SystemRank.clear)
+        ranks.call(BenchmarkRank.clear)
 
     clear()
     subject.workload.step()
@@ -142,11 +144,11 @@ def compare(build: Builder, rounds: int, ranks: Ranks, kept: Kept) -> tuple[str,
 
 
 def _row(
-    name: str, system: System, steps: tuple[float, ...], over: float, errors: tuple[float, float], ranks: Ranks
+    name: str, system: System, steps: tuple[float, ...], over: float, errors: tuple[float, float], ranks: Processes
 ) -> Row:
     plan, sent, planned = system.plan, None, None
     if plan is not None and name.startswith(AUTOPAR):
-        sent = sum(ranks.call(SystemRank.bytes_sent, name))
+        sent = sum(ranks.call(BenchmarkRank.bytes_sent, name))
         planned = sum(t.forward_bytes + t.backward_bytes for t in plan.transfers) * plan.n_microbatches
         if any(stage.sharding is not None for stage in plan.stages):
             sent = planned = None  # collectives, which the plan lists by themselves
@@ -159,7 +161,7 @@ def _loss_of(subject: Subject) -> float:
     return float(workload.loss(workload.model(**workload.inputs), workload.target).item())
 
 
-def _makers(build: Builder, subject: Subject, ranks: Ranks, kept: Kept) -> dict[str, Callable[[], System]]:
+def _makers(build: Builder, subject: Subject, ranks: Processes, kept: Kept) -> dict[str, Callable[[], System]]:
     """By name of the system, what gets it ready. Order matters: threads follow the plan of their processes."""
     plans: dict[str, Plan] = {}
     made: dict[str, Callable[[], System]] = {}
@@ -167,11 +169,11 @@ def _makers(build: Builder, subject: Subject, ranks: Ranks, kept: Kept) -> dict[
         if kind != "tensor" or _is_bert(subject):
             made[f"{AUTOPAR}, {kind}"] = partial(_on_ranks, ranks, f"{AUTOPAR}, {kind}", kind, plans, kept)
             made[f"{THREADS}, {kind}"] = partial(_in_threads, build, kind, plans)
-    for schedule in PIPELINES:
+    for schedule in PER_RANK:
         made[f"pipelining, {schedule}"] = partial(_pipelining, ranks, schedule, subject, kept)
-    others: dict[str, Any] = {DATA: SystemRank.ddp, SHARDED: SystemRank.fsdp}
+    others: dict[str, Any] = {DATA: BenchmarkRank.ddp, SHARDED: BenchmarkRank.fsdp}
     if _is_bert(subject):
-        others[TENSOR] = SystemRank.tensor_parallel
+        others[TENSOR] = BenchmarkRank.tensor_parallel
     for name, method in others.items():
         made[name] = partial(_of_torch, ranks, name, method)
     return made
@@ -181,9 +183,9 @@ def _is_bert(subject: Subject) -> bool:
     return hasattr(subject.workload.model, "bert")
 
 
-def _on_ranks(ranks: Ranks, name: str, kind: str, plans: dict[str, Plan], kept: Kept) -> System:
-    text = kept.case("plan", kind, make=lambda: ranks.call(SystemRank.plan, kind, N_MICROBATCHES)[0])
-    ranks.call(SystemRank.autopar, name, text)
+def _on_ranks(ranks: Processes, name: str, kind: str, plans: dict[str, Plan], kept: Kept) -> System:
+    text = kept.case("plan", kind, make=lambda: ranks.call(BenchmarkRank.plan, kind, N_MICROBATCHES)[0])
+    ranks.call(BenchmarkRank.autopar, name, text)
     plans[kind] = plan = Plan.from_json(text)
     how = f"{plan.places}, {plan.schedule}, {plan.n_microbatches} micro-batches"
     return System(how, partial(_step, ranks, name), partial(_gradients, ranks, name), plan)
@@ -204,45 +206,29 @@ def _in_threads(build: Builder, kind: str, plans: Mapping[str, Plan]) -> System:
     return System("the same plan", step, partial(gradients_of, model), plans[kind])
 
 
-def _pipelining(ranks: Ranks, schedule: str, subject: Subject, kept: Kept) -> System:
-    times = kept.case("seconds of blocks", make=lambda: block_seconds(subject, N_MICROBATCHES, 3))
-    n_stages = STAGES * len(PIPELINES[schedule](0))
+def _pipelining(ranks: Processes, schedule: str, subject: Subject, kept: Kept) -> System:
+    times = kept.case("seconds of blocks", make=lambda: block_seconds(subject.training_step, N_MICROBATCHES, 3))
+    n_stages = STAGES * PER_RANK[schedule]
+    if len(times) < n_stages:
+        raise RuntimeError(f"{len(times)} blocks are too few for {n_stages} stages")
     cuts, name = balanced(times, n_stages), f"pipelining, {schedule}"
-    ranks.call(SystemRank.pipelining, name, schedule, N_MICROBATCHES, cuts)
-    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(times)], strict=True)]
-    how = f"blocks {' | '.join(map(str, sizes))}, {N_MICROBATCHES} micro-batches"
+    ranks.call(BenchmarkRank.pipelining, name, schedule, N_MICROBATCHES, cuts)
+    how = f"{sizes_in_words(cuts, len(times))}, {N_MICROBATCHES} micro-batches"
     return System(how, partial(_step, ranks, name), partial(_gradients, ranks, name))
 
 
-def balanced(seconds: list[float], n: int) -> list[int]:
-    """The first block of each of `n` stages but the first; the longest stage is as short as can be. O(n b^2)."""
-    total = [0.0]
-    for one in seconds:
-        total.append(total[-1] + one)
-    best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]
-    for _ in range(n):
-        following: dict[int, tuple[float, list[int]]] = {}
-        for start, (longest, cuts) in best[-1].items():
-            for end in range(start + 1, len(seconds) + 1):
-                candidate = max(longest, total[end] - total[start])
-                if end not in following or candidate < following[end][0]:
-                    following[end] = candidate, [*cuts, end]
-        best.append(following)
-    return best[-1][len(seconds)][1][:-1]
-
-
-def _of_torch(ranks: Ranks, name: str, method: Callable[..., Any]) -> System:
+def _of_torch(ranks: Processes, name: str, method: Callable[..., Any]) -> System:
     ranks.call(method, name)
     return System("", partial(_step, ranks, name), partial(_gradients, ranks, name))
 
 
-def _step(ranks: Ranks, name: str) -> float:
-    losses = [loss for loss in ranks.call(SystemRank.step, name) if loss is not None]
+def _step(ranks: Processes, name: str) -> float:
+    losses = [loss for loss in ranks.call(BenchmarkRank.step, name) if loss is not None]
     return float(losses[-1])
 
 
-def _gradients(ranks: Ranks, name: str, names: list[str]) -> Gradients:
-    first, last = ranks.call(SystemRank.gradients, name, names)
+def _gradients(ranks: Processes, name: str, names: list[str]) -> Gradients:
+    first, last = ranks.call(BenchmarkRank.gradients, name, names)
     return {**first, **last}
 
 

@@ -45,6 +45,12 @@ def traced(value: Any, path: Path, rank: int | None) -> None:
 
 
 @singledispatch
+def drawn(value: Any, path: Path) -> None:
+    """Write a figure of the value."""
+    raise NotImplementedError(f"nothing draws {type(value).__name__}")
+
+
+@singledispatch
 def by_hand(model: Any, devices: Any, degrees: Mapping[str, Any], **call: Any) -> Any:
     """The plan with these degrees for a call of the model."""
     raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import least_seconds, model_flops
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
-from autopar.plan.display import shown
+from autopar.plan.display import drawn, shown
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
@@ -103,6 +104,10 @@ class ClusterComparison:
 
     def __str__(self) -> str:
         return shown(self)
+
+    def figure(self, path: str | Path) -> None:
+        """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
+        drawn(self, Path(path))
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""

@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.plan.display import shown
+from autopar.plan.display import drawn, shown
 from autopar.plan.plan import Plan
 from cost_models.measuring.intervals import LEVEL, Interval, median_interval, paired_ratio_interval
 
@@ -147,6 +148,10 @@ class Comparison:
 
     def __str__(self) -> str:
         return shown(self)
+
+    def figure(self, path: str | Path) -> None:
+        """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
+        drawn(self, Path(path))
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""

@@ -15,16 +15,18 @@ from torch import nn
 
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
+from autopar.runtime.other_systems.blocks import block_seconds
+from autopar.runtime.other_systems.processes import Processes
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
 from benchmarks import overhead, peer_models, peers, zoo
 from benchmarks.__main__ import main
 from benchmarks.bound import lower_bound
+from benchmarks.distributed_systems import STAGES, BenchmarkRank
 from benchmarks.kept import Kept
 from benchmarks.machine import machine_header
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table, to_markdown
-from benchmarks.peer_systems import Rank, Ranks, best_cut, block_seconds
 from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
 from benchmarks.registry import BENCHMARKS
 from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, GridPlan, choose_cuts, summary
@@ -218,17 +220,9 @@ def test_blocks_in_a_row_are_the_model(build: peer_models.Builder) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@given(st.lists(st.floats(0, 10), min_size=2, max_size=12))
-def test_best_cut_leaves_the_longer_stage_as_short_as_any_cut(seconds: list[float]) -> None:
-    def longer(cut: int) -> float:
-        return max(sum(seconds[:cut]), sum(seconds[cut:]))
-
-    assert longer(best_cut(seconds)) == pytest.approx(min(map(longer, range(1, len(seconds)))))
-
-
 def test_every_block_is_timed_and_leaves_no_gradient() -> None:
     subject = peer_models.gpt(quick=True)
-    seconds = block_seconds(subject, n_microbatches=4, rounds=1)
+    seconds = block_seconds(subject.training_step, n_microbatches=4, rounds=1)
     assert len(seconds) == len(subject.blocks)
     assert min(seconds) > 0
     assert all(p.grad is None for p in subject.workload.model.parameters())
@@ -266,7 +260,7 @@ def test_what_is_not_installed_has_no_row_and_is_listed(without_gpipe: None) -> 
     assert all(row.alone is not None and row.alone > 0 for row in rows)
     assert all(row.over_bound is not None and row.over_bound >= 1 - 1e-9 for row in rows)
     for table in (peers._tiny_table(title, rows), peers._model_table(title, rows)):
-        missing = [line[0] for line in table.rows if "not installed" in line]
+        missing = [line[0] for line in table.rows if {"not installed", "not run"} & set(line)]
         assert set(missing) == set(peers.SYSTEMS) - {AUTOPAR}
 
 
@@ -287,20 +281,20 @@ def test_a_system_that_computes_something_else_is_found(without_gpipe: None, mon
 
 @pytest.mark.slow
 def test_processes_compute_what_the_plain_model_does_and_tell_what_went_wrong(without_gpipe: None) -> None:
-    with operator_threads(1), Ranks() as ranks:
+    with operator_threads(1), Processes(BenchmarkRank, STAGES) as ranks:
         build = partial(peer_models.gpt, True)  # tied: a gradient from both processes
         subject = build()
-        ranks.call(Rank.load, build)
+        ranks.call(BenchmarkRank.load, build)
         names = [name for name, _ in subject.workload.model.named_parameters()]
         systems = peers._gloo(subject, 4, 1, ranks, names)
         assert set(systems) == set(GLOO)
         reference = Outcome(peers._accumulated(subject, 4), peers.gradients_of(subject.workload.model, names))
         for system in systems.values():
-            ranks.call(Rank.clear)
+            ranks.call(BenchmarkRank.clear)
             loss = system.step()
             assert max(Outcome(loss, system.gradients()).errors(reference)) < 1e-5
         with pytest.raises(RuntimeError, match="KeyError: 'nonsense'"):
-            ranks.call(Rank.gradients, ["nonsense"])
+            ranks.call(BenchmarkRank.gradients, next(iter(GLOO)), ["nonsense"])
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import nn
@@ -39,6 +39,7 @@ CEILING, PLAIN, DATA_PARALLEL, DDP, GPIPE, PIPELINING = (
 SYSTEMS = (CEILING, PLAIN, DATA_PARALLEL, DDP, GPIPE, PIPELINING, *(f"{PIPELINING}:{name}" for name in PER_RANK))
 _EXTRAS = {GPIPE: ("torchgpipe", "peers")}  # system -> package and the extra that has it
 _BLOCK_ROUNDS = 3
+_TOLERANCE = 1e-3  # of a loss, relative: single precision, summed in another order
 _MICROBATCHES = 2  # for each device, where nothing says how many
 
 
@@ -103,7 +104,9 @@ def other_systems(
         for name in names:
             progress(f"preparing {name}", 0.0)
             try:
-                ready.append(preparing.system(name))
+                system = preparing.system(name)
+                preparing.check(system)
+                ready.append(system)
             except Refusal as error:
                 refused[name] = str(error)
             except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -151,6 +154,26 @@ class _Preparing:
         self._ranks().call(method, name)
         n = len(self._devices)
         return self._on_ranks(name, f"{n} processes, each with 1/{n} of the batch{how}")
+
+    def check(self, system: OtherSystem) -> None:
+        """Raises Refusal for a system with another loss than the model's, where that is one number."""
+        if system.name in (PLAIN, CEILING, DATA_PARALLEL) or self._expected is None:
+            return
+        system.clear()
+        got = system.step()
+        system.clear()
+        if isinstance(got, float) and not abs(got - self._expected) <= _TOLERANCE * abs(self._expected):
+            raise Refusal(f"its loss is {got:.6g}, and the model's is {self._expected:.6g}")
+
+    @cached_property
+    def _expected(self) -> float | None:
+        """The model's loss; None where micro-batches have others (batch norm), or no two calls have the same."""
+        step = TrainingStep.of(replace(self._example, model=self._copy()))
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in step.model.modules()):
+            return None
+        first, second = (step.run().item() for _ in range(2))
+        step.clear()
+        return first if first == second else None
 
     def _plain(self) -> OtherSystem:
         """The model with as many threads as the caller has set."""

@@ -46,11 +46,11 @@ def pipelining_step(
     mine = stages_of(schedule, rank, n_ranks)
     bounds = list(pairwise([0, *cuts, len(step.blocks)]))
     stages = []
-    # Gradients of a stage's own parameters alone become means; of one that two stages of a rank have, once.
-    first = next((one for one in mine if one in (0, len(bounds) - 1)), None)
+    # Zero-bubble schedules compute gradients of a stage's own parameters alone, so both ends own a tied one.
+    ends = [number for number in mine if number in (0, len(bounds) - 1)]
     for number in mine:
         part = step.blocks[slice(*bounds[number])]
-        for index, parameter in enumerate(step.tied if number == first else ()):
+        for index, parameter in enumerate(step.tied if number in ends else ()):
             part.register_parameter(f"tied{index}", parameter)
         stages.append(PipelineStage(part, number, len(bounds), torch.device("cpu")))
     made = getattr(schedules, f"Schedule{schedule}")
@@ -64,6 +64,8 @@ def pipelining_step(
         for parameter in step.tied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if len(ends) > 1:  # each of them has divided the sum of both by the number of micro-batches
+                parameter.grad.mul_(n_microbatches)
             dist.all_reduce(parameter.grad)
         return torch.stack(losses).mean().item() if losses else None
 

@@ -54,18 +54,24 @@ def pipelining_step(
             part.register_parameter(f"tied{index}", parameter)
         stages.append(PipelineStage(part, number, len(bounds), torch.device("cpu")))
     made = getattr(schedules, f"Schedule{schedule}")
-    run = made(stages if PER_RANK[schedule] > 1 else stages[0], n_microbatches, loss_fn=step.block_loss)
+    # A stage divides its gradients by the number of micro-batches once it is done, also what another stage of the rank
+    # has added to a tied one so far: then they are divided here.
+    whole = not step.tied
+    own = {id(p): p for stage in stages for p in stage.submod.parameters()}.values()
+    each = stages if PER_RANK[schedule] > 1 else stages[0]
+    run = made(each, n_microbatches, loss_fn=step.block_loss, scale_grads=whole)
     is_first, is_last = 0 in mine, len(bounds) - 1 in mine
 
     def one() -> float | None:
         losses: list[torch.Tensor] = []
         last = {"target": step.target, "losses": losses} if is_last else {}
         run.step(*((step.input,) if is_first else ()), return_outputs=False, **last)
+        for parameter in () if whole else own:
+            if parameter.grad is not None:
+                parameter.grad.div_(n_microbatches)
         for parameter in step.tied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if len(ends) > 1:  # each of them has divided the sum of both by the number of micro-batches
-                parameter.grad.mul_(n_microbatches)
             dist.all_reduce(parameter.grad)
         return torch.stack(losses).mean().item() if losses else None
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import autopar
 from autopar import AutoparError, Plan
 from autopar.runtime.other_systems.blocks import balanced, block_seconds, sizes_in_words
+from autopar.runtime.other_systems.independent import CEILING
 from autopar.runtime.other_systems.pipelining import PER_RANK
 from autopar.runtime.other_systems.processes import Processes
 from benchmarks import peer_models
@@ -32,7 +33,7 @@ from benchmarks.distributed_systems import (
     train_step,
 )
 from benchmarks.kept import Kept, as_row
-from benchmarks.output import Report, Table
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.peer_models import Builder, Gradients, Subject, gradients_of
 from benchmarks.peers import TOLERANCE, Outcome, _some
 from benchmarks.timing import interleave, ratio
@@ -83,10 +84,13 @@ def run_distributed(quick: bool, kept: Kept) -> Report:
         title: [{**dataclasses.asdict(row), "measured": row.measured} for row in rows] for title, rows in found.items()
     }
     tables = [_table(title, rows) for title, rows in found.items()] + [_goals(found)]
-    return Report("Two processes over gloo, a core each", tuple(tables), {"models": data})
+    measured = tuple(
+        Rounds(title, {row.system: row.steps for row in rows if row.steps}, CEILING) for title, rows in found.items()
+    )
+    return Report("Two processes over gloo, a core each", tuple(tables), {"models": data}, measured=measured)
 
 
-def _kept_rows(build: Builder, rounds: int, ranks: Processes, kept: Kept) -> tuple[str, list[Row]]:
+def _kept_rows(build: partial[Subject], rounds: int, ranks: Processes, kept: Kept) -> tuple[str, list[Row]]:
     mine = kept.part(build.func.__name__)
 
     def made() -> tuple[str, list[dict[str, Any]]]:
@@ -135,11 +139,15 @@ def compare(build: Builder, rounds: int, ranks: Processes, kept: Kept) -> tuple[
                 raise RuntimeError(f"{name}, {title}: {wrong} against the plain model")
             refused.append(Row(name, wrong))
     systems = {name: system for name, system in systems.items() if max(errors[name]) <= TOLERANCE}
+    ranks.call(BenchmarkRank.independent, CEILING)
     log.info("%s: comparing", title)
     steps: dict[str, Callable[[], object]] = {name: system.step for name, system in systems.items()}
+    steps[CEILING] = partial(ranks.call, BenchmarkRank.step, CEILING)
     seconds = interleave(steps, rounds, clear, kept)
     best = min((name for name in seconds if name.startswith(AUTOPAR)), key=lambda name: median(seconds[name]))
     rows = [_row(n, s, seconds[n], ratio(seconds[n], seconds[best]), errors[n], ranks) for n, s in systems.items()]
+    how = f"{STAGES} independent processes, each with its part of the batch"
+    rows.append(Row(CEILING, how, seconds[CEILING], ratio(seconds[CEILING], seconds[best])))
     return title, [*rows, *refused]
 
 
@@ -251,7 +259,7 @@ def _line(row: Row) -> tuple[str, ...]:
         return (row.system, f"not timed: {row.how}", *[""] * 5)
     predicted = "" if row.predicted is None else f"{row.predicted / row.measured:.2f}"
     sent = "" if row.sent is None or row.planned is None else f"{row.sent / 1e6:.2f} ({row.planned / 1e6:.2f})"
-    errors = f"{row.loss_error:.0e}, {row.gradient_error:.0e}"
+    errors = "" if row.loss_error is None else f"{row.loss_error:.0e}, {row.gradient_error:.0e}"
     return (row.system, row.how, f"{row.measured * 1e3:.1f}", f"{row.over_best:.2f}", predicted, sent, errors)
 
 
@@ -268,7 +276,7 @@ def _goals(found: Mapping[str, list[Row]]) -> Table:
 def _ratios(rows: list[Row]) -> Iterator[float | None]:
     timed = {row.system: row.steps for row in rows if row.steps}
     ours = {name: steps for name, steps in timed.items() if name.startswith(AUTOPAR)}
-    others = {name: steps for name, steps in timed.items() if not name.startswith((AUTOPAR, THREADS))}
+    others = {name: steps for name, steps in timed.items() if not name.startswith((AUTOPAR, THREADS, CEILING))}
     pipes = {name: steps for name, steps in others.items() if name.startswith("pipelining")}
     yield _best_ratio(ours, others)
     pipeline = f"{AUTOPAR}, pipeline"

@@ -9,7 +9,7 @@ from statistics import median
 import autopar
 from autopar import Cluster
 from benchmarks.kept import Kept, as_row
-from benchmarks.output import Report, Table
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import interleave
 from benchmarks.zoo import Subject, bert, gpt2, resnet, step, t5, vit
 from cost_models import MeasurementCache, parse_devices
@@ -25,6 +25,7 @@ class Row:
 
     name: str
     step: float  # median
+    steps: tuple[float, ...]
     profiled: float
     estimated: float
 
@@ -38,15 +39,16 @@ def run_estimates(quick: bool, kept: Kept) -> Report:
         as_row(Row, kept.case(build.__name__, make=lambda b=build: asdict(_row(b(quick), here, elsewhere))))  # type: ignore[misc]
         for build in MODELS
     ]
+    measured = tuple(Rounds(row.name, {"step": row.steps}) for row in rows)
     data = {"rows": [asdict(row) for row in rows]}
-    return Report("Whole models, estimated and profiled, against their steps", (_table(rows),), data)
+    return Report("Whole models, estimated and profiled, against their steps", (_table(rows),), data, measured=measured)
 
 
 def _row(subject: Subject, here: Cluster, elsewhere: Cluster) -> Row:
     profiled, estimated = (_seconds(subject, cluster) for cluster in (here, elsewhere))
     with operator_threads(1):
         steps = interleave({"step": lambda: step(subject.model, subject.inputs)}, ROUNDS)["step"]
-    return Row(subject.name, median(steps), profiled, estimated)
+    return Row(subject.name, median(steps), steps, profiled, estimated)
 
 
 def _seconds(subject: Subject, cluster: Cluster) -> float:

@@ -50,24 +50,24 @@ class Kept:
         if path is not None and path.exists():
             self._read(path)
 
-    def part(self, *key: str | int) -> Kept:
+    def part(self, *key: str | float) -> Kept:
         """The values whose keys begin with `key`: a view of the same file."""
         part = Kept.__new__(Kept)
         part.__dict__ = {**self.__dict__, "_prefix": (*self._prefix, *key)}
         return part
 
-    def case(self, *key: str | int, make: Callable[[], Any]) -> Any:
+    def case(self, *key: str | float, make: Callable[[], Any]) -> Any:
         """The value of a key. `make` is called where there is none, and returns what JSON can hold."""
         if (*self._prefix, *key) not in self._lines:
             self.put(*key, value=make())
         return self.get(*key)
 
-    def get(self, *key: str | int) -> Any:
+    def get(self, *key: str | float) -> Any:
         """The value of a key, or None."""
         line = self._lines.get((*self._prefix, *key))
         return None if line is None else line["value"]
 
-    def put(self, *key: str | int, value: Any) -> None:
+    def put(self, *key: str | float, value: Any) -> None:
         """Write a value, to the disk before this returns."""
         whole = (*self._prefix, *key)
         text = json.dumps({"key": whole, "date": self._date(), "value": value})
@@ -134,6 +134,8 @@ def as_row(kind: Callable[..., Row], values: Mapping[str, Any]) -> Row:
 def _tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_tuples, value))
+    if isinstance(value, dict):
+        return {name: _tuples(one) for name, one in value.items()}
     return value
 
 

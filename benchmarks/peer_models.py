@@ -7,7 +7,7 @@ blocks                    0           1           2                n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,20 +46,8 @@ class Subject:
     @property
     def training_step(self) -> TrainingStep:
         """The same step, as other systems take it."""
-        w = self.workload
-        return TrainingStep(
-            w.model,
-            (),
-            w.inputs,
-            w.target,
-            w.loss,
-            w.batch_size,
-            (0,) * len(w.inputs),
-            (0,),
-            self.blocks,
-            self.loss,
-            self.tied,
-        )
+        step = self.workload.training_step
+        return replace(step, blocks=self.blocks, block_loss=self.loss, tied=self.tied)
 
 
 Gradients = dict[str, np.ndarray[Any, Any]]  # by the model's names of its parameters

@@ -24,13 +24,14 @@ import autopar
 from autopar import PipelinedModule, Plan
 from autopar.runtime.other_systems.blocks import balanced, block_seconds, sizes_in_words
 from autopar.runtime.other_systems.gpipe import gpipe_step, worker_a_stage
+from autopar.runtime.other_systems.independent import CEILING
 from autopar.runtime.other_systems.pipelining import PER_RANK
 from autopar.runtime.other_systems.processes import Processes
 from benchmarks import peer_models
 from benchmarks.bound import Alone, Noted, lower_bound
 from benchmarks.distributed_systems import STAGES, BenchmarkRank
 from benchmarks.kept import Kept, as_row
-from benchmarks.output import Report, Table
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.peer_models import Builder, Gradients, Subject, gradients_of
 from benchmarks.timing import interleave, ratio, slope
 from benchmarks.training import DEVICES
@@ -42,7 +43,7 @@ AUTOPAR = "autopar"
 GPIPE, GPIPE_WORKERS = "torchgpipe", "torchgpipe, a worker a stage"
 GLOO = {f"torch.distributed.pipelining, {schedule}": schedule for schedule in PER_RANK}
 ALONE = "autopar's actions, one at a time"
-SYSTEMS = (AUTOPAR, GPIPE, GPIPE_WORKERS, *GLOO)
+SYSTEMS = (AUTOPAR, GPIPE, GPIPE_WORKERS, *GLOO, CEILING)
 
 TOLERANCE = 1e-3  # of losses and gradients, relative to the plain model's: single precision, summed in another order
 _N_CHECKED = 8  # parameters whose gradients are compared
@@ -71,8 +72,10 @@ class Row:
     how: str  # devices and schedule of the plan, or the cut, in words
     steps: tuple[float, ...]  # s, measured in turn with the other rows of the same model and number
     over_autopar: float  # median over rounds of its time / autopar's
-    loss_error: float  # relative to the plain model's, the same micro-batches one after the other
-    gradient_error: float  # largest norm of a difference / largest norm, of a few parameters
+    # Relative to the plain model's, the same micro-batches one after the other. None of the ceiling, which has parts
+    # of the batch.
+    loss_error: float | None
+    gradient_error: float | None  # largest norm of a difference / largest norm, of a few parameters
     alone: float | None = None  # s, the simulator's bound from actions one at a time; autopar's rows alone
     over_bound: float | None = None  # median over rounds of the time / the bound from the actions of that very step
 
@@ -124,7 +127,17 @@ def run_peers(quick: bool, kept: Kept) -> Report:
     tables += [_ratio_table(found), _bound_table(found)]
     rows = {name: [_values(row) for row in rows] for name, rows in {title: tiny, **found}.items()}
     data = {"torchgpipe": version(GPIPE) if _has_gpipe() else None, "models": rows}
-    return Report("Beside other pipelines, two devices of a core each", tuple(tables), data)
+    measured = tuple(
+        _rounds(name, m, [row for row in rows if row.n_microbatches == m])
+        for name, rows in {title: tiny, **found}.items()
+        for m in sorted({row.n_microbatches for row in rows})
+    )
+    return Report("Beside other pipelines, two devices of a core each", tuple(tables), data, measured=measured)
+
+
+def _rounds(title: str, m: int, rows: list[Row]) -> Rounds:
+    seconds = {row.system: row.steps for row in rows}
+    return Rounds(f"{title}, {m} micro-batches", seconds, CEILING if CEILING in seconds else None)
 
 
 def compare(
@@ -167,6 +180,9 @@ def _measured(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Proces
     systems |= _gpipe(subject, m, scale.balancing, here) | _gloo(subject, m, scale.block_rounds, ranks, names)
     errors = _errors(subject, m, systems, here, clear)
     systems = {name: system for name, system in systems.items() if name in errors}
+    if ranks is not None:
+        ranks.call(BenchmarkRank.independent, CEILING)
+        systems[CEILING] = System(f"{STAGES} independent processes", partial(_step, ranks, CEILING), here)
     alone, noted = Alone(module, workload), Noted(module, systems[AUTOPAR].step)
     log.info("%s, %d micro-batches: comparing", workload.title, m)
     steps: dict[str, Callable[[], object]] = {name: system.step for name, system in systems.items()}
@@ -179,7 +195,7 @@ def _measured(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Proces
     for name, system in systems.items():
         over = ratio(seconds[name], seconds[AUTOPAR])
         bounds = (bound, over_bound) if name == AUTOPAR else (None, None)
-        yield Row(name, m, system.how, seconds[name], over, *errors[name], *bounds)
+        yield Row(name, m, system.how, seconds[name], over, *errors.get(name, (None, None)), *bounds)
 
 
 def _errors(
@@ -339,7 +355,7 @@ def _model_line(system: str, m: int, row: Row | None) -> tuple[str, ...]:
     if row is None:
         return (system, str(m), _absent(system), *[""] * 5)
     spread = f"{min(row.steps):.3f}-{max(row.steps):.3f}"
-    errors = f"{row.loss_error:.1e}", f"{row.gradient_error:.1e}"
+    errors = [f"{error:.1e}" if error is not None else "" for error in (row.loss_error, row.gradient_error)]
     return (system, str(m), row.how, f"{row.measured:.3f}", spread, f"{row.over_autopar:.2f}", *errors)
 
 

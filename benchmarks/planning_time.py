@@ -89,7 +89,7 @@ def run_planning_time(quick: bool, kept: Kept) -> Report:
         "cluster all of the plan."
     )
     table = Table("Planning", ("case", "seconds", "peak GB", "choice"), tuple(rows), note)
-    return Report("Choosing sharding strategies", (table,), data, plain=True)
+    return Report("Choosing sharding strategies", (table,), data)
 
 
 def _measured(name: str) -> list[str]:

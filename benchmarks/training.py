@@ -25,10 +25,11 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.measured import Measured
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
+from autopar.runtime.other_systems.independent import CEILING, ceiling
 from benchmarks.figures import split_size_curve
 from benchmarks.kept import Kept
 from benchmarks.models import Workload
-from benchmarks.output import Report, Table
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.sweep import (
     Final,
     Grid,
@@ -83,6 +84,7 @@ class Result:
     second_plan: float  # s, with a full one
     wrap: float  # step time of the module wrapped for one device / of the plain model, ratio of medians
     sweep: Sweep
+    final_rounds: dict[str, tuple[float, ...]]  # s, of all systems in the rounds of `finals`
     finals: tuple[Final, ...]  # FREE against the best of the sweep, PURE against the best pipeline of it
 
     def row(self, name: str) -> Row:
@@ -104,6 +106,19 @@ def report_of(workload: Workload, scale: Scale, kept: Kept) -> Report:
         lambda path: split_size_curve(
             result.sweep, result.title, plain.steps, auto.steps, auto.n_microbatches or 1, path
         ),
+        _rounds(result),
+    )
+
+
+def _rounds(result: Result) -> tuple[Rounds, ...]:
+    """All times, by the rounds that they were taken in."""
+    together = {row.name: row.steps for row in result.rows if row.name != PLAIN_THREADS}
+    together |= {point.name: point.steps for point in result.sweep.points}
+    threads = {PLAIN_THREADS: result.row(PLAIN_THREADS).steps}
+    return (
+        Rounds(result.title, together, CEILING),
+        Rounds(f"{result.title}, finals", result.final_rounds, CEILING),
+        Rounds(f"{result.title}, {len(DEVICES)} threads", threads),
     )
 
 
@@ -156,15 +171,27 @@ def measure(workload: Workload, scale: Scale, kept: Kept) -> Result:
         PURE: training_step(workload, pure),
         PURE_CALL: lambda: workload.loss(called(**workload.inputs), workload.target).backward(),
     }
-    with grid_steps(workload, DEVICES, made.grid) as steps:
+    with (
+        ceiling(workload.training_step, len(DEVICES)) as independent,
+        grid_steps(workload, DEVICES, made.grid) as steps,
+    ):
+        systems[CEILING] = independent.step
+
+        def clear() -> None:
+            workload.clear()
+            independent.clear()
+
         log.info("%d rounds of %d systems in turn", scale.rounds, len(systems) + len(steps))
-        seconds = interleave({**systems, **steps}, scale.rounds, workload.clear, kept.part("all"))
+        seconds = interleave({**systems, **steps}, scale.rounds, clear, kept.part("all"))
         sweep = summary(made.grid, seconds, seconds[FREE])
         log.info("%d rounds of the best ones", scale.rounds_apart)
         pairs = ((FREE, made.free, sweep.fastest.name), (PURE, made.pure, sweep.fastest_pipeline.name))
-        finals = _finals(pairs, {**systems, **steps}, made.grid, scale.rounds_apart, workload, kept.part("finals"))
+        final_rounds, finals = _finals(
+            pairs, {**systems, **steps}, made.grid, scale.rounds_apart, clear, kept.part("finals")
+        )
     predicted = {name: plan.predicted_step_time for name, plan in plans.items() if plan}
     predicted[PLAIN] = made.free.single_device_time
+    plans[CEILING] = None
     rows = [_row(name, plan, predicted.get(name), seconds[name], seconds[PLAIN]) for name, plan in plans.items()]
     log.info("wrapping for one device")
     wrap = _wrap_cost(workload, scale.rounds_apart, kept.part("wrapped"))
@@ -175,7 +202,7 @@ def measure(workload: Workload, scale: Scale, kept: Kept) -> Result:
     for module in (free, pure, called):
         module.close()
     workload.clear()
-    return Result(workload.title, tuple(rows), made.first, made.second, wrap, sweep, finals)
+    return Result(workload.title, tuple(rows), made.first, made.second, wrap, sweep, final_rounds, finals)
 
 
 def _finals(
@@ -183,15 +210,20 @@ def _finals(
     steps: Mapping[str, Step],
     grid: Sequence[GridPlan],
     rounds: int,
-    workload: Workload,
+    clear: Step,
     kept: Kept,
-) -> tuple[Final, ...]:
-    """`pairs`: an automatic plan's name, the plan, and the name of its rival in the grid."""
+) -> tuple[dict[str, tuple[float, ...]], tuple[Final, ...]]:
+    """Seconds of all that ran, and who is faster.
+
+    `pairs`: an automatic plan's name, the plan, and the name of its rival in the grid.
+    """
     rivals = {str(one): one.plan for one in grid}
     same = {name: same_plan(plan, rivals[rival]) for name, plan, rival in pairs}
-    racing = {name for name, _, _ in pairs} | {rival for name, _, rival in pairs if not same[name]}
-    seconds = interleave({name: steps[name] for name in steps if name in racing}, rounds, workload.clear, kept)
-    return tuple(Final.of(rival, seconds[name], seconds.get(rival, ()), same=same[name]) for name, _, rival in pairs)
+    racing = {CEILING} | {name for name, _, _ in pairs} | {rival for name, _, rival in pairs if not same[name]}
+    seconds = interleave({name: steps[name] for name in steps if name in racing}, rounds, clear, kept)
+    return seconds, tuple(
+        Final.of(rival, seconds[name], seconds.get(rival, ()), same=same[name]) for name, _, rival in pairs
+    )
 
 
 def _row(

@@ -17,7 +17,7 @@ from torch import nn
 
 import autopar
 from benchmarks.kept import Kept, as_row
-from benchmarks.output import Report, Table
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import interleave, ratio
 from cost_models.hardware.devices import operator_threads
 
@@ -69,7 +69,16 @@ def run_zoo(quick: bool, kept: Kept) -> Report:
         rows.append(as_row(Row, found))
         gc.collect()  # modules and graphs refer to each other, and the next model needs the memory
     size = "Tiny models" if quick else "Full-size models"
-    return Report(f"{size} of transformers on two CPU devices", (_table(rows),), {"rows": list(map(_values, rows))})
+    return Report(
+        f"{size} of transformers on two CPU devices",
+        (_table(rows),),
+        {"rows": list(map(_values, rows))},
+        measured=_rounds(rows),
+    )
+
+
+def _rounds(rows: list[Row]) -> tuple[Rounds, ...]:
+    return tuple(Rounds(row.name, {"pipelined": row.steps, "plain model": row.plain_steps}) for row in rows)
 
 
 def measure(subject: Subject, rounds: int) -> Row:

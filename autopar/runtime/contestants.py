@@ -296,10 +296,11 @@ def whole_step(model: nn.Module, example: Example) -> None:
 
 
 def _loss(output: Any, example: Example) -> torch.Tensor:
-    """That of the loss function; without one, the output's `.loss`, or else the sum of the means of all outputs with a
-    gradient."""
-    if example.loss is not None:
-        return example.loss(output, example.target)
+    return without_loss_function(output) if example.loss is None else example.loss(output, example.target)
+
+
+def without_loss_function(output: Any, target: Any = None) -> torch.Tensor:
+    """The output's `.loss`, or else the sum of the means of all outputs with a gradient."""
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own

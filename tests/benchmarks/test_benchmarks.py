@@ -16,6 +16,7 @@ from torch import nn
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.runtime.other_systems.blocks import block_seconds
+from autopar.runtime.other_systems.independent import CEILING
 from autopar.runtime.other_systems.processes import Processes
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
@@ -106,7 +107,7 @@ def test_cuts_leave_both_stages_work_and_are_the_nearest_where_modules_do_not_ma
 @pytest.mark.slow
 def test_training_compares_every_way_to_run_the_step(report: Report) -> None:
     rows = {row["name"]: row for row in report.data["rows"]}
-    assert list(rows) == [PLAIN, FREE, PURE, PURE_CALL, PLAIN_THREADS]
+    assert list(rows) == [PLAIN, FREE, PURE, PURE_CALL, CEILING, PLAIN_THREADS]
     for name in (FREE, PURE, PURE_CALL):
         assert rows[name]["predicted"] > 0
     assert rows[PLAIN]["speedup"] == 1

@@ -79,7 +79,7 @@ def test_every_schedule_of_pipelining_computes_the_models_loss_and_gradients(
     found: dict[str, Any] = {}
     for one in ranks.call(SystemRank.gradients, schedule, names):
         found |= one
-    assert losses == pytest.approx([step.run().item()], rel=1e-5)
+    assert losses == pytest.approx([step.run()], rel=1e-5)
     assert set(found) == set(names)
     for name, parameter in step.model.named_parameters():
         torch.testing.assert_close(torch.from_numpy(found[name]), parameter.grad, rtol=1e-4, atol=1e-7)
@@ -98,7 +98,7 @@ def test_parts_of_a_batch_in_processes_have_the_models_loss_and_ddp_its_gradient
     name = "0.0.weight"
     first, second = (one[name] for one in ranks.call(SystemRank.gradients, DDP, [name]))
     halves = ranks.call(SystemRank.step, CEILING)
-    whole = step.run().item()
+    whole = step.run()
     assert losses == pytest.approx([whole, whole], rel=1e-5)
     assert sum(halves) / 2 == pytest.approx(whole, rel=1e-5)
     assert halves[0] != halves[1]
@@ -148,7 +148,7 @@ def test_parts_of_a_batch_cut_what_has_samples_and_nothing_else() -> None:
     assert torch.equal(torch.cat([part.args[0] for part in parts]), BATCH)
     assert torch.equal(torch.cat([part.target for part in parts]), BATCH)
     assert all(torch.equal(part.kwargs["table"], table) for part in parts)
-    assert sum(part.run() for part in parts) / 4 == pytest.approx(step.run().item(), rel=1e-5)
+    assert sum(part.run() or 0 for part in parts) / 4 == pytest.approx(step.run(), rel=1e-5)
     with pytest.raises(Refusal, match="8 samples has no 3 equal parts"):
         step.part(0, 3)
 
@@ -173,10 +173,11 @@ def test_a_model_that_is_no_row_is_refused_in_words_and_the_rest_is_compared() -
     assert all("nn.Sequential" in row.refused for row in found.systems[:2])
 
 
+@pytest.mark.slow
 def test_shared_parameters_in_two_stages_are_refused() -> None:
     layer = nn.Linear(16, 16)
-    found = compared(nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh()), [PIPELINING], **LOSS)
-    assert "0.weight" in found.systems[0].refused or "2.weight" in found.systems[0].refused
+    found = compared(nn.Sequential(layer, nn.Tanh(), layer), [PIPELINING], **LOSS)
+    assert "2.weight is read in two stages" in found.systems[0].refused
 
 
 @pytest.mark.slow
@@ -190,8 +191,11 @@ def test_what_cannot_be_sent_to_a_process_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_loss_there_is_no_training_step_to_run() -> None:
-    assert "loss_fn=" in compared(row_model(), [DDP]).systems[0].refused
+def test_without_a_loss_there_is_no_pipeline_to_run_but_a_ceiling() -> None:
+    found = compared(row_model(), [PIPELINING, CEILING])
+    assert "loss_fn=" in found.systems[0].refused
+    assert found.ceiling is not None
+    assert len(found.ceiling.steps) == 1
 
 
 def test_unknown_systems_and_missing_packages_are_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

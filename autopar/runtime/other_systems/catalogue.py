@@ -5,12 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 from torch import nn
 
@@ -26,16 +24,15 @@ from autopar.runtime.other_systems.blocks import (
     sizes_in_words,
 )
 from autopar.runtime.other_systems.gpipe import gpipe_step
+from autopar.runtime.other_systems.independent import CEILING, serving
 from autopar.runtime.other_systems.pipelining import PER_RANK
 from autopar.runtime.other_systems.processes import Processes
 from autopar.runtime.other_systems.rank import SystemRank
-from autopar.runtime.other_systems.training_step import Refusal, TrainingStep, load_step
+from autopar.runtime.other_systems.training_step import Refusal, TrainingStep
 from cost_models import Device
 from cost_models.hardware.devices import operator_threads
 
-CEILING, PLAIN, DATA_PARALLEL, DDP, GPIPE, PIPELINING = (
-    *("ceiling", "plain", "DataParallel", "DDP", "torchgpipe", "pipelining"),
-)
+PLAIN, DATA_PARALLEL, DDP, GPIPE, PIPELINING = "plain", "DataParallel", "DDP", "torchgpipe", "pipelining"
 SYSTEMS = (CEILING, PLAIN, DATA_PARALLEL, DDP, GPIPE, PIPELINING, *(f"{PIPELINING}:{name}" for name in PER_RANK))
 _EXTRAS = {GPIPE: ("torchgpipe", "peers")}  # system -> package and the extra that has it
 _BLOCK_ROUNDS = 3
@@ -145,6 +142,10 @@ class _Preparing:
             raise Refusal("autopar runs it on CPU workers only")
         if len(self._devices) < 2:
             raise Refusal("it needs two devices or more")
+        if kind != CEILING and not step.training:
+            raise Refusal("it runs training steps, and this model is not in training mode")
+        if kind in (GPIPE, PIPELINING) and (self._example.loss is None or step.target is None):
+            raise Refusal("it runs training steps with a loss: give target= and loss_fn=")
         if kind == GPIPE:
             return self._gpipe(step)
         if kind == PIPELINING:
@@ -171,7 +172,9 @@ class _Preparing:
         step = TrainingStep.of(replace(self._example, model=self._copy()))
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in step.model.modules()):
             return None
-        first, second = (step.run().item() for _ in range(2))
+        if not step.training:
+            return None
+        first, second = (step.run() for _ in range(2))
         step.clear()
         return first if first == second else None
 
@@ -219,12 +222,8 @@ class _Preparing:
 
     def _ranks(self) -> Processes:
         if self._processes is None:
-            folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-            path = Path(folder) / "step.pt"
-            TrainingStep.of(replace(self._example, model=self._copy())).save(path)
-            processes = self._stack.enter_context(Processes(SystemRank, len(self._devices)))
-            processes.call(SystemRank.load, partial(load_step, path))
-            self._processes = processes
+            step = TrainingStep.of(replace(self._example, model=self._copy()))
+            self._processes = self._stack.enter_context(serving(step, len(self._devices)))
         return self._processes
 
     def _on_ranks(self, name: str, how: str) -> OtherSystem:

@@ -42,7 +42,7 @@ class SystemRank:
     def independent(self, name: str) -> None:
         """The plain model on this rank's part of the batch; ranks exchange nothing."""
         part = self.training_step().part(self.rank, self.n)
-        self.add(name, part.model, lambda: part.run().item())
+        self.add(name, part.model, part.run)
 
     def ddp(self, name: str) -> None:
         part = self.training_step().part(self.rank, self.n)

@@ -1,4 +1,4 @@
-"""One training step, as every system runs it."""
+"""One step, as every system runs it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from autopar.analysis.example import Example
 from autopar.capture import torch_private
 from autopar.errors import InputError
+from autopar.runtime.contestants import without_loss_function
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -24,7 +25,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """`loss(model(*args, **kwargs), target).backward()`, the loss being a mean over samples.
+    """`loss(model(*args, **kwargs), target).backward()`, the loss being a mean over samples; or a forward alone.
 
     For systems that want a row of blocks, `block_loss(blocks(input), target)` is the same loss, from the same
     parameters.
@@ -41,12 +42,12 @@ class TrainingStep:
     blocks: nn.Sequential | None = None  # None: the model is no row of blocks
     block_loss: Loss | None = None
     tied: tuple[nn.Parameter, ...] = ()  # read by several blocks; the last one has it in no table of parameters
+    training: bool = True  # otherwise, a step is a forward alone
 
     @classmethod
     def of(cls, example: Example) -> TrainingStep:
-        """Raises Refusal where there is no loss to train with."""
-        if not example.training or example.loss is None:
-            raise Refusal("it runs training steps with a loss: give target= and loss_fn= for a model in training mode")
+        """The step that an example call stands for; without a loss function, as plans are compared then."""
+        loss = example.loss or without_loss_function
         dims = tuple(one.batch_dim for one in example.program.inputs)
         n_targets = len(torch_private.tree_leaves(example.target))
         target_dims = example.target_dims or (0,) * n_targets
@@ -58,12 +59,13 @@ class TrainingStep:
             example.args,
             example.kwargs,
             example.target,
-            example.loss,
+            loss,
             example.program.batch_size,
             dims,
             target_dims,
             blocks if isinstance(blocks, nn.Sequential) else None,
-            example.loss,
+            loss,
+            training=example.training,
         )
 
     @property
@@ -73,11 +75,15 @@ class TrainingStep:
         assert isinstance(tensor, torch.Tensor)
         return tensor
 
-    def run(self) -> torch.Tensor:
-        """Forward and backward; the loss."""
-        loss = self.loss(self.model(*self.args, **self.kwargs), self.target)
-        loss.backward()
-        return loss.detach()
+    def run(self) -> float | None:
+        """Forward and backward; the loss. None for a forward alone."""
+        with torch.set_grad_enabled(self.training):
+            output = self.model(*self.args, **self.kwargs)
+            if not self.training:
+                return None
+            loss = self.loss(output, self.target)
+            loss.backward()
+        return float(loss.item())
 
     def clear(self) -> None:
         self.model.zero_grad(set_to_none=True)

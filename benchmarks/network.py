@@ -34,10 +34,11 @@ def run_network(quick: bool, kept: Kept) -> Report:
     rounds = 2 if quick else 9
     with tempfile.TemporaryDirectory() as folder, hosts(2, FAST) as network:
         rates = (FAST, SLOW)
-        texts = [
-            kept.case("plan", rate, make=lambda r=rate: planned(network, r, Path(folder)).to_json()) for rate in rates
-        ]  # type: ignore[misc]
-        found = [Plan.from_json(text) for text in texts]
+
+        def made(rate: float) -> str:
+            return planned(network, rate, Path(folder)).to_json()
+
+        found = [Plan.from_json(kept.case("plan", rate, make=partial(made, rate))) for rate in rates]
         measured = [
             kept.case("steps", rate, make=partial(compared, network, rate, found, rounds, Path(folder)))
             for rate in rates

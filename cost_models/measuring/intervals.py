@@ -36,7 +36,7 @@ def median_interval(samples: Sequence[float], level: float = LEVEL) -> Interval:
     if values.ndim != 1 or not len(values):
         raise ValueError("an interval needs samples")
     medians = np.median(values[_draws(len(values), 0)], axis=1)
-    return _middle(medians, _attained(level, len(values)))
+    return _middle(medians, level, len(values))
 
 
 def paired_ratio_interval(numerators: Sequence[float], denominators: Sequence[float], level: float = LEVEL) -> Interval:
@@ -51,7 +51,7 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], l
     if not len(above) or not len(below):
         raise ValueError("an interval needs samples of both")
     medians = [np.median(x[_draws(len(x), seed)], axis=1) for seed, x in enumerate((above, below))]
-    return _middle(medians[0] / medians[1], _attained(level, min(len(above), len(below))))
+    return _middle(medians[0] / medians[1], level, min(len(above), len(below)))
 
 
 def _draws(n: int, seed: int) -> np.ndarray:
@@ -59,11 +59,8 @@ def _draws(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(n, size=(_DRAWS, n))
 
 
-def _middle(found: np.ndarray, level: float) -> Interval:
+def _middle(found: np.ndarray, level: float, n: int) -> Interval:
+    """What few samples do not allow to claim is not claimed: all n of them are on one side of the true median with
+    probability 2^(1 - n)."""
     low, high = np.quantile(found, ((1 - level) / 2, (1 + level) / 2))
-    return Interval(float(low), float(high), level)
-
-
-def _attained(level: float, n: int) -> float:
-    """Both ends of n samples are on one side of the true median with probability 2^(1 - n)."""
-    return min(level, 1 - 2.0 ** (1 - n))
+    return Interval(float(low), float(high), min(level, 1 - 2.0 ** (1 - n)))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autopar.plan.diff import PlanDiff
     from autopar.plan.plan import Plan
     from autopar.planner.cluster_comparison import ClusterComparison
+    from autopar.report.document import Report
     from autopar.runtime.checkpoints.load import Checkpoint, load
     from autopar.runtime.checkpoints.save import Saving, save
     from autopar.runtime.comparison import Comparison
@@ -64,6 +65,7 @@ __all__ = [
     "PlanDiff",
     "PlanError",
     "Profile",
+    "Report",
     "Saving",
     "StepProfile",
     "__version__",
@@ -96,6 +98,7 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "Plan": "autopar.plan.plan",
     "PlanDiff": "autopar.plan.diff",
     "Profile": "autopar.costs.profile",
+    "Report": "autopar.report.document",
     "Saving": "autopar.runtime.checkpoints.save",
     "StepProfile": "autopar.runtime.step_profile",
     "clear_hints": "autopar.hints.module_hints",

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from autopar.analysis.example import LossFunction, capture_example, example_ahead
+from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.history import recall
 from autopar.costs.measured import measure_costs
@@ -18,11 +18,12 @@ from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Data, Dynamic, PlanKeywords, PlanOptions, Tune
-from autopar.plan.display import by_hand
+from autopar.plan.display import by_hand, priced_for
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
-from autopar.planner.plan_ahead import plan_ahead, priced_ahead
+from autopar.planner.plan_ahead import at_zero_ahead, plan_ahead, priced_ahead
+from autopar.planner.pricers import Pricer, with_pricer
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
@@ -84,7 +85,7 @@ def parallelize(
             torch.autograd.Function, is one operator of the plan. Parameters stay the model's own.
         devices: strings or torch.device. `"cpu"` may be repeated (workers that share the cores), and so may one GPU.
             None: every visible GPU, or without GPUs one CPU worker per core, at most two; under torchrun, one CPU
-            worker a rank, each with its own part of the model (README, "Many processes"). Or a
+            worker a rank, each with its own part of the model (docs/how-to/torchrun.md). Or a
             `Cluster.from_devices(...)`.
         example_args, example_kwargs: an example call. With one of them, capture, profiling and planning happen at
             once; otherwise on the first call.
@@ -128,7 +129,7 @@ def parallelize(
             False: every size is captured by itself.
         cache: keep measurements on disk, and record predicted and measured step times (see `accuracy`).
         data: under torchrun, "whole": every rank passes the whole batch. "per-rank": every rank passes samples of its
-            own (DistributedSampler), which make the batch together (README, "Many processes").
+            own (DistributedSampler), which make the batch together (docs/how-to/torchrun.md).
         weights: for a model built under `torch.device("meta")`: a directory of `autopar.save`, a safetensors file or a
             directory of them, with the original names. Under torchrun each rank reads what the plan gives it, at the
             first call, so that no rank needs room for the whole model; it needs `plan`, because such a model cannot be
@@ -248,12 +249,12 @@ def plan(
         example = example_ahead(
             model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=chosen.strict
         )
+        if plan is not None and plan.assumed is not None and "optimizer" not in options:
+            chosen = dataclasses.replace(chosen, optimizer=plan.assumed.optimizer)
+        if plan is not None:
+            return _priced_on_cluster(plan, example, devices, chosen)
         with progress_bar() as progress:
-            if plan is not None:
-                if plan.assumed is not None and "optimizer" not in options:
-                    chosen = dataclasses.replace(chosen, optimizer=plan.assumed.optimizer)
-                return priced_ahead(plan, example, devices, chosen, progress)
-            return plan_ahead(example, devices, chosen, progress)
+            return with_pricer(plan_ahead(example, devices, chosen, progress), _pricer(example, devices, chosen))
     refuse_estimated(options)
     world = joined() if devices is None else None
     parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
@@ -272,12 +273,40 @@ def plan(
         decide = (
             pricing(plan, parsed, chosen, progress_bar) if plan is not None else deciding(parsed, chosen, progress_bar)
         )
-        return decide(example) if world is None else plan_together(world, parsed, example, decide)
+        if world is not None:
+            return plan_together(world, parsed, example, decide)
+        return with_pricer(decide(example), Pricer(lambda other: pricing(other, parsed, chosen, progress_bar)(example)))
     module = pipelined(model, parsed, chosen, progress_bar)
+    call: dict[str, Any] = {"example_args": example_args, "example_kwargs": example_kwargs}
+    call |= {"target": target, "loss_fn": loss_fn}
     try:
-        return module.prepare(args, kwargs, loss_fn=loss_fn, target=target)
+        found = module.prepare(args, kwargs, loss_fn=loss_fn, target=target)
     finally:
         module.close()
+    # It holds the user's own objects: the captured program is gone with the module.
+    kept = {name: value for name, value in options.items() if name not in _OF_SEARCHES}
+    return with_pricer(found, Pricer(lambda other: _plan(model, devices, plan=other, **call, **kept)))
+
+
+_OF_SEARCHES = ("tune", "candidates", "n_microbatches", "schedule", "max_replicas", "max_shards")
+"""Options that say nothing to the price of a plan."""
+
+
+def _priced_on_cluster(plan: Plan, example: Example, cluster: Cluster, options: PlanOptions) -> Plan:
+    with progress_bar() as progress:
+        priced = priced_ahead(plan, example, cluster, options, progress)
+    return with_pricer(priced, _pricer(example, cluster, options))
+
+
+def _pricer(example: Example, cluster: Cluster, options: PlanOptions) -> Pricer:
+    """For plans on a cluster that is not at hand."""
+    return Pricer(
+        lambda plan: _priced_on_cluster(plan, example, cluster, options),
+        lambda plan, zero: at_zero_ahead(plan, zero, example, cluster, options),
+    )
+
+
+_plan = plan  # in whose own body the name is an argument
 
 
 def profile(
@@ -406,12 +435,20 @@ def _by_hand(
     with progress_bar() as progress:
         if isinstance(devices, Cluster) and not devices.at_hand:
             example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
-            return plan_by_hand(example, devices, options, degrees, progress)
+            return with_pricer(
+                plan_by_hand(example, devices, options, degrees, progress), _pricer(example, devices, options)
+            )
         parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
         example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
         if all(device.torch_device.type == "cpu" for device in parsed):
             return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
         return plan_by_hand(example, Cluster.from_devices(list(parsed)), options, degrees, progress)
+
+
+@priced_for.register
+def _priced_for(model: nn.Module, devices: Devices, plan: Plan, **call: Any) -> Plan:
+    """See `Plan.load`."""
+    return _plan(model, devices, plan=plan, **call)
 
 
 def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:

@@ -1,4 +1,5 @@
-"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `convert`, `diff`, `accuracy` and `export`.
+"""The command line: `autopar demo`, `profile`, `plan`, `compare`, `convert`, `diff`, `accuracy`, `export` and
+`doctor`.
 
 Results go to stdout, as text or with --json as JSON; progress, warnings and errors go to stderr. Exit status: 0 for
 success; 2 for what the user wrote (options, files, the factory), in one line with the file and line where there is one;
@@ -24,7 +25,9 @@ import autopar
 from autopar import AutoparError, Cluster, DeviceError, InputError, Plan, PlanError
 from autopar.analysis.user_factory import load_call
 from autopar.cli_entries import named_degrees, named_plan, named_split
+from autopar.cli_report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
+from autopar.doctor.command import doctor
 from autopar.errors import each_warning_once, first_line, users_line
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.display import printable
@@ -94,6 +97,7 @@ ClusterName = Annotated[
     ),
 ]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes of the cluster.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write the report to this file, for a browser.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in seconds and bytes.")]
 
 
@@ -159,14 +163,22 @@ def _common(
 def demo(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(DEMOS)}.")] = "resnet",
     devices: Devices = "cpu,cpu",
+    html: Annotated[Path, typer.Option("--html", help="Write the report to this file, for a browser.")] = Path(
+        "autopar-demo.html"
+    ),
     json: AsJson = False,
 ) -> None:
-    """Plan and run a transformers model with random weights, and compare the plan with one device."""
+    """Plan and run a transformers model with random weights, compare the plan with one device, and write a report."""
     if model not in DEMOS:
         raise typer.BadParameter(f"{model!r} is not one of {', '.join(DEMOS)}", param_hint="--model")
-    comparison = run_demo(model, devices, lambda text: typer.echo(text, err=json))
+    _check_writable(html, "--html ")
+    shown = run_demo(model, devices, lambda text: typer.echo(text, err=json))
     if json:
-        typer.echo(comparison.to_json())
+        typer.echo(shown.comparison.to_json())
+    save_report(shown.report, html, quiet=json)
+
+
+app.command()(doctor)
 
 
 @app.command()
@@ -179,14 +191,19 @@ def profile(
     optimizer: Annotated[
         str | None, typer.Option(help="Show the memory of a training step with this optimizer, too.")
     ] = None,
+    html: Html = None,
     json: AsJson = False,
     *,
     options: dict[str, Any],
 ) -> None:
     """Show seconds and bytes of every module and operator on every device type, and the links between the devices."""
+    if html is not None:
+        _check_writable(html, "--html ")
     place = _devices(devices, cluster, nodes)
     result = autopar.profile(devices=place, optimizer=optimizer, **options, **load_call(factory))
     typer.echo(result.to_json() if json else result)
+    if html is not None:
+        save_report(result.report(), html, quiet=json)
 
 
 @app.command()
@@ -204,6 +221,13 @@ def plan(
     given: Annotated[
         Path | None, typer.Option("--plan", help="Predict this saved plan, perhaps edited, instead of searching.")
     ] = None,
+    html: Html = None,
+    samples_per_epoch: Annotated[
+        float | None, typer.Option(help="Samples of the data set, for the report's time of an epoch.")
+    ] = None,
+    price_per_device_hour: Annotated[
+        float | None, typer.Option(help="For the report's price of an epoch, or of 1T tokens.")
+    ] = None,
     json: AsJson = False,
     *,
     options: dict[str, Any],
@@ -211,6 +235,8 @@ def plan(
     """Find the fastest plan for a model, on the devices here or on a cluster that is elsewhere."""
     if save is not None:
         _check_writable(save)  # before the search, which may take minutes
+    if html is not None:
+        _check_writable(html, "--html ")
     place, given_plan = _devices(devices, cluster, nodes), None if given is None else Plan.load(given)
     best = autopar.plan(devices=place, plan=given_plan, **options, **load_call(factory))
     if save is not None:
@@ -220,6 +246,14 @@ def plan(
         typer.echo(f"\n{best.explain()}", err=json)  # stdout holds the JSON alone
     if explain_inside is not None:
         typer.echo(f"\n{best.explain(explain_inside)}", err=json)
+    if html is not None:
+        made = best.report(
+            samples_per_epoch=samples_per_epoch,
+            price_per_device_hour=price_per_device_hour,
+            search=explain,
+            command=typed_command(),
+        )
+        save_report(made, html, quiet=json)
 
 
 @app.command()
@@ -261,6 +295,7 @@ def compare(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Number of measured steps per plan.")] = 7,
     figure: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the comparison into this file.")] = None,
+    html: Html = None,
     json: AsJson = False,
     *,
     options: dict[str, Any],
@@ -269,6 +304,8 @@ def compare(
     device, or predicted for a cluster that is not here."""
     if figure is not None:
         _check_writable(figure, "--figure ")
+    if html is not None:
+        _check_writable(html, "--html ")
     place, call = _devices(devices, cluster, nodes), load_call(factory)
     plans: dict[str, Plan | None] = {"auto": None}
     plans |= dict(named_plan(entry) for entry in plan or ())
@@ -288,6 +325,8 @@ def compare(
     typer.echo(result.to_json() if json else result)
     if figure is not None:
         result.figure(figure)
+    if html is not None:
+        save_report(result.report(), html, quiet=json)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.api import compare, parallelize, plan
 from autopar.errors import AutoparError
+from autopar.report.document import Report
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.other_systems.catalogue import CEILING
 
@@ -74,7 +75,15 @@ SYSTEMS = (CEILING,)  # run in turn with the plans
 DEMOS: dict[str, Callable[[], Demo]] = {"resnet": _resnet, "gpt2": _gpt2}
 
 
-def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comparison:
+@dataclass(frozen=True)
+class Shown:
+    """What a demonstration ends with."""
+
+    comparison: Comparison
+    report: Report  # of the automatic plan, with a measured step
+
+
+def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Shown:
     """Plan, print, run and compare the model; `say` prints one paragraph. Raises AutoparError without transformers."""
     try:
         torch.manual_seed(0)
@@ -87,12 +96,13 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comp
     say(">>> pm = autopar.parallelize(model, devices, tune=0, ...)     # capture, profile, search\n")
     start = time.perf_counter()
     module = parallelize(model, devices, tune=0, example_kwargs=inputs, target=target, loss_fn=loss_fn)
-    say(f"planned in {time.perf_counter() - start:.1f} s\n\n{module.report()}\n")
-    say(">>> pm.train_step(..., target=y, loss_fn=loss)\n")
+    say(f"planned in {time.perf_counter() - start:.1f} s\n\n{module.plan}\n")
+    say(">>> pm.train_step(..., target=y, loss_fn=loss)                # then once more, with profile=True\n")
     loss = module.train_step(**inputs, target=target, loss_fn=loss_fn)
-    automatic = module.plan
+    module.train_step(**inputs, target=target, loss_fn=loss_fn, profile=True)
+    automatic, report = module.plan, module.report(command=f"autopar demo --model {name}")
     module.close()
-    say(f"loss {loss.item():.4f}\n")
+    say(f"loss {loss.item():.4f}\n\n{report.only('At a glance', 'Timeline of one step')}\n")
     say('>>> autopar.compare(model, devices, plans, systems=["ceiling"])')
     say("# one device, the plan, the best one without replicas; and what independent processes make of this machine\n")
     call: dict[str, Any] = {"example_kwargs": inputs, "target": target, "loss_fn": loss_fn}
@@ -101,4 +111,4 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Comp
     comparison = compare(model, devices, plans, **call, systems=SYSTEMS, repeats=5)
     assert isinstance(comparison, Comparison), "the devices are at hand"
     say(str(comparison))
-    return comparison
+    return Shown(comparison, report)

@@ -165,7 +165,10 @@ def steps_of(model: str, found: Comparison) -> list[Step]:
     Rows of one plan under several names (what the search chose, and the same by hand) have all of their steps together.
     """
     rows = {PLAIN: found.single, **{row.name: row for row in found.plans}}
-    first = {name: next(n for n, one in rows.items() if same_plan(one.plan, row.plan)) for name, row in rows.items()}
+    # The plain model has the threads of one device. A plan that runs the model itself has all of the caller's.
+    first = {PLAIN: PLAIN} | {
+        row.name: next(one.name for one in found.plans if same_plan(one.plan, row.plan)) for row in found.plans
+    }
     steps = {name: tuple(s for n, one in rows.items() if first[n] == first[name] for s in one.steps) for name in rows}
     speed = PresentSpeed.of((rows[name].plan, steps[name]) for name in CALIBRATING if first.get(name) == name)
     return [

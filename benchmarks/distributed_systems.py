@@ -124,12 +124,12 @@ class BenchmarkRank(SystemRank):
     # -- use ----------------------------------------------------------------------------------------------------------
 
     def bytes_sent(self, name: str) -> int:
-        """Bytes of tensors that this rank sends to the other one in a step, point to point."""
+        """Bytes that this rank sends to the other one in a step, point to point."""
         sent: list[int] = []
         isend = dist.isend
 
         def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            sent.append(tensor.nbytes if tensor.is_floating_point() else 0)
+            sent.append(tensor.nbytes)
             return isend(tensor, *args, **kwargs)
 
         with patch.object(dist, "isend", counted):

@@ -339,12 +339,15 @@ def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(demo_room.DEMOS, "tiny", tiny)
 
 
-def test_the_demo_plans_reports_and_compares(tiny_demo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_plans_reports_and_compares(tiny_demo: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(demo_room, "SYSTEMS", ())
-    text, _ = run("demo", "--model", "tiny")
+    page = tmp_path / "demo.html"
+    text, _ = run("demo", "--model", "tiny", "--html", str(page))
+    assert str(page) in text.splitlines()[-1], "it ends with the file to open"
+    assert "step measured" in page.read_text()
     for part in ("tiny", "Predicted timeline", "loss", "one device", "max_replicas=1"):
         assert part in text
-    out, err = run("demo", "--model", "tiny", "--json")
+    out, err = run("demo", "--model", "tiny", "--json", "--html", str(page))
     assert [row["name"] for row in json.loads(out)["rows"]] == ["one device", "auto", "max_replicas=1"]
     assert "tiny" in err
 

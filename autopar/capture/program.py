@@ -40,6 +40,7 @@ from autopar.capture.uncaptured_trace import (
     rehearsed,
     traced_as_calls,
 )
+from autopar.capture.work_shown import shown_work
 from autopar.errors import CaptureError
 from autopar.hints.shard import hinted_modules
 
@@ -217,7 +218,7 @@ def capture(
     home = common_device(model, leaves) if device is None else device
     places = {tensor.device for tensor in [*_tensors_of(model), *leaves] if isinstance(tensor, torch.Tensor)}
     elsewhere = contextlib.nullcontext() if places <= {home} and device is None else torch_private.fakes_on(home)
-    with elsewhere, assignments_refused(model):
+    with shown_work(f"capturing {type(model).__name__}"), elsewhere, assignments_refused(model):
         if open_sizes:
             found = _traced(call, Opaque(), trace_equal_layers_once)
         else:

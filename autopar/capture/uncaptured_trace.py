@@ -33,6 +33,7 @@ from autopar.capture.rehearsal import (
     is_constant,
     rehearse,
 )
+from autopar.capture.source_code import source_code
 from autopar.capture.uncaptured import Structure, TensorResult, Uncaptured
 from autopar.errors import CaptureError
 
@@ -284,10 +285,7 @@ def _refused_inputs(inputs: Structure) -> str:
 
 def _identity(cls: type) -> str:
     """A hash of the code of a class, by which cached times are found again."""
-    try:
-        code = inspect.getsource(cls)
-    except (OSError, TypeError):
-        code = f"{cls.__module__}.{cls.__qualname__}"
+    code = source_code(cls) or f"{cls.__module__}.{cls.__qualname__}"
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from autopar.analysis.example import Example
 from autopar.capture import torch_private
 from autopar.capture.program import Program
+from autopar.capture.source_code import source_code
 from cost_models import Device
 from cost_models.graphs import get_attribute
 from cost_models.measuring.autocast import autocasts
@@ -43,9 +43,8 @@ def loss_signature(loss_fn: Any, target: Any) -> list[str]:
     """What the cost of a loss depends on, as far as visible: its code and the shapes of the target."""
     if loss_fn is None:
         return []
-    try:
-        code = inspect.getsource(loss_fn)
-    except (OSError, TypeError):
+    code = source_code(loss_fn)
+    if code is None:
         code = f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
     shapes = [str(tuple(t.shape)) for t in torch_private.tree_leaves(target) if isinstance(t, torch.Tensor)]
     return [code, repr(loss_fn) if isinstance(loss_fn, torch.nn.Module) else "", *shapes]

@@ -17,7 +17,7 @@ from cost_models import Cluster, Device, Link
 from cost_models.graphs import Loss, device_of
 from cost_models.memory.graph_bytes import GraphBytes
 
-Progress = Callable[[str, float], None]  # (what is being done, fraction done)
+Progress = Callable[[str, float], None]  # (what is being done: its first word names the phase, fraction done or NaN)
 
 
 def SILENT(what: str, done: float) -> None:

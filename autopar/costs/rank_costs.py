@@ -55,6 +55,9 @@ class RankMeasurements(Protocol):
 
     def links(self) -> ProcessLinks: ...
 
+    def handling(self) -> float:
+        """Seconds of CPU time of each end of a small message: the mean of sending and receiving it."""
+
     def differ(self, known: ProcessLinks) -> float:
         """The largest factor by which a message takes longer or shorter now."""
 
@@ -71,6 +74,7 @@ class RankCosts:
     cluster: Cluster  # hosts as nodes, its devices at hand; where hosts differ, every rank is a node of its own
     per_machine: int  # ranks of a machine, at most
     notes: tuple[str, ...] = ()
+    handling: float = 0.0  # s of CPU time of each end of a message, besides the time of its link
 
     def crowd(self, sources: Sequence[DeviceGroup], targets: Sequence[DeviceGroup]) -> int:
         """How many of the sources send over one network card at once, to targets on other hosts."""
@@ -108,6 +112,16 @@ def _links_from_json(value: Any) -> ProcessLinks:
     return ProcessLinks(links, bool(value["shared"]))
 
 
+def _handling(ranks: RankMeasurements, devices: Sequence[Device], cache: MeasurementCache | None) -> float:
+    key = signature_key("handling of messages", ranks.backend, [(d.kind, d.threads) for d in devices])
+    known = None if cache is None else cache.get(key, float)
+    if known is None:
+        known = ranks.handling()
+        if cache is not None:
+            cache.put(key, known)
+    return known
+
+
 def rank_costs(
     ranks: RankMeasurements,
     devices: Sequence[Device],
@@ -137,7 +151,8 @@ def rank_costs(
     cluster = Cluster(node, nodes, intra, inter, tuple(devices), named)
     collectives = tuple(_collectives(ranks, cluster, group, which, cache) for group in _groups(cluster))
     notes = () if alike else (_uneven(hosts, kinds),)
-    return RankCosts(replace(cluster, measured_collectives=collectives), max(Counter(ranks.machines).values()), notes)
+    cluster = replace(cluster, measured_collectives=collectives)
+    return RankCosts(cluster, max(Counter(ranks.machines).values()), notes, _handling(ranks, devices, cache))
 
 
 def _uneven(hosts: Sequence[int], kinds: set[str]) -> str:

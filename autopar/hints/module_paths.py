@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import difflib
+from collections.abc import Container, Iterable, Sequence
 
 _MAX_LISTED = 3  # names in a message
 
@@ -22,3 +23,12 @@ def few(names: Sequence[str]) -> str:
     """The names as messages list them: `'a', 'b', 'c' and 5 more`."""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(f"'{name}'" for name in names[:_MAX_LISTED]) + more
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'layers.8' or 'layers.0'?`, or which names there are; empty if there are none."""
+    names = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(name, names, _MAX_LISTED)
+    if close:
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    return f"; there are {few(names)}" if names else ""

@@ -21,5 +21,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lightning":
             raise
-        raise ImportError("AutoparStrategy needs Lightning: pip install lightning") from error
+        raise ImportError('AutoparStrategy needs Lightning: pip install "autopar[integrations]"') from error
     return AutoparStrategy

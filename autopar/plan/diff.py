@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.hints.module_paths import ancestors, few, nearest
-from autopar.plan.display import compared, shown
+from autopar.plan.display import compared, shown, step_parts
+from autopar.plan.exits.plan_degrees import replica_axes, zero_of
 from autopar.plan.plan import Plan
+from autopar.plan.recompute import NAMES
 from autopar.plan.stage import Stage
 
 Fact = str | int | bool | None
@@ -48,6 +50,15 @@ class Recomputed:
 
 
 @dataclass(frozen=True)
+class StageMode:
+    """A stage that recomputes differently."""
+
+    stage: int
+    before: str  # as `Plan.by_hand` calls it
+    after: str
+
+
+@dataclass(frozen=True)
 class Quantity:
     """A predicted or measured quantity of both plans; None where a plan does not have it."""
 
@@ -72,12 +83,14 @@ class PlanDiff:
     only_before: tuple[str, ...]  # operators (or modules of a split) that only the first plan names
     only_after: tuple[str, ...]
     quantities: tuple[Quantity, ...]  # all that at least one plan has, also equal ones
+    modes: tuple[StageMode, ...] = ()  # of stages that both plans have, and that recompute differently
+    parts: tuple[Quantity, ...] = ()  # of the step on each plan's busiest device, which they add up to
 
     @property
     def same_decisions(self) -> bool:
         """Whether both run alike: stages, devices, micro-batches, schedule, strategies and recomputation."""
         decided = [setting for setting in self.settings if setting.name != _ASSUMED]
-        return not (decided or self.moves or self.recomputed or self.only_before or self.only_after)
+        return not (decided or self.modes or self.moves or self.recomputed or self.only_before or self.only_after)
 
     @property
     def same(self) -> bool:
@@ -112,7 +125,19 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
         tuple(key.rstrip("/") for key, (_, new) in stages.items() if new is None),
         tuple(key.rstrip("/") for key, (old, _) in stages.items() if old is None),
         tuple(q for q in _quantities(before, after) if q.before is not None or q.after is not None),
+        tuple(
+            StageMode(s, NAMES[old.mode], NAMES[new.mode])
+            for s, (old, new) in enumerate(zip(before.stages, after.stages, strict=False))
+            if old.mode != new.mode
+        ),
+        tuple(_parts(before, after)),
     )
+
+
+def _parts(before: Plan, after: Plan) -> Iterator[Quantity]:
+    old, new = step_parts(before), step_parts(after)
+    for name in dict.fromkeys((*old, *new)) if old and new else ():
+        yield Quantity(name, "s", old[name], new[name])
 
 
 def _reruns(stage: Stage) -> bool:
@@ -169,6 +194,7 @@ def _settings(before: Plan, after: Plan) -> list[Setting]:
         setting("micro-batches", lambda plan: plan.n_microbatches),
         setting("schedule", lambda plan: plan.schedule),
         setting("meshes", _meshes),
+        setting("ZeRO", _zero),
         *_sharded(before, after),
         setting("activations gathered again", _regathered),
         setting("recomputed stages", lambda plan: _numbers(s for s, x in enumerate(plan.stages) if x.recompute)),
@@ -198,6 +224,12 @@ def _meshes(plan: Plan) -> str | None:
     return " | ".join(texts) if any(stage.sharding for stage in plan.stages) else None
 
 
+def _zero(plan: Plan) -> int:
+    """The ZeRO stage; 0 without replicas along an axis of a mesh."""
+    shardings = [stage.sharding for stage in plan.stages if stage.sharding is not None]
+    return max((zero_of(one) for one in shardings if replica_axes(one)), default=0)
+
+
 def _regathered(plan: Plan) -> str | None:
     return _numbers(s for s, x in enumerate(plan.stages) if x.sharding is not None and x.sharding.regather)
 
@@ -211,7 +243,7 @@ def _sharded(before: Plan, after: Plan) -> Iterator[Setting]:
         )
         other = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
         if other:
-            yield Setting(name, f"{len(old)} split", f"{len(new)} split, differently for {few(other)}")
+            yield Setting(name, f"{len(old)} split", f"{len(new)} split, {len(other)} differently: {few(other)}")
 
 
 def _quantities(before: Plan, after: Plan) -> list[Quantity]:

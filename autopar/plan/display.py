@@ -1,4 +1,5 @@
-"""How a plan, which knows neither reports nor searches, answers print(), explain() and diff(), and is made by hand.
+"""How a plan, which knows neither reports nor searches, answers print(), explain(), report() and diff(), and is made by
+hand.
 
 Other modules register their function for a type: report/ registers texts, planner/ explanations, `plan/diff.py`
 differences. Importing `autopar` imports them all.
@@ -39,6 +40,12 @@ def compared(before: Any, after: Any) -> Any:
 
 
 @singledispatch
+def step_parts(value: Any) -> dict[str, float]:
+    """By its name, the seconds of each part of the predicted step; empty where nothing is predicted."""
+    raise NotImplementedError(f"nothing predicts {type(value).__name__}")
+
+
+@singledispatch
 def traced(value: Any, path: Path, rank: int | None) -> None:
     """Write the value's step as a Chrome trace."""
     raise NotImplementedError(f"nothing traces {type(value).__name__}")
@@ -51,8 +58,29 @@ def drawn(value: Any, path: Path) -> None:
 
 
 @singledispatch
+def reported(value: Any, **wanted: Any) -> Any:
+    """The `Report` of the value."""
+    raise NotImplementedError(f"no report is registered for {type(value).__name__}")
+
+
+@singledispatch
 def by_hand(model: Any, devices: Any, degrees: Mapping[str, Any], **call: Any) -> Any:
     """The plan with these degrees for a call of the model."""
+    raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+@singledispatch
+def priced_like(before: Any, after: Any, *, zero: int | None = None) -> Any:
+    """`after` with predictions for the model, call and devices that `before` was priced for.
+
+    `zero`: the stage of ZeRO that it gets before.
+    """
+    raise NotImplementedError(f"nothing prices {type(before).__name__}")
+
+
+@singledispatch
+def priced_for(model: Any, devices: Any, plan: Any, **call: Any) -> Any:
+    """`plan` with predictions for a call of the model on the devices."""
     raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 

@@ -19,14 +19,26 @@ from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan import serialization
 from autopar.plan.assignment import Storages, by_modules, by_operators, check_listed, operators_of_stages
 from autopar.plan.assumptions import Assumptions
-from autopar.plan.display import by_hand, compared, explained, inside_explained, printable, shown
+from autopar.plan.changes import changed, moved
+from autopar.plan.display import (
+    by_hand,
+    compared,
+    explained,
+    inside_explained,
+    priced_for,
+    priced_like,
+    printable,
+    shown,
+)
 from autopar.plan.exits.plan_exits import PlanExits
 from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
 from autopar.plan.placeholders import ordinal
 from autopar.plan.placement import placed_on
+from autopar.plan.plan_report import PlanReport
 from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
+from autopar.plan.step_work import StepWork
 from autopar.plan.validation import INTERLEAVED, places, rounds, violations
 
 if TYPE_CHECKING:
@@ -34,10 +46,11 @@ if TYPE_CHECKING:
 
 
 _UNKNOWN: Storages = {}
+DROPPED = ", so its predictions were dropped"  # ends a note of a plan without predictions
 
 
 @dataclass(frozen=True)
-class Plan(PlanExits):
+class Plan(PlanExits, PlanReport):
     """How to run a model. A plan made by hand has `split` (module path -> stage) instead of operators in its stages."""
 
     stages: tuple[Stage, ...]
@@ -59,10 +72,12 @@ class Plan(PlanExits):
     measured_step_time: float | None = None  # s, of a tuned plan
     time_scale: float | None = None  # by which measured steps of the whole model multiplied all predicted seconds
     action_time: float | None = None  # s of Python for every action; None: not measured
+    message_time: float | None = None  # s of each end of a message between processes; None: in one, or not measured
     one_worker: bool = False  # does all actions, by the prediction: operators are too small for several
     model: str | None = None  # fingerprint of its model
     device_kinds: tuple[str, ...] = ()  # of `devices`
     assumed: Assumptions | None = None  # of its prices; None: measured, or made by hand without prices
+    work: StepWork | None = None  # what a step does, whatever the plan; None: made by hand without prices
 
     def __post_init__(self) -> None:
         problems = violations(self)
@@ -301,6 +316,45 @@ class Plan(PlanExits):
         stages = tuple(replace(stage, operators=mine) for stage, mine in zip(self.stages, operators, strict=True))
         return replace(self, stages=stages)
 
+    def move(self, path: str, stage: int) -> Plan:
+        """The plan with a module, or an operator, on another stage, with its price.
+
+        A plan that this process planned or priced is priced again, for the same model, call and devices. A plan that
+        was loaded loses its predictions, and a note says so.
+
+        Args:
+            path: of a module (`model.layers.8`, or its end if that is unique, `layers.8`), of layers in a row
+                (`model.layers.8-11`), or an operator's key (`model.layers.8.mlp/mul#0`).
+
+        Raises:
+            PlanError: no operator runs there (the message has similar names), there is no such stage, or values would
+                flow to an earlier stage.
+        """
+        return priced_like(self, moved(self, path, stage))
+
+    def with_(
+        self,
+        *,
+        n_microbatches: int | None = None,
+        schedule: str | None = None,
+        recompute: str | Mapping[int, str] | None = None,
+        zero: int | None = None,
+    ) -> Plan:
+        """The plan with other decisions, with its price as for `move`.
+
+        Args:
+            recompute: "none", "selective", "full", "selective-op" or "stage", as for `by_hand`; or by stage:
+                {0: "full"}.
+            zero: what is cut over replicas, as for `by_hand`: 0 nothing, 1 the optimizer's state, 2 gradients as well,
+                3 parameters as well. It needs meshes with an axis of replicas, and a plan for a cluster that this
+                process planned or priced.
+
+        Raises:
+            PlanError: decisions that contradict each other; all are listed.
+        """
+        plan = changed(self, n_microbatches=n_microbatches, schedule=schedule, recompute=recompute)
+        return priced_like(self, plan) if zero is None else priced_like(self, plan, zero=zero)
+
     def with_decision(self, why: str, **changes: Any) -> Plan:
         """The plan with other decisions, such as `n_microbatches=4`, and without the predictions for the old ones.
 
@@ -324,7 +378,7 @@ class Plan(PlanExits):
                 s.operators,
                 recompute=s.recompute,
                 selective=s.selective,
-                sharding=s.sharding,
+                sharding=None if s.sharding is None else s.sharding.decision,
                 layerwise=s.layerwise,
                 keeps_products=s.keeps_products,
             )
@@ -338,7 +392,7 @@ class Plan(PlanExits):
             self.devices,
             self.training,
             split=self.split,
-            notes=(f"{why}, so its predictions were dropped",),
+            notes=(f"{why}{DROPPED}",),
             model=self.model,
             device_kinds=self.device_kinds,
             assumed=self.assumed,
@@ -357,9 +411,10 @@ class Plan(PlanExits):
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote, perhaps edited since. Raises PlanError that lists everything wrong with it."""
         try:
-            values, checksum, problems = serialization.read(text, cls)
+            found = serialization.read(text, cls)
         except ValueError as error:
             raise PlanError(f"not a plan: {error}") from error
+        values, problems = found.values, found.problems
         problems += violations(SimpleNamespace(**values))  # no Plan yet: fields that cannot be read are None
         stages = values["stages"] or ()
         if len(stages) > 1 and values["split"] == () and all(stage.operators == () for stage in stages):
@@ -367,7 +422,10 @@ class Plan(PlanExits):
         if problems:
             raise PlanError("not a valid plan:\n  " + "\n  ".join(map(printable, problems)))
         loaded = cls(**values)
-        if checksum == serialization.checksum(loaded):
+        if found.left_out:
+            later = f"a later autopar wrote this plan, with {few(found.left_out)}, which this one leaves out"
+            return with_notes(loaded.without_predictions(later), [later])
+        if found.checksum == serialization.checksum(loaded):
             return loaded
         return loaded.without_predictions("this plan was edited after autopar wrote it")
 
@@ -376,12 +434,23 @@ class Plan(PlanExits):
         write_whole(Path(path), self.to_json() + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """The plan in a file. Raises PlanError, with the file's name, if it cannot be read or holds no valid plan."""
+    def load(cls, path: str | Path, model: nn.Module | None = None, devices: Any = None, **call: Any) -> Plan:
+        """The plan in a file, with the predictions that it had when it was saved; without them if it was edited since.
+
+        Args:
+            model, devices, call: price what the file says now, as `autopar.plan(model, devices, plan=..., **call)`.
+
+        Raises:
+            PlanError: with the file's name, if it cannot be read or holds no valid plan.
+        """
         try:
-            return cls.from_json(Path(path).read_text())
+            plan = cls.from_json(Path(path).read_text())
         except (OSError, UnicodeDecodeError, PlanError) as error:
             raise PlanError(f"{path}: {error}") from error
+        if model is None:
+            return plan
+        priced: Plan = priced_for(model, devices, plan, **call)
+        return priced
 
     def diff(self, other: Plan) -> PlanDiff:
         """What `other` decides and predicts differently; `print(plan.diff(other))` shows it."""

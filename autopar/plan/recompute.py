@@ -51,3 +51,22 @@ DESCRIBED = {
     Recompute.SELECTIVE: ("recompute attention", "recomputing attention of "),
 }
 """How reports speak of stages with a mode: what they do, and what precedes their numbers."""
+
+
+WHAT_RUNS_AGAIN = {
+    Recompute.STAGE: "its whole forward",
+    Recompute.FULL: "every layer",
+    Recompute.OPERATORS: "the cheap operators of every layer",
+    Recompute.SELECTIVE: "attention",
+}
+
+
+def recompute_flags(name: str) -> dict[str, bool]:
+    """The fields of a `Stage` that say what users call `name`."""
+    mode = RECOMPUTE[name]
+    return {
+        "recompute": mode == Recompute.STAGE,
+        "selective": mode == Recompute.SELECTIVE,
+        "layerwise": mode.by_layer,
+        "keeps_products": mode == Recompute.OPERATORS,
+    }

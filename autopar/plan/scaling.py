@@ -27,6 +27,7 @@ def scaled(plan: Plan, factor: float, steps: int, *, single: float | None = None
         objective=_times(plan.objective, factor),
         bound=_times(plan.bound, factor),
         action_time=_times(plan.action_time, factor),
+        message_time=_times(plan.message_time, factor),
         time_scale=factor * (plan.time_scale or 1.0),
         notes=(note, *plan.notes),
     )

@@ -29,6 +29,11 @@ class Stage:
     sharding: StageSharding | None = None  # its devices form meshes that share the operators
     layerwise: bool = False  # keeps what flows between layers, and runs each again before its backward ("full")
     keeps_products: bool = False  # of these layers it keeps every second product, and attention ("selective-op")
+    # Beside parameters and activations, on each device, by the search's formula; None: not priced.
+    gradient_bytes: int | None = None  # of all its parameters
+    optimizer_bytes: int | None = None  # of the optimizer's state
+    transient_bytes: int | None = None  # while an action runs
+    usable_memory: int | None = None  # bytes on the device that has least, for all its stages
 
     @property
     def mode(self) -> Recompute:

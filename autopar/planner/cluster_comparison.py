@@ -6,21 +6,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import SILENT, Progress
-from autopar.costs.model_flops import least_seconds, model_flops
+from autopar.costs.model_flops import least_seconds, model_flops, tokens_of
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
-from autopar.plan.display import drawn, shown
+from autopar.plan.display import drawn, reported, shown
 from autopar.plan.plan import Plan
-from autopar.plan.stage import Stage
+from autopar.planner.communication import exposed_communication
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from cost_models import Cluster
 from cost_models.memory.training_memory import usable_memory
+
+if TYPE_CHECKING:
+    from autopar.report.document import Report
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,12 @@ class PlannedRow:
     @property
     def communication(self) -> float:
         """Seconds of collectives that no computing hides: for every micro-batch and once a step."""
-        return max(self._communication(rank) for rank in range(self.plan.ranks))
+        return max(exposed_communication(self.plan))
 
     @property
     def bubble(self) -> float:
         """Idle fraction of the used devices' time."""
         return self.plan.bubble or 0.0
-
-    def _communication(self, rank: int) -> float:
-        return sum(
-            _communication(stage, self.plan.n_microbatches) for stage in self.plan.stages[rank :: self.plan.ranks]
-        )
 
 
 @dataclass(frozen=True)
@@ -109,6 +105,11 @@ class ClusterComparison:
         """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
         drawn(self, Path(path))
 
+    def report(self) -> Report:
+        """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
+        made: Report = reported(self)
+        return made
+
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""
         data = {
@@ -135,7 +136,7 @@ def compare_ahead(
     """
     flops = model_flops(example)
     least = least_seconds(flops, cluster)
-    samples, tokens = max(1, example.program.batch_size), _tokens(example)
+    samples, tokens = max(1, example.program.batch_size), tokens_of(example)
     usable = min(usable_memory(spec.memory, spec.device_type) for spec in cluster.node)
     rows = []
     for number, (name, plan) in enumerate(plans.items()):
@@ -148,25 +149,6 @@ def compare_ahead(
         rows.append(PlannedRow(name, priced, samples, tokens, least, usable))
     total = sum(flops.values())
     return ClusterComparison(tuple(rows), cluster.title, len(cluster.devices), samples, total, example.training)
-
-
-def _communication(stage: Stage, n_microbatches: int) -> float:
-    """Seconds of a stage's collectives in a step, on one of its devices."""
-    rounds = -(-n_microbatches // stage.replicas)
-    each = (stage.sharding.collective_time or 0.0) if stage.sharding is not None else 0.0
-    if (stage.recompute or stage.layerwise) and stage.sharding is not None:
-        each += sum(one.seconds for one in stage.sharding.exchanges if not (one.backward or one.once))
-    each = max(0.0, each - (stage.hidden_time or 0.0))
-    return rounds * each + (stage.sync_time or 0.0)
-
-
-def _tokens(example: Example) -> int | None:
-    """Entries of the first input of whole numbers with a batch and a length, such as `input_ids`."""
-    for leaf, place in zip(example.leaves, example.program.inputs, strict=True):
-        whole = isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.dtype == torch.bool)
-        if whole and leaf.dim() == 2 and place.batch_dim is not None:
-            return int(leaf.numel())
-    return None
 
 
 def _as_json(row: PlannedRow) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from autopar.plan.display import explained, shown
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
+from autopar.plan.validation import replicas
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
 from autopar.planner.predicted_step import step_of_plan
@@ -131,7 +132,7 @@ def _helps(plan: Plan, bottleneck: Bottleneck, faster: Timeline, larger: Timelin
     stages = tuple(_quicker(other) if other.devices == one.devices else other for other in plan.stages)
     compute = step_of_plan(replace(plan, stages=stages))
     assert compute is not None, "the plan's own stages have times"
-    changes = [Change(f"{'+'.join(one.devices)} {_FASTER - 1:.0%} faster", compute.timeline().step_time)]
+    changes = [Change(f"{replicas(one.devices)} {_FASTER - 1:.0%} faster", compute.timeline().step_time)]
     if plan.transfers:
         changes.append(Change("links twice as fast", faster.step_time))
     if len(plan.used_devices) > 1:

@@ -8,6 +8,7 @@ from autopar.analysis.example import Example
 from autopar.analysis.few_collections import few_collections
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import estimate_costs
+from autopar.costs.model_flops import step_work
 from autopar.costs.recipe import Recipe
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
@@ -17,7 +18,7 @@ from autopar.planner.hint_constraints.one_mesh_plan import asks_for_sharding, ch
 from autopar.planner.inter_op.meshes import subject_of
 from autopar.planner.joint_search import plan_jointly
 from autopar.planner.predict import predict_plan
-from autopar.planner.price_sharded import predict_sharded
+from autopar.planner.price_sharded import at_zero, predict_sharded
 from autopar.planner.search_options import (
     OTHER,
     SearchOptions,
@@ -39,13 +40,16 @@ def plan_ahead(example: Example, cluster: Cluster, options: PlanOptions, progres
     if asks_for_sharding(example):
         hinted = plan_as_sharded(example, cluster.devices, replace(search, recipe=recipe), cluster)
         checked_width(hinted, options.max_shards)
-        return replace(_with_prices(hinted, example, cluster, recipe, search, progress), assumed=assumed)
+        priced = _with_prices(hinted, example, cluster, recipe, search, progress)
+        return replace(priced, assumed=assumed, work=step_work(example, cluster))
     costs = estimate_costs(example, cluster, recipe, n_microbatches=search.n_microbatches, progress=progress)
     subject = subject_of(example, options.optimizer_name)
     best = plan_jointly(costs, search, subject, max_shards=options.max_shards, progress=progress)
     note = f"estimated from the data sheets of {cluster.title}, not measured"
     notes = (note, *example.program.uncaptured, *best.notes)
-    return replace(best, notes=notes, model=fingerprint(example.model), assumed=assumed)
+    return replace(
+        best, notes=notes, model=fingerprint(example.model), assumed=assumed, work=step_work(example, cluster)
+    )
 
 
 def priced_ahead(
@@ -68,7 +72,18 @@ def priced_ahead(
         costs = estimate_costs(example, cluster, recipe, progress=progress)
         priced = predict_plan(plan, example, costs, search.conditions)
     notes = (*(note for note in priced.notes if not note.startswith(OTHER)), *other_assumptions(plan, assumed))
-    return replace(priced, notes=notes, model=fingerprint(example.model), assumed=assumed)
+    return replace(
+        priced, notes=notes, model=fingerprint(example.model), assumed=assumed, work=step_work(example, cluster)
+    )
+
+
+def at_zero_ahead(plan: Plan, zero: int, example: Example, cluster: Cluster, options: PlanOptions) -> Plan:
+    """The user's `plan` with states cut over replicas as a stage of ZeRO says, and without predictions."""
+    options = as_assumed(plan, options)
+    recipe = recipe_of(example, options)
+    example, _ = search_options(example, options, len(cluster.devices))
+    costs = estimate_costs(example, cluster, recipe, n_microbatches=plan.n_microbatches)
+    return at_zero(plan, zero, example, costs, subject_of(example, options.optimizer_name))
 
 
 def _with_prices(

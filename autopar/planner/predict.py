@@ -21,7 +21,7 @@ from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.python_overhead import NOT_MEASURED, one_worker_suffices
 from autopar.costs.sends import Sent, estimated_sends, pass_seconds
 from autopar.costs.shared_hardware import SHARED_GPU, hardware_of, shared_gpu_notes
-from autopar.plan.plan import Plan
+from autopar.plan.plan import DROPPED, Plan
 from autopar.plan.recompute import Recompute
 from autopar.plan.scaling import notes_without_scale
 from autopar.plan.stage import Stage, StageTransfer
@@ -71,7 +71,8 @@ def predict(
 
 def _notes_of(plan: Plan) -> Iterator[str]:
     """The notes that stay when a plan is predicted anew."""
-    return (note for note in notes_without_scale(plan) if not note.startswith((BY_FORMULA, SHARED_GPU, ONE_WORKER)))
+    notes = (note.removesuffix(DROPPED) for note in notes_without_scale(plan))
+    return (note for note in notes if not note.startswith((BY_FORMULA, SHARED_GPU, ONE_WORKER)))
 
 
 def arranged(
@@ -169,6 +170,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         plain=arrangement.plain,
         barrier=costs.training and not conditions.loss_inside,
         overhead=costs.python.alone if one_worker or arrangement.n_groups == 1 else costs.python.busy,
+        handling=0.0 if costs.ranks is None else costs.ranks.handling,
         hardware=hardware_of(group.first for rank in arrangement.ranks for group in rank),
         one_worker=one_worker,
     )
@@ -218,6 +220,7 @@ def as_plan(
         bubble=timeline.bubble,
         one_worker=step.one_worker,
         action_time=step.overhead if costs.python != NOT_MEASURED else None,
+        message_time=step.handling or None,
         transfers=tuple(_plan_transfers(costs, atoms, arrangement, step)),
     )
 
@@ -260,6 +263,10 @@ def _plan_stages(
                 sync_time=predicted.once,
                 optimizer_time=predicted.optimizer or None,
                 hidden_time=each.hidden(inside) or None,
+                gradient_bytes=memory.gradients,
+                optimizer_bytes=memory.optimizer,
+                transient_bytes=memory.transient,
+                usable_memory=int(min(group.memory for group in arrangement.groups[number])),
             )
         )
     return stages

@@ -10,12 +10,14 @@ search considers, or from a plan's own fields, for plans that were saved or load
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.costs.shared_hardware import hardware_of
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import Recompute
+from autopar.plan.stage import Stage
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Transfer
 from autopar.schedule.micro_batches import split_sizes
@@ -54,6 +56,7 @@ class PredictedStep:
     plain: bool  # the runtime calls the model itself, and nothing adds to its operators
     barrier: bool = False  # all forwards come before the first backward: the caller computes the loss
     overhead: float = ACTION_OVERHEAD  # s of Python for every action, unless `plain`
+    handling: float = 0.0  # s of each end of a message between processes, besides what its link takes
     hardware: tuple[int, ...] = ()  # of each slot, a number that slots on one GPU share; (): each has its own
     one_worker: bool = False  # does all actions, because Python takes most of their time
 
@@ -76,23 +79,30 @@ class PredictedStep:
             for t in self.transfers
         ]
         memory = [stage.memory for stage in self.stages if stage.memory is not None]
+        memory = memory if len(memory) == len(self.stages) else []
         slots = sum(self.replicas)
         return simulate(
             schedule,
-            [self._times(stage) for stage in self.stages],
+            [self._times(number) for number in range(len(self.stages))],
             transfers,
             memory=memory or None,
             barrier=0.0 if self.barrier else None,
             hardware=(0,) * slots if slots > 1 and self.one_worker else self.hardware,
         )
 
-    def _times(self, stage: PredictedStage) -> StageTimes:
-        """The seconds of the stage's actions, with the overhead of each.
+    def _messages(self, number: int) -> int:
+        """That an action of a stage sends and receives, from and to other devices; in a backward their gradients."""
+        ranks = len(self.replicas)
+        return sum(number in (t.source, t.target) and (t.source - t.target) % ranks != 0 for t in self.transfers)
+
+    def _times(self, number: int) -> StageTimes:
+        """The seconds of a stage's actions, with the overhead of each and the handling of its messages.
 
         recompute         backward = forward again + backward, or cores of attention or layers again + backward
         split backward    two actions; where no stage waits for its gradients, all of it runs as the WEIGHT part
         """
-        overhead = 0.0 if self.plain else self.overhead
+        stage = self.stages[number]
+        overhead, handling = 0.0 if self.plain else self.overhead, self.handling * self._messages(number)
         split = self.schedule == "zb-h1"
         again = stage.again or (0.0,) * len(stage.forward)
         if stage.recompute == Recompute.STAGE:
@@ -100,8 +110,8 @@ class PredictedStep:
         backward = [b + f for b, f in zip(stage.backward, again, strict=True)]
         weight = stage.weight if stage.sends_gradient else backward
         return StageTimes(
-            tuple(f + overhead for f in stage.forward),
-            tuple(b + overhead * (2 if split else 1) for b in backward),
+            tuple(f + overhead + handling for f in stage.forward),
+            tuple(b + overhead * (2 if split else 1) + handling for b in backward),
             tuple(w + overhead for w in weight) if split else (),
             stage.once,
             stage.optimizer,
@@ -130,6 +140,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
                 stage.sync_time or 0.0,
                 any(link.target == number and link.backward_bytes for link in plan.transfers),
                 stage.optimizer_time or 0.0,
+                memory=_memory(stage, [size / sizes[0] for size in sizes] * batch_factor),
                 again=tuple((stage.recompute_time or 0.0) * s for s in share),
             )
         )
@@ -152,6 +163,21 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
         plain=len(plan.used_devices) == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
         barrier=barrier,
         overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0) if plan.action_time is None else plan.action_time,
+        handling=plan.message_time or 0.0,
         hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
         one_worker=plan.one_worker,
     )
+
+
+def _memory(stage: Stage, shares: Sequence[float]) -> StageMemory | None:
+    """What a device holds for a stage, by the search's formula; None where the plan does not say it all.
+
+    `shares`: of each micro-batch, in the activations of the largest one.
+    """
+    resident = (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+    if stage.activation_bytes is None or stage.transient_bytes is None:
+        return None
+    if resident[0] is None or resident[1] is None or resident[2] is None:
+        return None
+    activations = tuple(int(stage.activation_bytes * share) for share in shares)
+    return StageMemory(resident[0], resident[1], resident[2], activations, stage.transient_bytes)

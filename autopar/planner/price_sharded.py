@@ -9,13 +9,16 @@ So a plan has one price, whether the search found it, a file holds it, or somebo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from autopar.analysis.example import Example
 from autopar.capture.repeated_layers.fold import Folded
 from autopar.costs.cost_graph import CostGraph
 from autopar.errors import PlanError
+from autopar.plan.exits.plan_degrees import replica_axes
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.planner.arrangement import Conditions
@@ -24,6 +27,7 @@ from autopar.planner.inter_op.meshes import Subject, as_measured, subject_of
 from autopar.planner.intra_op.regathering import regathered
 from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import ShardingProblem
+from autopar.planner.intra_op.zero_storage import zero_offences
 from autopar.planner.predict import completed, predict, predict_plan
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.mesh import make_mesh
@@ -70,15 +74,36 @@ def widest_mesh(plans: Iterable[Plan | None]) -> int:
     return max((stage.shards for plan in plans if plan is not None for stage in plan.stages), default=1)
 
 
+def at_zero(plan: Plan, zero: int, example: Example, costs: CostGraph, subject: Subject) -> Plan:
+    """`plan` with parameters, gradients and states as a stage of ZeRO says, and without predictions.
+
+    Raises PlanError for a stage that has no replicas along an axis of a mesh.
+    """
+    plan = completed(plan, example, costs).without_predictions(f"ZeRO is {zero} now")
+    lacking = [str(number) for number, stage in enumerate(plan.stages) if not _replica_axes(stage)]
+    if lacking:
+        raise PlanError(
+            f"zero={zero} cuts states over replicas along an axis of a mesh, which stage {', '.join(lacking)} does not "
+            f"have; make the plan with Plan.by_hand(..., data=..., zero={zero})"
+        )
+    pricing = _Pricing(plan, costs, subject, scatters=zero == 2)
+    stages = tuple(replace(stage, sharding=pricing.at_zero(stage, zero)) for stage in plan.stages)
+    return replace(plan, stages=stages)
+
+
+def _replica_axes(stage: Stage) -> list[int]:
+    return replica_axes(stage.sharding) if stage.sharding is not None else []
+
+
 class _Pricing:
     """The stage configurations of one plan."""
 
-    def __init__(self, plan: Plan, costs: CostGraph, subject: Subject) -> None:
+    def __init__(self, plan: Plan, costs: CostGraph, subject: Subject, *, scatters: bool = False) -> None:
         self._alone = alone = Folded(subject.module)  # a plan may do equal layers differently
         self._plan, self._costs = plan, costs
         self._program = subject.program(costs, alone)
         parameters = (stored for stage in plan.stages if stage.sharding for _, stored in stage.sharding.parameters)
-        scatters = any(stored.scattered for stored in parameters)
+        scatters |= any(stored.scattered for stored in parameters)
         self._task = replace(subject.task(costs, alone, plan.n_microbatches), scatters=scatters)
         self._facts = GraphFacts(self._task)
         self._node_of = {operator.key: name for name, operator in costs.operators.items()}
@@ -87,13 +112,46 @@ class _Pricing:
         """Of the stage's devices."""
         return next(device.kind for device in self._costs.devices if device.name == stage.devices[0])
 
-    def configuration(self, number: int, stage: Stage) -> MeshConfiguration:
-        """How the devices of stage `number` do all operators: those of stages with such a mesh as the plan says."""
+    def problem(self, stage: Stage) -> ShardingProblem:
+        """Of all operators on the stage's mesh."""
         sharding = stage.sharding
         assert sharding is not None
         mesh = make_mesh(sharding.mesh, stage.devices[: sharding.size], sharding.axes)
         task = as_measured(self._task, self._costs, self._alone, self.kind(stage), sharding.size)
-        problem = ShardingProblem(task, mesh, self._facts)
+        return ShardingProblem(task, mesh, self._facts)
+
+    def at_zero(self, stage: Stage, zero: int) -> StageSharding:
+        """The stage's sharding with parameters as a stage of ZeRO says along the axes of replicas, whose dimensions are
+        the fastest."""
+        sharding, problem = stage.sharding, self.problem(stage)
+        assert sharding is not None
+        axes = replica_axes(sharding)
+        strategies: dict[str, Strategy] = {}
+        problems = list(self._strategies(problem, stage, sharding, strategies))
+        if problems:
+            raise PlanError("\n  ".join(problems))
+        named = problem.task.module.named_parameters(remove_duplicate=False)
+        trained = {name for name, parameter in named if parameter.requires_grad}
+        stored = {name: one for name, one in self._stored(problem, stage, sharding) if name in trained}
+        allowed = {}
+        for name, now in stored.items():
+            options = problem.stored_options[name][1]
+            others = np.array([_differs(one, now, axes) for one in options])
+            offences = np.where(others == others.min(), zero_offences(options, axes, zero), np.inf)
+            allowed[name] = offences == offences.min()
+        found = problem.with_allowed(strategies, allowed)
+        changed = {name: found.stored[name] for name in stored}
+        kept = {name: one for name, one in sharding.parameters if name not in changed}
+        chosen = {name: Stored(one.layout, one.state, one.scattered) for name, one in changed.items()}
+        cut = {name: one for name, one in chosen.items() if any(c != REPLICATE for c in (*one.layout, *one.state))}
+        return replace(sharding, parameters=tuple((kept | cut).items()), redistributions=())
+
+    def configuration(self, number: int, stage: Stage) -> MeshConfiguration:
+        """How the devices of stage `number` do all operators: those of stages with such a mesh as the plan says."""
+        sharding = stage.sharding
+        assert sharding is not None
+        problem = self.problem(stage)
+        task = problem.task
         like = [(i, s) for i, s in enumerate(self._plan.stages) if _is_like(s.sharding, sharding)]
         like.sort(key=lambda pair: pair[0] != number)  # a parameter that several stages read: as in this one
         strategies: dict[str, Strategy] = {}
@@ -139,6 +197,12 @@ class _Pricing:
                 name = str(source.target)
                 if source.op == "get_attr" and name in problem.stored:
                     yield name, sharding.stored.get(name, Stored(whole, whole))
+
+
+def _differs(one: Stored, other: Stored, replicas: Sequence[int]) -> int:
+    """The number of mesh axes, without those of replicas, along which parameters or states lie differently."""
+    axes = [axis for axis in range(len(other.layout)) if axis not in replicas]
+    return sum(a[axis] != b[axis] for axis in axes for a, b in ((one.layout, other.layout), (one.state, other.state)))
 
 
 def _is_like(sharding: StageSharding | None, other: StageSharding) -> bool:

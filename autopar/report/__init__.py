@@ -5,6 +5,7 @@ from autopar.report import (
     cluster_comparison,
     comparison,
     comparison_figure,
+    comparison_report,
     configuration,
     diff,
     explain,
@@ -12,20 +13,28 @@ from autopar.report import (
     plan,
     prediction_error,
     profile,
+    profile_report,
+    progress,
     step,
 )
+from autopar.report.plan_report import build, module
 
 __all__ = [
+    "build",
     "chrome_trace",
     "cluster_comparison",
     "comparison",
     "comparison_figure",
+    "comparison_report",
     "configuration",
     "diff",
     "explain",
+    "module",
     "operator_strategies",
     "plan",
     "prediction_error",
     "profile",
+    "profile_report",
+    "progress",
     "step",
 ]

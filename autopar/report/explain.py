@@ -6,6 +6,7 @@ from autopar.plan.display import shown
 from autopar.plan.plan import Plan
 from autopar.plan.validation import replicas
 from autopar.planner.explain import Change, Explanation
+from autopar.report.quantities import seconds_text
 from autopar.report.tables import bullet, milliseconds, paragraph, table
 
 _BOUNDS = {
@@ -46,11 +47,23 @@ def _headline(explained: Explanation) -> str:
         return paragraph("The plan does not predict its step; explain(path) explains the strategies in a module.")
     if bottleneck is None:
         return paragraph("The plan has no predictions: it was made by hand, and autopar.compare has not priced it.")
+    head, shares = _sentences(explained, f"Its step of {milliseconds(explained.plan.predicted_step_time)} ms")
+    return f"{paragraph(head)}\n{paragraph(shares)}"
+
+
+def bottleneck_text(explained: Explanation) -> str:
+    """Where the step's time goes, in one paragraph; for an explanation with a bottleneck."""
+    return " ".join(_sentences(explained, f"The predicted step of {seconds_text(explained.plan.predicted_step_time)}"))
+
+
+def _sentences(explained: Explanation, step: str) -> tuple[str, str]:
+    """What the bottleneck is, and what the `step` consists of."""
+    bottleneck = explained.bottleneck
+    assert bottleneck is not None, "the explanation has a bottleneck"
     shares = ", ".join(f"{what} {share:.0%}" for what, share in bottleneck.shares)
     where = replicas(bottleneck.devices)
-    step = milliseconds(explained.plan.predicted_step_time)
     head = f"The bottleneck is stage {bottleneck.stage} on {where}, bound by {_BOUNDS[bottleneck.bound]}."
-    return f"{paragraph(head)}\n{paragraph(f'Its step of {step} ms is {shares}.')}"
+    return head, f"{step} is {shares}."
 
 
 def _changes(title: str, changes: tuple[Change, ...], plan: Plan, verb: str) -> str:

@@ -1,4 +1,4 @@
-"""A plan, and the module that follows it, as text."""
+"""A plan, and the modules of its stages, as text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from autopar.plan.plan import Plan
 from autopar.plan.recompute import DESCRIBED
 from autopar.plan.stage import Stage
 from autopar.plan.validation import replicas
-from autopar.planner.predicted_step import step_of_plan
 from autopar.report.sharding import sharding_parts
 from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
-from autopar.runtime.module import PLAN_COMES, PipelinedModule
-from autopar.schedule.builders import make_schedule
 from autopar.schedule.micro_batches import split_sizes
 
 _MOST_PATHS = 3  # of a hand-made split, shown for a stage
@@ -53,30 +50,12 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(parts)
 
 
-@shown.register
-def _pipelined_module(module: PipelinedModule) -> str:
-    return module_text(module.plan, module.stages, module.code_text)
+def modules_text(stages: Sequence[fx.GraphModule]) -> str:
+    """What is in every stage's module."""
+    return table(MODULE_COLUMNS, [module_row(index, module) for index, module in enumerate(stages)])
 
 
-def module_text(plan: Plan | None, stages: Sequence[fx.GraphModule], code: str = "") -> str:
-    """What `PipelinedModule.report()` shows: the plan, its timeline, and what is in every stage's module. `code`: how
-    that runs."""
-    if plan is None:
-        return paragraph(f"no plan yet: {PLAN_COMES}")
-    step = step_of_plan(plan)
-    if step is not None:
-        drawing = f"Predicted timeline\n\n{step.timeline()}"
-    else:
-        replicas = [stage.replicas for stage in plan.stages]
-        schedule = make_schedule(plan.schedule, plan.n_microbatches, replicas, training=plan.training)
-        drawing = f"Schedule, drawn as if all stages took equally long\n\n{schedule}"
-    parts = [plan_text(plan), drawing]
-    if stages:
-        columns = ["stage", "inputs", "operators", "outputs", "parameters", "buffers", "parameters MB"]
-        parts.append(table(columns, [_module_row(index, module) for index, module in enumerate(stages)]))
-    if code:
-        parts.append(code)
-    return "\n\n".join(parts)
+MODULE_COLUMNS = ("stage", "inputs", "operators", "outputs", "parameters", "buffers", "parameters MB")
 
 
 def module_ranges(plan: Plan) -> list[str]:
@@ -175,7 +154,8 @@ def _stages(plan: Plan) -> str:
     return table([*columns, *numbers], rows, words=3, first_to_go=numbers[:1])
 
 
-def _module_row(index: int, module: fx.GraphModule) -> list[str]:
+def module_row(index: int, module: fx.GraphModule) -> list[str]:
+    """What is in the module of a stage, by `MODULE_COLUMNS`."""
     graph = module.graph
     tensors = list(module.parameters())
     return [

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from autopar.analysis.rules import neural
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
+from autopar.planner.communication import rounds, times_a_step
 from autopar.report.layer_names import folded, operator_text
 from autopar.report.tables import bullet, megabytes, milliseconds, paragraph, table
 from autopar.sharding.layouts import PARTIAL, REPLICATE, Placements
@@ -29,8 +31,6 @@ _LEGEND = (
 _ALWAYS_LISTED = {*neural.RULES, "embedding"}
 _LINEAR = {"linear": (1, 0), "addmm": (2, 1)}  # place of the weight, its dimension of the result's columns
 
-_SUMMED = ("nbytes", "seconds")
-
 Sides = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # layouts of operands, of results
 
 
@@ -42,15 +42,21 @@ def sharding_parts(plan: Plan) -> list[str]:
     parts = [_meshes(plan, sharded)]
     if any(stage.sharding is not None and stage.sharding.strategies for stage in sharded.values()):
         parts.append(paragraph(_LEGEND))
-    alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Stage]] = defaultdict(list)
-    for stage in sharded.values():
-        if stage.sharding is not None:
-            alike[stage.sharding.mesh, stage.sharding.axes].append(stage)
-    for stages in alike.values():
+    alike = stages_by_mesh(plan)
+    for stages in alike:
         own = [stage.sharding for stage in stages if stage.sharding is not None]
         over = f" ({mesh_text(own[0])})" if len(alike) > 1 else ""
         parts += [*_strategies(stages, own, over), *_parameters(own, over)]
-    return [*parts, *_collectives(plan, sharded), *_regathered(sharded), *_repeated(plan, sharded)]
+    return [*parts, *_collectives(plan), *_regathered(sharded), *_repeated(plan, sharded)]
+
+
+def stages_by_mesh(plan: Plan) -> list[list[Stage]]:
+    """The sharded stages of a plan: those with the same mesh together."""
+    alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Stage]] = defaultdict(list)
+    for stage in plan.stages:
+        if stage.sharding is not None:
+            alike[stage.sharding.mesh, stage.sharding.axes].append(stage)
+    return list(alike.values())
 
 
 def mesh_text(sharding: StageSharding) -> str:
@@ -92,13 +98,6 @@ def when(exchange: Exchange) -> str:
     return "once per step" if exchange.once else "backward" if exchange.backward else "forward"
 
 
-def times_a_step(exchange: Exchange, plan: Plan, stage: Stage) -> int:
-    """How often the busiest mesh does it in a step: for every micro-batch of the mesh, and twice where the stage
-    recomputes its forward, at once or layer by layer."""
-    again = (stage.recompute or stage.layerwise) and not exchange.backward
-    return 1 if exchange.once else -(-plan.n_microbatches // stage.replicas) * (2 if again else 1)
-
-
 def cut_short(rows: Sequence[list[str]], most: int = _MOST) -> list[list[str]]:
     """The first rows of a table, and the number of the others."""
     if len(rows) <= most:
@@ -122,7 +121,7 @@ def _meshes(plan: Plan, sharded: dict[int, Stage]) -> str:
         assert sharding is not None
         often = [(e, times_a_step(e, plan, stage)) for e in sharding.exchanges]
         seconds = sum(e.seconds * n for e, n in often)
-        wasted = (sharding.repeated_time or 0.0) * -(-plan.n_microbatches // stage.replicas)
+        wasted = (sharding.repeated_time or 0.0) * rounds(plan, stage)
         known = bool(sharding.exchanges) or sharding.collective_time == 0
         rows.append(
             [
@@ -142,8 +141,18 @@ def _meshes(plan: Plan, sharded: dict[int, Stage]) -> str:
 
 
 def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str) -> Iterator[str]:
-    """Operators by how the axes split them; those that keep the placements of their operands are only counted."""
     axes = own[0].axes
+    rows, n_keeping = strategy_rows(own)
+    if rows:
+        yield table([f"operators{over}", *axes, "layouts"], cut_short(rows), words=2 + len(axes))
+    counts = strategy_counts(stages, own, n_keeping)
+    if counts:
+        yield bullet("; ".join(counts))
+
+
+def strategy_rows(own: Sequence[StageSharding]) -> tuple[list[list[str]], int]:
+    """Operators by how the axes of their mesh split them, in words and as layouts, and the number of those that are
+    left out: they keep the placements of their operands."""
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     n_keeping = 0
     for sharding in own:
@@ -153,17 +162,18 @@ def _strategies(stages: Sequence[Stage], own: Sequence[StageSharding], over: str
             if name not in _ALWAYS_LISTED and _keeps_placements(sides):
                 n_keeping += 1
                 continue
-            words = [axis_text(name, sides, axis) for axis in range(len(axes))]
+            words = [axis_text(name, sides, axis) for axis in range(len(sharding.axes))]
             alike[name, *words, texts[key]].append(key)
-    rows = [[operator_text(text), *words] for (_, *words), keys in alike.items() for text in folded(keys)]
-    if rows:
-        yield table([f"operators{over}", *axes, "layouts"], cut_short(rows), words=2 + len(axes))
+    return [[operator_text(text), *words] for (_, *words), keys in alike.items() for text in folded(keys)], n_keeping
+
+
+def strategy_counts(stages: Sequence[Stage], own: Sequence[StageSharding], n_keeping: int) -> list[str]:
+    """How many operators `strategy_rows` leaves out, and why."""
     split = {key for sharding in own for key, _ in sharding.strategies}
     whole = sum(key not in split for stage in stages for key in stage.operators)
     counts = [f"operators that keep the layouts of their operands: {n_keeping}"] if n_keeping else []
     counts += [f"operators that every device of a mesh does as a whole: {whole}"] if whole else []
-    if counts:
-        yield bullet("; ".join(counts))
+    return counts
 
 
 def _keeps_placements(sides: Sides) -> bool:
@@ -178,6 +188,13 @@ def _keeps_placements(sides: Sides) -> bool:
 
 
 def _parameters(own: Sequence[StageSharding], over: str) -> Iterator[str]:
+    rows = parameter_rows(own)
+    if rows:
+        yield table([f"parameters{over}", "stored", "layouts"], cut_short(rows), words=3)
+
+
+def parameter_rows(own: Sequence[StageSharding]) -> list[list[str]]:
+    """Parameters that are not whole on every device: how they are stored, in words and as layouts."""
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for sharding in own:
         gathered: dict[str, set[str]] = defaultdict(set)
@@ -189,15 +206,25 @@ def _parameters(own: Sequence[StageSharding], over: str) -> Iterator[str]:
             words = stored_words(stored, sharding.axes, gathered[name])
             if words:
                 alike[words, texts[name]].append(name)
-    rows = [[text, *words] for words, names in alike.items() for text in folded(names)]
-    if rows:
-        yield table([f"parameters{over}", "stored", "layouts"], cut_short(rows), words=3)
+    return [[text, *words] for words, names in alike.items() for text in folded(names)]
 
 
-def _collectives(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
-    """The collectives of a step, by the operator that reads their result."""
+class CollectiveLine(NamedTuple):
+    """Equal collectives of equal layers in a step."""
+
+    collective: str
+    axis: str  # of the mesh
+    when: str
+    reader: str  # the operators that read the results
+    often: int  # on the busiest mesh
+    nbytes: int
+    seconds: float
+
+
+def collective_lines(plan: Plan) -> list[CollectiveLine]:
+    """The collectives of a step, by the operators that read their results; those that take longest first."""
     by_kind: dict[tuple[str, str, str], dict[str, list[tuple[Exchange, int]]]] = defaultdict(lambda: defaultdict(list))
-    for stage in sharded.values():
+    for stage in plan.stages:
         for exchange in stage.sharding.exchanges if stage.sharding is not None else ():
             kind = (exchange.collective.replace("_", "-"), exchange.axis, when(exchange))
             by_kind[kind][exchange.operator].append((exchange, times_a_step(exchange, plan, stage)))
@@ -205,15 +232,20 @@ def _collectives(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
     for kind, by_operator in by_kind.items():
         for text, keys in folded(by_operator).items():
             several = [pair for key in keys for pair in by_operator[key]]
-            sums = [sum(n for _, n in several), *(sum(getattr(e, of) * n for e, n in several) for of in _SUMMED)]
-            lines.append(((*kind, operator_text(text)), sums))
-    lines.sort(key=lambda line: -line[1][2])
-    rest = [sums for _, sums in lines[_MOST:]]
+            nbytes, seconds = sum(e.nbytes * n for e, n in several), sum(e.seconds * n for e, n in several)
+            lines.append(CollectiveLine(*kind, operator_text(text), sum(n for _, n in several), nbytes, seconds))
+    return sorted(lines, key=lambda line: -line.seconds)
+
+
+def _collectives(plan: Plan) -> Iterator[str]:
+    lines = collective_lines(plan)
+    rest = lines[_MOST:]
     if rest:
         left = (_more(len(rest)), "", "", "")
-        lines[_MOST:] = [(left, [sum(of) for of in zip(*rest, strict=True)])]
+        sums = sum(one.often for one in rest), sum(one.nbytes for one in rest), sum(one.seconds for one in rest)
+        lines[_MOST:] = [CollectiveLine(*left, *sums)]
     if lines:
-        rows = [[*w, str(n), megabytes(b), milliseconds(s), share_text(s, plan)] for w, (n, b, s) in lines]
+        rows = [[*w, str(n), megabytes(b), milliseconds(s), share_text(s, plan)] for *w, n, b, s in lines]
         columns = ["collective", "axis", "when", "read by", "per step", "MB", "ms", "of the\nstep"]
         yield table(columns, rows, words=4)
 
@@ -230,7 +262,7 @@ def _repeated(plan: Plan, sharded: dict[int, Stage]) -> Iterator[str]:
     seconds: dict[str, float] = defaultdict(float)
     for stage in sharded.values():
         for one in stage.sharding.repeated if stage.sharding is not None else ():
-            seconds[one.operator] += one.seconds * -(-plan.n_microbatches // stage.replicas)
+            seconds[one.operator] += one.seconds * rounds(plan, stage)
     sums = {text: sum(seconds[key] for key in keys) for text, keys in folded(seconds).items()}
     if sums:
         most = sorted(sums, key=lambda text: -sums[text])

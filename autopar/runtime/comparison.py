@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autopar.plan.display import drawn, shown
+from autopar.plan.display import drawn, reported, shown
 from autopar.plan.plan import Plan
 from cost_models.measuring.intervals import LEVEL, Interval, median_interval, paired_ratio_interval
 
 _LEAST_LEVEL = 0.9  # of confidence in a winner: five rounds or more
 _ENOUGH = 0.85  # of the devices, for which independent processes are called undisturbed
+
+if TYPE_CHECKING:
+    from autopar.report.document import Report
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,11 @@ class Comparison:
     def figure(self, path: str | Path) -> None:
         """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
         drawn(self, Path(path))
+
+    def report(self) -> Report:
+        """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
+        made: Report = reported(self)
+        return made
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""

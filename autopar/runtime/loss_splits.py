@@ -50,11 +50,11 @@ class LossSplits:
         self._known.move_to_end(key)
         return self._known[key][0]
 
-    def knows(
+    def known(
         self, loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]
-    ) -> bool:
-        """Whether `of` would look it up."""
-        return _key(loss_fn, target, target_dim, default_dims) in self._known
+    ) -> LossSplit | None:
+        """What `of` would look up; None: it would study the loss."""
+        return self._known.get(_key(loss_fn, target, target_dim, default_dims), (None, None))[0]
 
 
 def _key(loss_fn: Callable[[Any, Any], Any], target: Any, target_dim: TargetDim, default_dims: Sequence[int]) -> Any:

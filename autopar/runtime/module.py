@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import fx, nn
@@ -16,7 +16,7 @@ from autopar.analysis.example import Example, LossFunction
 from autopar.analysis.own_loss import own_loss
 from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError, warn
-from autopar.plan.display import printable, shown
+from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.call_checks import Pipelined, check_process, check_tensors
@@ -31,6 +31,9 @@ from autopar.runtime.stage_code import check_compile
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed
 from cost_models.hardware.devices import Device
+
+if TYPE_CHECKING:
+    from autopar.report.document import Report
 
 _SHARED = (  # tables of torch.nn.Module that the pipelined module shares with the model
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
@@ -169,10 +172,12 @@ class PipelinedModule(Pipelined, nn.Module):
         head = f"plan of {plan.places}, {plan.schedule}" if plan is not None else f"no plan yet: {PLAN_COMES}"
         return f"{PipelinedModule.__name__}({printable(head)})\n{self.unwrap()!r}"
 
-    def report(self) -> str:
-        """The plan, its stages and predictions as text."""
-        text: str = shown.dispatch(PipelinedModule)(self)  # a plain call would look for reports on the model's class
-        return text
+    def report(self, **wanted: Any) -> Report:
+        """The plan in force as a `Report`, with the last profiled step beside its prediction. `wanted`: as for
+        `Plan.report`."""
+        # A plain call of `reported` would look for reports on the model's class.
+        made: Report = reported.dispatch(PipelinedModule)(self, **wanted)
+        return made
 
     def prepare(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.measured import measure_costs, with_shards
+from autopar.costs.model_flops import step_work
 from autopar.costs.rank_costs import RankMeasurements
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
@@ -61,6 +63,7 @@ def plan_at_hand(
     at_hand = shards_at_hand(example, costs, search, options.max_shards, cache=cache, progress=progress, ranks=ranks)
     costs, meshes = _pricing_candidates(at_hand.costs, options, progress), at_hand.meshes
     spent = time.perf_counter() - start
+    progress("searching plans", math.nan)
     if options.tune:
         best = tuned(example, costs, options, search, spent, progress, meshes)
     else:
@@ -68,7 +71,7 @@ def plan_at_hand(
     if options.calibrate and best.time_scale is None:
         best = calibrated(best, call, costs, search, progress)
     best = _noted(with_shard_notes(best, at_hand), compiled)
-    return replace(best, model=fingerprint(example.model))
+    return replace(best, model=fingerprint(example.model), work=step_work(example))
 
 
 def priced_at_hand(
@@ -90,7 +93,7 @@ def priced_at_hand(
     priced = predict_any(plan, example, costs, search.conditions)
     if options.calibrate:
         priced = calibrated(priced, call, costs, search, progress)
-    return replace(_noted(priced, compiled), model=fingerprint(example.model))
+    return replace(_noted(priced, compiled), model=fingerprint(example.model), work=step_work(example))
 
 
 def _measured(

@@ -20,6 +20,7 @@ from torch import fx
 
 from autopar.capture import torch_private
 from autopar.capture.direct_calls import with_direct_calls
+from autopar.capture.work_shown import shown_work
 from autopar.errors import InputError
 from autopar.lower.random_operators import from_global_generator, keep_from_compiler
 from autopar.lower.size_values import SizeSplit
@@ -122,7 +123,7 @@ class CompiledStage:
         kind = kind_of(inputs)
         if kind in self._known:
             return self._function(*inputs)
-        with _one_compiles:
+        with _one_compiles, shown_work(f"compiling {self._name}"):
             before = torch_private.compile_seconds()
             outputs = self._function(*inputs)
         self._known.add(kind)

@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -139,6 +139,13 @@ class StageSharding:
         return math.prod(self.mesh)
 
     @property
+    def decision(self) -> StageSharding:
+        """Without what it predicts."""
+        return StageSharding(
+            self.mesh, self.axes, self.strategies, self.parameters, self.redistributions, regather=self.regather
+        )
+
+    @property
     def texts(self) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
         """Strategies and parameters as printed and saved: (name, text)."""
         return (
@@ -163,6 +170,15 @@ class StageSharding:
         for one in self.redistributions:
             found[one.tensor, one.reader].append(one)
         return found
+
+
+def totals(each: Iterable[tuple[float, float]], repeated: Iterable[float]) -> tuple[float, float, float]:
+    """(collective_bytes, collective_time, repeated_time) of a StageSharding.
+
+    `each`: (bytes, seconds) of the exchanges for every micro-batch. `repeated`: seconds.
+    """
+    pairs = list(each)
+    return sum(nbytes for nbytes, _ in pairs), math.fsum(seconds for _, seconds in pairs), math.fsum(repeated)
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------

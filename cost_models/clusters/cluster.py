@@ -13,6 +13,7 @@ Either way it has devices, a link between any two of them, and the seconds of a 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ from cost_models.measuring.calibration import calibrate
 from cost_models.measuring.peak_rates import measure_spec
 
 Level = Literal["device", "intra_node", "inter_node"]
+
+_PLACEHOLDER = re.compile(r"(\d+)\.\d+:")  # how the name of a device begins that is not at hand
 
 
 @dataclass(frozen=True)
@@ -298,6 +301,12 @@ class Cluster:
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"{self.title}: {len(self.devices)} devices", *lines])
+
+
+def node_in_name(name: str) -> int | None:
+    """The node in the name of a device that is not at hand ("0.3:H100"); None for other names."""
+    match = _PLACEHOLDER.match(name)
+    return int(match[1]) if match else None
 
 
 class _Links(Mapping[tuple[str, str], Link]):

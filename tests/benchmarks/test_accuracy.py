@@ -99,3 +99,12 @@ def test_a_plan_with_two_names_counts_once_with_all_of_its_steps() -> None:
     assert steps[SEARCHED].expected is None, "it tells the machine's speed"
     counted = report_of(list(steps.values())).tables[1].rows[0]
     assert counted[1] == "1"
+
+
+def test_the_plain_model_is_no_other_name_of_a_plan_that_runs_the_model_itself() -> None:
+    """That has the threads of the caller, the plain model those of one device."""
+    found = comparison(1.05, 1.0)
+    itself = replace(found.plans[1], plan=plan(ALONE, 1, 0.5), steps=(0.5, 0.6))
+    steps = {s.plan: s for s in steps_of_comparison("net", replace(found, plans=(found.plans[0], itself)))}
+    assert (steps[PLAIN].measured, steps[AUTOMATIC].measured) == (1.2, 0.55)
+    assert steps[AUTOMATIC].same_as == ""

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.analysis.operators import compute_nodes
 from autopar.capture import torch_private
@@ -492,5 +493,25 @@ def test_mesh_of_host_has_the_same_ranks_and_makes_no_process_groups() -> None:
         found = torch_private.mesh_of_host(elsewhere)
         assert (found.device_type, found.mesh_dim_names, found.mesh.tolist()) == ("cpu", ("a", "b"), [[0]])
         assert list(found.get_coordinate() or ()) == [0, 0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_parts_of_dtensors_are_those_of_the_public_calls() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", torch.tensor([[0]]), mesh_dim_names=("a", "b"))
+        like = nn.Parameter(DTensor.from_local(torch.randn(4, 6).t(), mesh, [Shard(1), Replicate()]))
+        assert torch_private.part_of(like).data_ptr() == like.to_local().data_ptr()
+        assert not torch_private.part_of(like).requires_grad
+        gradient = torch.randn(6, 4)
+        found = torch_private.part_like(gradient, like)
+        public = DTensor.from_local(gradient, mesh, like.placements, shape=like.shape, stride=like.stride())
+        assert (found.device_mesh, found.placements) == (public.device_mesh, public.placements)
+        assert (found.shape, found.stride(), found.dtype) == (public.shape, public.stride(), public.dtype)
+        assert found.to_local().data_ptr() == gradient.data_ptr()
+        assert not found.requires_grad
+        like.grad = found
+        torch.optim.AdamW([like]).step()
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,9 @@ import autopar
 from autopar import Plan
 from autopar.cli import app
 from autopar.plan.diff import MovedModule, Recomputed, Setting
-from autopar.plan.stage import Stage
+from autopar.plan.display import step_parts
+from autopar.plan.stage import Stage, StageTransfer
+from autopar.planner.predicted_step import step_of_plan
 
 KEYS = tuple(f"{path}/{name}#0" for path in ("a", "a.x", "a.y.u", "a.y.v", "b.x", "b.y", "") for name in ("mm", "add"))
 
@@ -99,14 +102,79 @@ def test_what_is_shown_reads_well() -> None:
     before = replace(before, predicted_step_time=0.2, bubble=0.25)
     after = replace(after, predicted_step_time=0.1, bubble=0.2, schedule="gpipe", n_microbatches=4)
     lines = str(before.diff(after)).splitlines()
-    assert "- layers.2 .. layers.3 (4 operators): stage 0 -> 1" in lines
-    assert "- layers.2 .. layers.5 (8 operators): recomputed now" in lines
+    assert lines[0] == "100 % faster: 100 ms a step instead of 200 ms (predicted)."
+    assert "- layers.2-3 (4 operators) moved from stage 0 to stage 1" in lines
+    assert "- recomputes its whole forward in stage 1" in lines
+    assert "- 4 micro-batches instead of 2" in lines
+    assert "- schedule gpipe instead of 1f1b" in lines
     words = [" ".join(line.split()) for line in lines]
-    assert "micro-batches 2 4" in words
-    assert "schedule 1f1b gpipe" in words
     assert "step, ms 200 100 0.5x" in words
     assert "bubble 25.0% 20.0% 0.8x" in words
     assert all(len(line) <= 80 and line.isascii() for line in lines)
+
+
+def test_modules_that_moved_to_a_stage_that_recomputes_are_named() -> None:
+    keys = [f"layers.{i}/linear#0" for i in range(6)]
+    plans = [by_operator({key: int(i >= n) for i, key in enumerate(keys)}, frozenset([1])) for n in (4, 2)]
+    assert "- recomputes layers.2-3 (2 operators)" in str(plans[0].diff(plans[1])).splitlines()
+    assert "- no longer recomputes layers.2-3 (2 operators)" in str(plans[1].diff(plans[0])).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({}, {"selective": True}, "recomputes attention in stages 0 and 1"),
+        ({"layerwise": True}, {}, "no longer recomputes every layer in stages 0 and 1"),
+        (
+            {"layerwise": True},
+            {"recompute": True},
+            "recomputes its whole forward instead of every layer in stages 0 and",
+        ),
+    ],
+)
+def test_what_stages_recompute_is_said_in_words(before: Any, after: Any, said: str) -> None:
+    def plan(modes: Any) -> Plan:
+        return Plan(tuple(Stage((f"cpu:{s}",), (f"layers.{s}/mm#0",), **modes) for s in range(2)), 2)
+
+    assert said in " ".join(str(plan(before).diff(plan(after))).split())
+
+
+def priced(m: int = 4, forward: float = 0.01, **fields: Any) -> Plan:
+    """Two stages of known times, and the step that follows from them."""
+    numbers = {"forward_time": forward, "backward_time": 2 * forward, "weight_time": 0.0}
+    stages = tuple(Stage((f"cuda:{s}",), (f"layers.{s}/mm#0",), **numbers, **fields) for s in range(2))
+    plan = Plan(stages, m, transfers=(StageTransfer(0, 1, 8, 8, 0.0),), action_time=0.0)
+    step = step_of_plan(plan)
+    assert step is not None
+    return replace(plan, predicted_step_time=step.timeline().step_time)
+
+
+def test_a_slower_plan_is_explained_by_where_the_busiest_device_spends_more() -> None:
+    plain, recomputing = priced(), priced(recompute=True)
+    text = " ".join(str(plain.diff(recomputing)).split())
+    # A forward of 10 ms runs again for each of 4 micro-batches, and the other stage waits for one of them.
+    assert "33 % slower: 200 ms a step instead of 150 ms (predicted)" in text
+    assert "because the busiest device spends 40.0 ms more on recomputing and 10.0 ms more on waiting" in text
+    back = " ".join(str(recomputing.diff(plain)).split())
+    assert "33 % faster" in back
+    assert "40.0 ms less on recomputing" in back
+    fewer = " ".join(str(priced(8).diff(priced(4, 0.02))).split())
+    assert "11 % slower: 300 ms a step instead of 270 ms" in fewer
+    assert "because the busiest device spends 30.0 ms more on waiting for other stages." in fewer
+    assert "As fast as before" in str(plain.diff(replace(priced(), notes=("a",), schedule="gpipe")))
+
+
+@given(plans)
+def test_the_parts_of_a_step_add_up_to_it(plan: Plan) -> None:
+    parts = step_parts(plan)
+    step = step_of_plan(plan)
+    assert bool(parts) == (step is not None)
+    if step is not None:
+        timeline = step.timeline()
+        assert sum(parts.values()) == pytest.approx(timeline.step_time, rel=1e-6)
+        idle = timeline.step_time - max(timeline.busy)
+        assert parts["waiting for other stages"] == pytest.approx(idle, rel=1e-6, abs=1e-6 * timeline.step_time)
+        assert min(parts.values()) >= -1e-6 * timeline.step_time
 
 
 def test_equal_decisions_with_other_predictions_say_so() -> None:

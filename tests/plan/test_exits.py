@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import autopar
 from autopar import Cluster, InputError, Plan, PlanError
 from autopar.plan.assumptions import Assumptions
 from autopar.plan.degrees import Degrees
@@ -124,19 +123,6 @@ def test_a_plan_that_a_tool_expresses_comes_back_the_same(tool: str, wanted: dic
     assert degrees_in(plan, tool).zero == wanted.get("zero", 0)
     configuration = configuration_for(plan, tool)
     assert Plan.from_configuration(model, cluster, tool, configuration, **call) == plan
-
-
-@pytest.mark.slow
-def test_the_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    readme = (Path(autopar.__file__).parents[1] / "README.md").read_text()
-    code = readme.split("<!-- exits -->\n```python\n")[1].split("```")[0]
-    monkeypatch.chdir(tmp_path)
-    call = {"example_args": (torch.randint(0, 32, (16, 8)),)}
-    names: dict[str, Any] = {"autopar": autopar, "model": Layers(), "call": call}
-    exec(code, names)
-    assert "schedule: zb-h1; Megatron-LM runs 1f1b" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"arguments.txt", "schedule.csv"}
-    assert degrees_in(names["theirs"], "megatron").pipeline == 4
 
 
 @pytest.mark.slow

@@ -175,7 +175,9 @@ CORRUPTIONS: list[tuple[str, Callable[[Data], None], str]] = [
     ("stage time", put("stages", 0, "forward_time", "1"), "stages[0].forward_time must be a number, got '1'"),
     ("stage bytes", put("stages", 2, "peak_memory", -1), "stages[2].peak_memory must be a finite number"),
     ("stage bytes", put("stages", 2, "peak_memory", 1.5), "stages[2].peak_memory must be a whole number, got 1.5"),
-    ("recompute", put("stages", 1, "recompute", "yes"), "stages[1].recompute must be true or false, got 'yes'"),
+    ("recompute", put("stages", 1, "recompute", "yes"), "stages[1].recompute must be one of none, selective, full"),
+    ("recompute", put("stages", 1, "recompute", ["full"]), "stages[1].recompute must be one of none, selective, full"),
+    ("recompute", put("stages", 1, "selective", True), "stages[1].selective is unknown; write 'recompute' with one of"),
     ("operators 0", put("stages", 0, "operators", []), "stage 0 has no operators"),
     (
         "operators 0",
@@ -239,7 +241,7 @@ def test_a_file_with_stages_needs_operators_or_a_split() -> None:
     assert "no stage has operators; list them, or give a split of the modules" in complaint(data)
     split = {"a": 0, "b": 1, "c": 2}
     assert dict(Plan.from_json(json.dumps(data | {"split": split})).split) == split
-    alone = {"autopar_plan": 2, "stages": data["stages"][:1], "n_microbatches": 2}
+    alone = {"autopar_plan": "3.0", "stages": data["stages"][:1], "n_microbatches": 2}
     assert Plan.from_json(json.dumps(alone)).stages[0].operators == (), "the whole model"
 
 
@@ -283,9 +285,12 @@ def test_a_name_given_twice_is_reported_wherever_it_is() -> None:
         ("3", "not a plan"),
         ("[" * 100_000, "not a plan"),
         ("{}", "autopar_plan"),
-        ('{"autopar_plan": 99}', "version of the format, 2, got 99"),
-        ('{"autopar_plan": 1}', "version of the format, 2, got 1"),
-        ('{"autopar_plan": true}', "version of the format, 2, got True"),
+        ('{"autopar_plan": 99}', "version of the format, '3.0' or 2, got 99"),
+        ('{"autopar_plan": 1}', "version of the format, '3.0' or 2, got 1"),
+        ('{"autopar_plan": 2.0}', "version of the format, '3.0' or 2, got 2.0"),
+        ('{"autopar_plan": true}', "version of the format, '3.0' or 2, got True"),
+        ('{"autopar_plan": "3"}', "version of the format, '3.0' or 2, got '3'"),
+        ('{"autopar_plan": "4.0"}', "got '4.0'; a later autopar wrote this file; plan again"),
         ('{"autopar_plan": 2}', "stages is missing"),
         ('{"autopar_plan": 2, "stages": [], "n_microbatches": 1}', "at least one stage"),
         ('{"autopar_plan": 2, "stages": 3, "n_microbatches": 1}', "stages must be a list, got 3"),
@@ -318,8 +323,9 @@ def test_a_number_that_no_float_holds_is_refused_by_its_place(value: str) -> Non
     sharding = StageSharding((2,), ("data",), exchanges=(exchange,))
     text = Plan((Stage(("a", "b"), sharding=sharding),), 1).to_json()
     assert Plan.from_json(text).stages[0].sharding == sharding
+    assert '"all_reduce", "data", 8, 1.0, ""' in text
     with pytest.raises(PlanError, match=re.escape("stages[0].sharding.exchanges[0].seconds must be a finite number")):
-        Plan.from_json(text.replace('"seconds": 1.0', f'"seconds": {value}'))
+        Plan.from_json(text.replace('"data", 8, 1.0', f'"data", 8, {value}'))
 
 
 def test_loading_compares_every_name_with_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +392,7 @@ def edited(plan: Plan, edit: Callable[[Data], object]) -> Plan:
     [
         lambda data: data.update(n_microbatches=2),
         lambda data: data.update(schedule="gpipe"),
-        lambda data: data["stages"][0].update(recompute=True),
+        lambda data: data["stages"][0].update(recompute="stage"),
         lambda data: data.update(predicted_step_time=1e-9),
         lambda data: data.update(optimality="proven"),
         lambda data: data.pop("checksum"),

@@ -15,13 +15,14 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import CostTable
 from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.costs.python_overhead import ACTION_OVERHEAD, NOT_MEASURED, SPLIT_OVERHEAD, PythonOverhead
+from autopar.costs.rank_costs import RankCosts
 from autopar.plan.stage import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.predict import predict
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
-from cost_models import Link, parse_devices
+from cost_models import Cluster, Link, parse_devices
 
 BATCH = 8
 CPUS = parse_devices(["cpu", "cpu"])
@@ -87,6 +88,42 @@ def test_a_pipeline_of_two_takes_both_stages_and_the_slower_one_for_every_furthe
     )
     assert found.predicted_step_time == pytest.approx(expected)
     assert found.single_device_time == pytest.approx(3 * sum(seconds))
+
+
+def on_ranks(costs: CostGraph, handling: float) -> CostGraph:
+    """A process a device, each of which takes `handling` seconds for its end of a message."""
+    alike = Cluster.preset("cpu", nodes=2)
+    cluster = Cluster(alike.node, 2, alike.intra_node, alike.inter_node, CPUS, costs.links)
+    return dataclasses.replace(costs, ranks=RankCosts(cluster, 1, (), handling))
+
+
+@given(
+    a=st.floats(0.01, 1.0), b=st.floats(0.01, 1.0), handling=st.floats(0.0, 0.5), n_microbatches=st.sampled_from([1, 4])
+)
+def test_each_end_of_a_message_between_processes_takes_its_time(
+    a: float, b: float, handling: float, n_microbatches: int
+) -> None:
+    """As if every pass of both stages took that much longer, from costs and from the plan's file."""
+    n, more = n_microbatches, handling * n_microbatches
+    stage_of, plan = {"n0": 0, "n1": 1}, two_stages(n)
+    found = predict(on_ranks(line_of(a, b), handling), plan, stage_of, INSIDE)
+    passes = (((a + more) / n, (b + more) / n), ((2 * a + more) / n, (2 * b + more) / n))
+    expected = sum(sum(each) + (n - 1) * max(each) + (n + 1) * ACTION_OVERHEAD for each in passes)
+    assert found.predicted_step_time == pytest.approx(expected)
+    assert [stage.forward_time for stage in found.stages] == pytest.approx([a / n, b / n])
+    saved = step_of_plan(Plan.from_json(found.to_json()))
+    assert saved is not None
+    assert saved.timeline().step_time == pytest.approx(expected)
+
+
+def test_where_messages_take_longer_there_are_fewer_and_none_if_that_is_faster() -> None:
+    options = SearchOptions(max_replicas=1, loss_inside=True)
+    by_handling = {h: make_plan(on_ranks(line_of(*[0.1] * 8), h), options) for h in (0.0, 0.01, 0.1, 10.0)}
+    messages = [plan.n_microbatches * (len(plan.stages) - 1) for plan in by_handling.values()]
+    assert messages == sorted(messages, reverse=True)
+    assert messages[0] > messages[1] > messages[-1] == 0
+    steps = [plan.predicted_step_time or 0.0 for plan in by_handling.values()]
+    assert steps == sorted(steps)
 
 
 @pytest.mark.parametrize("n_microbatches", [1, 4])

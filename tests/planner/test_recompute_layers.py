@@ -118,7 +118,7 @@ def test_plans_say_that_layers_run_again() -> None:
     none, full, stage = hand("none"), hand("full"), hand("stage")
     assert "recomputing the layers of stage 0" in " ".join(str(full).split())
     assert "recomputing stage 0" in " ".join(str(stage).split())
-    assert "recomputed layer by layer" in str(none.diff(full))
+    assert "recomputes every layer in stage" in str(none.diff(full))
 
 
 def test_a_file_of_before_means_the_whole_stage_and_keeps_its_predictions() -> None:

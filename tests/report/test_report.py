@@ -9,12 +9,14 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import autopar
 from autopar.costs.python_overhead import ACTION_OVERHEAD
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
-from autopar.report.plan import module_ranges, module_text, plan_text
+from autopar.report.plan import module_ranges, plan_text
 from autopar.report.tables import WIDTH, milliseconds, table
 
 OPERATORS = (
@@ -73,7 +75,7 @@ def test_long_names_notes_and_many_stages_fit_the_width() -> None:
     plan = plan_of(stages=stages, devices=names, transfers=(), notes=("why " * 100,))
     assert_printable(plan_text(plan))
     assert deep.count("name") == 8
-    assert_printable(module_text(plan, []))
+    assert_printable(str(plan.report()))
 
 
 @pytest.mark.parametrize(
@@ -99,17 +101,18 @@ def test_a_plan_made_by_hand_prints_its_split_and_no_invented_numbers() -> None:
 
 
 def test_a_report_without_a_plan_says_so() -> None:
-    assert "no plan yet" in module_text(None, [])
+    pm = autopar.parallelize(nn.Linear(2, 2), "cpu,cpu")
+    assert "no plan yet" in str(pm.report())
 
 
 def test_a_report_draws_the_timeline_of_the_plans_own_times() -> None:
     """Two equal stages, m micro-batches: m + 1 units of a forward and a backward, and the runtime's overhead."""
     plan = plan_of(3, batch_size=8, transfers=(StageTransfer(0, 1, 1000, 1000, 0.0),))
-    text = module_text(plan, [])
+    text = str(plan.report())
     assert f"step {(4 + 1) * (0.01 + 0.02 + 2 * ACTION_OVERHEAD):.4g} s" in text
     assert_printable(text)
     by_hand = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
-    assert "F0" in module_text(by_hand, [])
+    assert "F0" in str(by_hand.report())
 
 
 @given(st.floats(1e-6, 1e6))
@@ -136,7 +139,7 @@ def test_texts_of_a_plan_file_do_not_steer_the_terminal(hostile: str) -> None:
     broken = plan.to_json().replace('"1f1b"', json.dumps(hostile)).replace('"devices"', json.dumps(f"x{hostile}"))
     with pytest.raises(PlanError) as refused:
         Plan.from_json(broken)
-    texts = [str(plan), str(plan.explain()), str(plan.diff(plan_of(2))), module_text(plan, []), str(refused.value)]
+    texts = [str(plan), str(plan.explain()), str(plan.diff(plan_of(2))), str(plan.report()), str(refused.value)]
     for text in texts:
         assert all(c.isprintable() or c == "\n" for c in text)
         assert hostile.encode("unicode_escape").decode() in text

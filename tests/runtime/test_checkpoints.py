@@ -312,7 +312,7 @@ def test_export_writes_whole_tensors_in_the_original_names(tmp_path: Path) -> No
 
 def test_export_names_the_extra_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(autopar.InputError, match=re.escape("pip install autopar[safetensors]")):
+    with pytest.raises(autopar.InputError, match=re.escape('pip install "autopar[safetensors]"')):
         export(tmp_path, tmp_path / "model.safetensors")
 
 

@@ -132,7 +132,7 @@ def test_compiled_stages_compute_in_the_callers_precision_whatever_came_before(a
 
 def test_the_report_says_how_long_compiling_took_backwards_included() -> None:
     pm = pipelined(model_with_dropout(), "1f1b", "aot_eager")
-    assert "compile" not in pm.report().splitlines()[-1]
+    assert "compile=" not in str(pm.report())
     torch.compiler.reset()
     x, y = torch.randn(9, 8), torch.randn(9, 4)
     pm(x)
@@ -140,7 +140,7 @@ def test_the_report_says_how_long_compiling_took_backwards_included() -> None:
     pm.train_step(x, target=y, loss_fn=mse_loss)
     both = pm._signatures.newest().executable.compile_seconds  # type: ignore[union-attr]
     assert 0 < forward < both
-    assert f"compile='aot_eager': stages are compiled ({both:.1f} s so far)" in pm.report()
+    assert f"compile='aot_eager': stages are compiled ({both:.1f} s so far)" in str(pm.report())
     for _ in range(2):
         pm.train_step(x, target=y, loss_fn=mse_loss)
     assert pm._signatures.newest().executable.compile_seconds == both  # type: ignore[union-attr]
@@ -173,7 +173,7 @@ def test_a_stage_with_hooks_runs_them_uncompiled_and_a_warning_says_so(
     torch.testing.assert_close(got, plain(x))
     assert hook.calls == 2
     assert len(compiled_graphs) == 1
-    assert "except:\n  stage 1: it runs hooks" in pm.report()
+    assert "except:\n  stage 1: it runs hooks" in str(pm.report())
 
 
 class Layer(nn.Module):

@@ -295,7 +295,7 @@ def test_a_functional_call_computes_the_same_or_says_that_gradients_would_be_los
 def test_a_module_without_a_plan_says_when_there_will_be_one() -> None:
     pm = autopar.parallelize(net(), ["cpu", "cpu"], cache=False)
     assert pm.plan is None
-    for text in (repr(pm), pm.report()):
+    for text in (repr(pm), str(pm.report())):
         assert "the first call makes it" in " ".join(text.split())
     pm(X)
     assert pm.plan is not None

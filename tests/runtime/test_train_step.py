@@ -209,7 +209,7 @@ def test_half_of_target_and_loss_fn_is_refused() -> None:
         pm.train_step(x, target=x)
 
 
-# -- recipes of the README -------------------------------------------------------------------------------------------
+# -- recipes of docs/how-to/losses.md ---------------------------------------------------------------------------------
 
 
 def test_recipe_gradient_scaler() -> None:

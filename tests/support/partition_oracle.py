@@ -143,8 +143,18 @@ def stage_time(problem: Problem, stage: OracleStage) -> float:
     actions = 1 if not problem.backward.any() else 2 if problem.weight is None else 3
     seconds += actions * problem.overhead_of(stage.recompute)
     seconds += sum(arriving(problem, stage, backward) for backward in (False, True))
-    sent = [v for v in space_of(problem, stage).values if v.producer in stage.atoms and set(v.consumers) - stage.atoms]
-    return float(seconds + sum(v.nbytes for v in sent) * share * kind.send_seconds_per_byte)
+    seconds += min(actions, 2) * handling(problem, stage)
+    return float(seconds + sum(v.nbytes for v in sent(problem, stage)) * share * kind.send_seconds_per_byte)
+
+
+def sent(problem: Problem, stage: OracleStage) -> list[Value]:
+    return [v for v in space_of(problem, stage).values if v.producer in stage.atoms and set(v.consumers) - stage.atoms]
+
+
+def handling(problem: Problem, stage: OracleStage) -> float:
+    """Of the messages of a pass: one to later stages and one from earlier ones, as far as there are any."""
+    ends = [any(v.nbytes for v in values) for values in (sent(problem, stage), received(problem, stage))]
+    return problem.handling * sum(ends)
 
 
 def each_more(problem: Problem, stage: OracleStage) -> float:
@@ -155,9 +165,9 @@ def each_more(problem: Problem, stage: OracleStage) -> float:
     forward, backward, _ = pass_times(problem, stage)
     backward += forward if stage.recompute == Recompute.STAGE else 0.0
     overhead = problem.overhead_of(stage.recompute)
-    sent = [v for v in space_of(problem, stage).values if v.producer in stage.atoms and set(v.consumers) - stage.atoms]
-    forward += overhead + sum(v.nbytes for v in sent) * problem.bytes_share * kind.send_seconds_per_byte
-    backward += overhead if problem.backward.any() else 0.0
+    nbytes = sum(v.nbytes for v in sent(problem, stage)) * problem.bytes_share
+    forward += overhead + nbytes * kind.send_seconds_per_byte + handling(problem, stage)
+    backward += overhead + handling(problem, stage) if problem.backward.any() else 0.0
     there, back = (arriving(problem, stage, way) for way in (False, True))
     if problem.schedule == "interleaved-1f1b":
         return float(max(forward + backward, there, back))
@@ -430,6 +440,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
             for received in [(draw(third), draw(third))]
         ),
         overhead=draw(st.sampled_from([0.0, 0.5])),
+        handling=draw(st.sampled_from([0.0, 0.25])),
         cores=again() if draw(st.booleans()) else None,
         blocks=again() if draw(st.booleans()) else None,
         once=draw(st.sampled_from([None, array(len(pools), n)])),

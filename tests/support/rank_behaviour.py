@@ -20,9 +20,9 @@ from torch.nn import functional
 import autopar
 from autopar import AutoparError, Plan
 from autopar.capture import torch_private
+from autopar.capture.torch_private import part_of
 from autopar.lower import process_groups
 from autopar.runtime.ranks import watcher
-from autopar.runtime.ranks.parameters import local_of
 from autopar.runtime.ranks.world import joined
 
 
@@ -115,7 +115,7 @@ def memory() -> dict[str, Any]:
     return {
         "names": [name for name, _ in pm.named_parameters()],
         "state": list(pm.state_dict()),
-        "local": sum(local_of(p).untyped_storage().nbytes() for p in pm.parameters()),
+        "local": sum(part_of(p).untyped_storage().nbytes() for p in pm.parameters()),
         "left": sum(
             {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in [*before, *program]}.values()
         ),

@@ -17,6 +17,7 @@ import autopar
 from autopar import Cluster, InputError, Plan, PlanError
 from autopar.runtime.checkpoints.participants import participants
 from autopar.runtime.ranks import planning
+from autopar.runtime.ranks.handling import measured_handling
 from autopar.runtime.ranks.world import joined
 from cost_models.measuring.process_links import measure_process_links, probe_process_links
 
@@ -49,6 +50,13 @@ def links(hosts: list[int]) -> tuple[dict[Any, Any], bool, float]:
     assert world is not None
     found = measure_process_links(hosts, world.control)
     return dict(found.links), found.shared, probe_process_links(hosts, found, world.control)
+
+
+def handled() -> float:
+    """Seconds that this rank takes for its end of a message."""
+    world = joined()
+    assert world is not None
+    return measured_handling(world)
 
 
 def followed() -> list[float]:

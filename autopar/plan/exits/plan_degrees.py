@@ -52,7 +52,7 @@ def degrees_in(plan: Plan, tool: str) -> Degrees:
         micro_batch=plan.batch_size // plan.n_microbatches // data,
         schedule=plan.schedule,
         chunks=plan.chunks,
-        zero=max((_zero(sharding) for sharding in shardings), default=0),
+        zero=max((zero_of(sharding) for sharding in shardings), default=0),
         recompute=NAMES[max((stage.mode for stage in plan.stages), key=KEEPS_LESS.index)],
         sequence_parallel=any(_scatters_activations(sharding) for sharding in shardings),
         batch=plan.batch_size,
@@ -178,17 +178,18 @@ def _read_in_parts(sharding: StageSharding, axis: int) -> list[str]:
     moved: dict[str, list[Placements]] = {}
     for one in sharding.redistributions:
         moved.setdefault(one.tensor, []).append(one.own.forward[-1] if one.own.forward else one.shared.forward[-1])
+    inputs = _inputs(sharding)
     return [
         name
         for name, stored in sharding.parameters
-        if not _is_input(sharding, name) and any(p[axis] >= 0 for p in moved.get(name, [stored.layout]))
+        if name not in inputs and any(p[axis] >= 0 for p in moved.get(name, [stored.layout]))
     ]
 
 
-def _is_input(sharding: StageSharding, name: str) -> bool:
-    """Whether a stored tensor is an input of the model: it has no gradient to go back."""
-    uses = [one for one in sharding.redistributions if one.tensor == name]
-    return bool(uses) and not any(one.shared.backward or one.own.backward for one in uses)
+def _inputs(sharding: StageSharding) -> set[str]:
+    """The stored tensors that are inputs of the model: they have no gradient to go back."""
+    used = {one.tensor for one in sharding.redistributions}
+    return used - {one.tensor for one in sharding.redistributions if one.shared.backward or one.own.backward}
 
 
 def _moved(sharding: StageSharding, axis: int) -> Iterator[str]:
@@ -214,13 +215,14 @@ def _scatters_activations(sharding: StageSharding) -> bool:
     )
 
 
-def _data_axes(sharding: StageSharding) -> list[int]:
+def replica_axes(sharding: StageSharding) -> list[int]:
+    """The mesh axes whose devices are replicas."""
     return [axis for axis, size in enumerate(sharding.mesh) if size > 1 and not _cuts_tensors(sharding, axis)]
 
 
-def _zero(sharding: StageSharding) -> int:
+def zero_of(sharding: StageSharding) -> int:
     """The ZeRO stage: the most that is cut of any parameter over replicas."""
-    axes = _data_axes(sharding)
+    axes = replica_axes(sharding)
     found = 0
     in_parts = {(name, axis) for axis in axes for name in _read_in_parts(sharding, axis)}
     for name, stored in sharding.parameters:
@@ -237,7 +239,7 @@ def _tensor_is_not_last(plan: Plan) -> bool:
     for stage in plan.stages:
         if stage.sharding is not None:
             cut = [axis for axis, n in enumerate(stage.sharding.mesh) if n > 1 and _cuts_tensors(stage.sharding, axis)]
-            data = _data_axes(stage.sharding)
+            data = replica_axes(stage.sharding)
             if cut and data and min(cut) < max(data):
                 return True
     return False
@@ -265,7 +267,7 @@ def _strategies(plan: Plan) -> Iterator[NotExpressed]:
         name
         for stage in plan.stages
         if stage.sharding is not None
-        for axis in _data_axes(stage.sharding)
+        for axis in replica_axes(stage.sharding)
         for name in _read_in_parts(stage.sharding, axis)
     ]
     if in_parts:
@@ -285,10 +287,9 @@ def _whole_states(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:
     whole: list[str] = []
     for stage in plan.stages if degrees.zero else ():
         if stage.sharding is not None:
-            axes = _data_axes(stage.sharding)
+            axes = replica_axes(stage.sharding)
             whole += [name for name, stored in stage.sharding.parameters if not any(stored.state[a] >= 0 for a in axes)]
-    whole = [
-        name for name in dict.fromkeys(whole) if not any(_is_input(s.sharding, name) for s in plan.stages if s.sharding)
-    ]
+    inputs = {name for stage in plan.stages if stage.sharding is not None for name in _inputs(stage.sharding)}
+    whole = [name for name in dict.fromkeys(whole) if name not in inputs]
     if whole:
         yield NotExpressed("zero", f"not cut over replicas: {few(whole)}; the tool cuts every parameter")

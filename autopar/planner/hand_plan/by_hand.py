@@ -14,6 +14,7 @@ from autopar.analysis.example import Example
 from autopar.capture.program import module_path
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
+from autopar.costs.model_flops import step_work
 from autopar.errors import PlanError
 from autopar.hints.module_paths import few, nearest
 from autopar.options import PlanOptions
@@ -90,6 +91,7 @@ def plan_by_hand(
         notes=notes,
         model=fingerprint(example.model),
         assumed=assumptions_of(shared.recipe, options.optimizer_name),
+        work=step_work(example, cluster, shared.flops(example)),
     )
 
 
@@ -106,7 +108,9 @@ def plan_by_hand_for_workers(
     why = "the shards of CPU workers run one after another"
     alone = replace(plan, stages=stages, devices=tuple(names.values())).without_predictions(why)
     kinds = tuple(worker.kind for worker in workers)
-    return replace(alone, device_kinds=kinds, assumed=None, notes=(*plan.notes[:-1], *alone.notes))
+    return replace(
+        alone, device_kinds=kinds, assumed=None, work=step_work(example), notes=(*plan.notes[:-1], *alone.notes)
+    )
 
 
 def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]]:

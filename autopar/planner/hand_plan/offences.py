@@ -14,6 +14,7 @@ from autopar.analysis.rules.notation import IndexKind, Rule
 from autopar.plan.degrees import Degrees
 from autopar.planner.intra_op.redistributions import OUTPUT, TensorUse
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
+from autopar.planner.intra_op.zero_storage import zero_offences
 from autopar.sharding.layouts import PARTIAL, Placements
 from autopar.sharding.stage_sharding import Stored
 from autopar.sharding.strategies import REPEATED, Strategy
@@ -118,11 +119,7 @@ class Offences:
         """
         if self.data is None:
             return np.zeros(len(options))
-        zero, axis = self.degrees.zero if name in self._trained else 0, self.data
-        wanted = (zero == 3, zero >= 1)  # whether parameter and state are cut
-        offences = [sum((x[axis] >= 0) != w for x, w in zip((o.layout, o.state), wanted, strict=True)) for o in options]
-        offences = [n + (o.scattered != (zero == 2)) for n, o in zip(offences, options, strict=True)]
-        return np.array(offences) - min(offences)
+        return zero_offences(options, (self.data,), self.degrees.zero if name in self._trained else 0)
 
     @cached_property
     def _trained(self) -> set[str]:

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from autopar.analysis.example import Example
 from autopar.analysis.operators import operator_keys
 from autopar.capture.repeated_layers.fold import Folded, fold
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.estimated import KnownEstimates, estimate_costs
+from autopar.costs.model_flops import model_flops
 from autopar.costs.recipe import Recipe
 from autopar.options import PlanOptions
 from autopar.plan.degrees import Degrees
@@ -62,6 +65,7 @@ class SharedWork:
         self.recipe: Recipe = recipe_of(example, options)
         self._costs: dict[tuple[tuple[DeviceSpec, ...], int], CostGraph] = {}
         self._estimates = KnownEstimates({}, {})
+        self._flops: dict[int, Mapping[torch.dtype, float]] = {}
         self._facts: dict[int, GraphFacts] = {}
         self._works = LocalWorks()
         self._problems: dict[tuple[object, ...], _KnownProblem] = {}
@@ -96,6 +100,13 @@ class SharedWork:
         memory = {device.kind: device.memory for device in known.devices}
         devices = tuple(replace(device, memory=memory[device.kind]) for device in cluster.devices)
         return replace(known, devices=devices, links=cluster.links, cluster=cluster)
+
+    def flops(self, example: Example) -> Mapping[torch.dtype, float]:
+        """What a step of a call needs, by dtype."""
+        samples = example.program.batch_size
+        if samples not in self._flops:
+            self._flops[samples] = model_flops(example)
+        return self._flops[samples]
 
     def facts(self, task: ShardingTask) -> GraphFacts:
         if task.rows not in self._facts:

@@ -241,6 +241,7 @@ class Problem:
     launches: Launches | None = None  # beside `forward`, `backward` and `weight`; None: those contain them
     overlapping: Overlapping | None = None  # None: no collective runs behind kernels
     overhead: float = 0.0  # s of every action of a stage (forward, backward, weight part), beside its operators
+    handling: float = 0.0  # s that a stage takes to send, or to receive, one message, besides what its link takes
     plain: bool = False  # the only stage is run as the model itself, without overhead, unless it recomputes
     may_recompute: bool = False  # stages may run their forwards again instead of keeping activations
     cores: CoreSeconds[np.ndarray] | None = None  # [n_kinds, n] where stages may do so with cores of attention alone
@@ -279,6 +280,7 @@ class Problem:
                 _check(array.shape == shape, f"{groups}: {name} must have shape {shape}, got {array.shape}")
                 check_costs(f"{groups}: {name}", array)
         check_costs("overhead", self.overhead)
+        check_costs("handling", self.handling)
         for name in ("n_microbatches", "max_replicas", "chunks"):
             count = getattr(self, name)
             _check(count >= 1, f"{name} must be at least 1, got {count}")

@@ -106,6 +106,7 @@ class SearchSpace:
             kinds=tuple(kind.of_one_copy(copies, chunks) for kind in kinds),
             max_replicas=1 if schedule == "interleaved-1f1b" else max(1, most_replicas // copies),
             overhead=costs.python.alone if sum(config.counts) == 1 else costs.python.busy,
+            handling=0.0 if costs.ranks is None else costs.ranks.handling,
             plain=m == sum(config.counts) == 1,
             may_recompute=costs.training,
             cores=self._cores(times),

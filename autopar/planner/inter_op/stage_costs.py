@@ -254,8 +254,12 @@ class Costs:
         overhead = problem.overhead_of(mode.recompute)
         back = backward + (problem.n_actions - 1) * overhead + (forward if mode.recompute == Recompute.STAGE else 0.0)
         there = forward + overhead + kind.send_seconds_per_byte * share * tables.sent
+        arriving = tables.arriving(lane.across)
+        if problem.handling:  # of a message from the stage before, one to the stage after, and gradients the other way
+            messages = problem.handling * (1.0 * (arriving[0] > 0) + (tables.sent > 0))
+            there, back = there + messages, back + (messages if problem.n_actions > 1 else 0.0)
         rate = lane.seconds_per_byte * share
-        in_there, in_back = (np.where(n > 0, lane.latency, 0.0) + rate * n for n in tables.arriving(lane.across))
+        in_there, in_back = (np.where(n > 0, lane.latency, 0.0) + rate * n for n in arriving)
         time = there + back + in_there + in_back
         each_more = time
         if problem.sends_behind and problem.schedule == "gpipe":

@@ -17,7 +17,15 @@ from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.parallel_operators.operators import collectives
-from autopar.sharding.stage_sharding import Exchange, Passage, Repeated, StageSharding, Stored, TensorRedistribution
+from autopar.sharding.stage_sharding import (
+    Exchange,
+    Passage,
+    Repeated,
+    StageSharding,
+    Stored,
+    TensorRedistribution,
+    totals,
+)
 from autopar.sharding.strategies import OperatorPlacements
 
 
@@ -102,8 +110,10 @@ class _StageSolution:
 
     def build(self) -> StageSharding:
         exchanges = tuple(e for node in self._operators.nodes for e in self._exchanges(node))
-        each = [exchange for exchange in exchanges if not exchange.once]
         repeated = tuple(self._repeated())
+        nbytes, seconds, again = totals(
+            ((one.nbytes, one.seconds) for one in exchanges if not one.once), (one.seconds for one in repeated)
+        )
         return StageSharding(
             self._found.mesh.shape,
             self._found.mesh.names,
@@ -111,9 +121,9 @@ class _StageSolution:
             tuple(self._parameters()),
             tuple(dict.fromkeys(one for node in self._operators.nodes for one in self._redistributions(node))),
             exchanges,
-            sum(e.nbytes for e in each),
-            math.fsum(e.seconds for e in each),
-            math.fsum(one.seconds for one in repeated),
+            int(nbytes),
+            seconds,
+            again,
             repeated,
             regather=self._found.keeping is not None,
         )

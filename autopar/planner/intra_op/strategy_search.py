@@ -225,13 +225,9 @@ class ShardingProblem(StrategyGraph):
 
         Raises PlanError for a parameter that cannot be stored so.
         """
-        fixed = {}
-        for name, strategy in strategies.items():
-            variable, costs = self.options[name]
-            fixed[variable] = costs.strategies.index(strategy)
-        seconds = self.seconds
+        allowed_storages = {}
         for name, wanted in stored.items():
-            variable, options = self.stored_options[name]
+            options = self.stored_options[name][1]
             # Of a parameter with several readers, plans leave open in which placements its gradients are added up.
             allowed = [
                 (o.layout, o.state, o.scattered) == (wanted.layout, wanted.state, wanted.scattered) for o in options
@@ -239,6 +235,21 @@ class ShardingProblem(StrategyGraph):
             if not any(allowed):
                 texts = "; ".join(dict.fromkeys(map(stored_text, options)))
                 raise PlanError(f"parameter {name} cannot be stored as '{stored_text(wanted)}'; it can as {texts}")
+            allowed_storages[name] = np.array(allowed)
+        return self.with_allowed(strategies, allowed_storages)
+
+    def with_allowed(self, strategies: Mapping[str, Strategy], storages: Mapping[str, np.ndarray]) -> Sharding:
+        """The fastest solution with these strategies of operators.
+
+        `storages`: by parameter, for each of its options whether the solution may have it.
+        """
+        fixed = {}
+        for name, strategy in strategies.items():
+            variable, costs = self.options[name]
+            fixed[variable] = costs.strategies.index(strategy)
+        seconds = self.seconds
+        for name, allowed in storages.items():
+            variable = self.stored_options[name][0]
             seconds[variable] = np.where(allowed, seconds[variable], np.inf)
         choices = SelectionProblem(seconds, self.nbytes, self.edges, fixed)
         return self._solution(select(choices, float("inf")))

@@ -38,7 +38,7 @@ def export(directory: str | os.PathLike[str], file: str | os.PathLike[str], *, s
     try:
         from safetensors.torch import save_file
     except ImportError:
-        raise InputError("export needs safetensors: pip install autopar[safetensors]") from None
+        raise InputError('export needs safetensors: pip install "autopar[safetensors]"') from None
     folder = choose(Participants(0, 1, None), directory, step, required=True)
     assert folder is not None
     tensors = whole_tensors(folder)

@@ -82,7 +82,7 @@ class SafetensorsSource:
             import safetensors.torch  # noqa: F401
         except ImportError:
             raise InputError(
-                "weights in safetensors files need safetensors: pip install autopar[safetensors]"
+                'weights in safetensors files need safetensors: pip install "autopar[safetensors]"'
             ) from None
         from torch.distributed.checkpoint import HuggingFaceStorageReader
 

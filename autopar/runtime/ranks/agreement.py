@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -102,22 +103,23 @@ def _facts_of(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
-class CallLeaves(NamedTuple):
-    """The flat inputs and targets of a call, with names for messages."""
+class CallLeaves:
+    """The flat inputs and targets of a call."""
 
-    names: list[str]
-    values: list[Any]
-    structure: str
-
-    @classmethod
-    def of(cls, model: nn.Module, call: CallArguments) -> CallLeaves:
+    def __init__(self, model: nn.Module, call: CallArguments) -> None:
         leaves, spec = flattened(call.args, call.kwargs)
-        inputs = leaf_names(model, call.args, dict(sorted(call.kwargs.items())))
         targets, target_spec = torch_private.tree_flatten(call.target)
-        several = len(targets) > 1
-        names = [f"input '{name}'" for name in inputs]
-        names += [f"target {place}" if several else "the target" for place in range(len(targets))]
-        return cls(names, [*leaves, *targets], f"{spec} {target_spec}")
+        self.values: list[Any] = [*leaves, *targets]
+        self.structure = f"{spec} {target_spec}"
+        self._model, self._call, self._n_targets = model, call, len(targets)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """For messages."""
+        inputs = leaf_names(self._model, self._call.args, dict(sorted(self._call.kwargs.items())))
+        n = self._n_targets
+        targets = [f"target {place}" for place in range(n)] if n > 1 else ["the target"] * n
+        return [*(f"input '{name}'" for name in inputs), *targets]
 
 
 class CallAgreement:
@@ -141,18 +143,22 @@ class CallAgreement:
         self._n_calls += 1
         return self._n_calls <= _CHECKED_FIRST or self._n_calls % CHECK_EVERY == 0
 
-    def check(self, kind: CallKind, call: CallArguments) -> None:
-        """Raise InputError on all ranks unless they make the same call with the same batch."""
-        leaves = CallLeaves.of(self._model, call)
+    def check(self, kind: CallKind, call: CallArguments, split: int) -> int:
+        """Raise InputError on all ranks unless they make the same call with the same batch.
+
+        `split`: what this rank knows of the call's loss. Returns it if all know the same, else 0.
+        """
+        leaves = CallLeaves(self._model, call)
         shapes = zlib.crc32(repr([tuple(kind), leaves.structure, *map(described, leaves.values)]).encode())
         due, content = self.is_content_due(), 0
         if due:
             for leaf in leaves.values:
                 content = content_of(leaf, content) if isinstance(leaf, torch.Tensor) else content
-        found = self.gathered_numbers([shapes, content])
-        if any(theirs != found[0] for theirs in found):
+        found = self.gathered_numbers([shapes, content, split])
+        if any(theirs[:2] != found[0][:2] for theirs in found):
             contents = [content_of(x, 0) if due and isinstance(x, torch.Tensor) else 0 for x in leaves.values]
             self.refuse(kind, leaves, list(map(described, leaves.values)), contents, _WHOLE)
+        return split if all(theirs[2] == split for theirs in found) else 0
 
     def refuse(
         self, kind: CallKind, leaves: CallLeaves, shapes: Sequence[str], contents: Sequence[int], advice: str

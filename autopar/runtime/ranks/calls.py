@@ -114,8 +114,10 @@ class RankCalls(CallRunner):
         raised = self._world.watcher.raised_calls
         raised.wait_for_others()
         if not self._per_rank:
-            known = self._on_rank.captured(call, state) is not None
-            self._agreement.check(kind._replace(is_known=known), call)
+            signature = self._on_rank.captured(call, state)
+            split = self._on_rank.known_split(call, signature)
+            kind = kind._replace(is_known=signature is not None)
+            self._on_rank.agreed_split = self._agreement.check(kind, call, split)
             raised.begin()
             with raised.together():
                 yield call
@@ -126,8 +128,10 @@ class RankCalls(CallRunner):
             with raised.together():
                 signature = self._on_rank.captured(shared.arguments, state)
                 known = self._on_rank.knows(shared.arguments, signature)
-                found = self._world.gathered_numbers([signature is not None, known])
+                split = self._on_rank.known_split(shared.arguments, signature)
+                found = self._world.gathered_numbers([signature is not None, known, split])
                 CallAgreement.refuse_new([theirs[0] for theirs in found])
+                self._on_rank.agreed_split = split if all(theirs[2] == split for theirs in found) else 0
                 if not all(theirs[1] for theirs in found):
                     shared.complete(self._world)
                 yield shared.arguments
@@ -153,8 +157,7 @@ class RankCalls(CallRunner):
         self._ways = bound.signature.batching.outputs
         run = super()._run(bound, step)
         if run.call.seed is not None:  # every rank draws what one process would draw, and that of rank 0 counts
-            (seed,) = self._world.broadcast_objects([run.call.seed], 0)
-            run.call = replace(run.call, seed=seed)
+            run.call = replace(run.call, seed=self._world.broadcast_number(run.call.seed, 0))
         shares = shared.shares if shared is not None and not trains else None
         return RankRun(run, self._rank_parameters, shares=shares, accumulates=self._accumulates)
 

@@ -15,13 +15,13 @@ starts after the kernels that compute its tensor. Whoever posts holds the tensor
 which the tensor was allocated is behind the transfer, and the allocator may give its memory away. So transfers are
 posted, read and waited for on one stream, the caller's.
 
-Numbers that the host needs at once (which values have gradients) travel as tensors of the CPU, over gloo: to read them
-from a GPU, the host would have to wait for it.
+Numbers that the host needs at once (which values have gradients) travel in rows of bytes of the CPU, over gloo: to read
+them from a GPU, the host would have to wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -99,34 +99,6 @@ class _Carried:
         if self._into is not None:
             self._into.copy_(self._carried)
             self._into = None
-
-
-class NumberChannel:
-    """Rows of 64-bit integers between the hosts, over a channel for tensors of the CPU."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def send(self, numbers: Sequence[int], target: int, tag: int) -> Pending:
-        row = torch.tensor(numbers, dtype=torch.int64)
-        return _Carried(self._channel.send(row, target, tag), row)
-
-    def receive(self, count: int, source: int, tag: int) -> PendingNumbers:
-        row = torch.empty(count, dtype=torch.int64)
-        return PendingNumbers(self._channel.receive(row, source, tag), row)
-
-
-class PendingNumbers:
-    """Numbers whose receive has been posted."""
-
-    def __init__(self, pending: Pending, row: torch.Tensor) -> None:
-        self._pending, self._row = pending, row
-
-    def wait(self) -> list[int]:
-        """The numbers, once they are here."""
-        self._pending.wait()
-        found: list[int] = self._row.tolist()
-        return found
 
 
 def _posted(work: Any) -> Pending:

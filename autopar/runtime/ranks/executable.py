@@ -23,7 +23,7 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.ranks.gradients import GradientSums
 from autopar.runtime.ranks.holders import StageGrid, with_sparse_gradients
 from autopar.runtime.ranks.look_ahead import look_ahead
-from autopar.runtime.ranks.messages import Message, messages
+from autopar.runtime.ranks.messages import ExecutionMessages, messages
 from autopar.runtime.ranks.parameters import RankParameters
 from autopar.runtime.ranks.shapes import StageShapes
 from autopar.runtime.ranks.wire import Routes
@@ -40,14 +40,6 @@ class RemoteWorker:
     """In the place of a worker thread: another rank's."""
 
     device: Device
-
-
-@dataclass(frozen=True)
-class ExecutionMessages:
-    """The messages of one execution."""
-
-    messages: tuple[Message, ...]
-    look_ahead: int
 
 
 class RankExecutable(Executable):
@@ -125,7 +117,8 @@ class RankExecutable(Executable):
         if key not in self._messages:
             sources = [stage.sources for stage in self.lowered.stages]
             found = messages(self._tables_of(*key), lambda s, i: self.replica(s, i).slot, self.consumers, sources)
-            self._messages[key] = ExecutionMessages(found, look_ahead(found))
+            parts = 1 + max(map(len, self.reads.values()), default=0)
+            self._messages[key] = ExecutionMessages(found, look_ahead(found), parts)
         return self._messages[key]
 
     def _tables_of(self, n_microbatches: int, training: bool, only_backward: bool) -> list[list[Action]]:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import compress
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -208,7 +207,7 @@ class RankParameters:
     def refresh(self) -> None:
         """Gather the parts of parameters that have changed on some rank. Collective."""
         with torch.inference_mode(False), torch.no_grad():
-            self._gathered.refresh(lambda key: local_of(self.parameters[key]))
+            self._gathered.refresh(lambda key: _own_part(self.parameters[key]))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step with this rank's parameters."""
@@ -217,15 +216,13 @@ class RankParameters:
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """What this rank's stages read of one of its parameters; it shares the memory, where the rank stores that."""
         gathered = self._gathered.get(id(parameter))
-        return local_of(parameter) if gathered is None else gathered
+        return _own_part(parameter) if gathered is None else gathered
 
     def as_stored(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of what the rank stores of a parameter, as autograd adds it to the parameter's."""
-        p: Any = self.parameters[key]
-        whole: torch.Tensor = DTensor.from_local(
-            gradient, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-        return whole
+        like = self.parameters[key]
+        assert isinstance(like, DTensor)
+        return torch_private.part_like(gradient, like)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer that has parameters from before the placing this rank's instead.
@@ -308,11 +305,10 @@ class RankParameters:
         return {id(p): name for name, p in self._model.named_parameters()}
 
 
-def local_of(parameter: Any) -> torch.Tensor:
-    """This rank's part, without history; it shares the parameter's memory."""
-    with torch.no_grad():
-        found: torch.Tensor = parameter.to_local()
-    return found.detach()
+def _own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of one of its parameters, without history; it shares the parameter's memory."""
+    assert isinstance(parameter, DTensor)
+    return torch_private.part_of(parameter)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from autopar.costs.measured import passes_of
 from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
+from autopar.runtime.ranks.handling import measured_handling
 from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.places import Place, cores_of, numbered
 from autopar.runtime.ranks.world import World
@@ -103,6 +104,10 @@ class _Asking:
         found: ProcessLinks = self._asked("links", self.hosts)[0]
         return found
 
+    def handling(self) -> float:
+        first, second = self._asked("handling")[:2]
+        return float(first + second) / 2
+
     def differ(self, known: ProcessLinks) -> float:
         return float(self._asked("differ", self.hosts, known)[0])
 
@@ -152,6 +157,9 @@ class _Tasks:
 
     def links(self, hosts: Sequence[int]) -> ProcessLinks:
         return measure_process_links(hosts, self._world.control, self._messages(hosts))
+
+    def handling(self) -> float:
+        return measured_handling(self._world)
 
     def differ(self, hosts: Sequence[int], known: ProcessLinks) -> float:
         return probe_process_links(hosts, known, self._world.control, self._messages(hosts))

@@ -8,7 +8,7 @@ Afterwards every rank has all losses, and all outputs where the caller gets them
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,12 @@ from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.outputs import OutputCollector
 from autopar.runtime.ranks.executable import RankExecutable
 from autopar.runtime.ranks.gradients import GradientSums
+from autopar.runtime.ranks.losses import SharedLosses
+from autopar.runtime.ranks.packing import Values
 from autopar.runtime.ranks.parameters import RankParameters
+from autopar.runtime.ranks.shapes import SentValues
 from autopar.runtime.ranks.shares import Shares
-from autopar.runtime.ranks.wire import Spec, Wire
+from autopar.runtime.ranks.wire import Wire
 from autopar.runtime.ranks.world import World
 from autopar.runtime.run import Acts, Run
 from autopar.runtime.stage_replica import StageReplica, Work
@@ -29,7 +32,6 @@ from autopar.runtime.transfers import as_leaf
 from autopar.schedule.clock import Phase
 
 _BACKWARDS = (Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT)
-_DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))  # alike on all ranks
 
 
 class RankRun(Run):
@@ -48,6 +50,8 @@ class RankRun(Run):
         self._shares, self._accumulates = shares, accumulates
         self._made: dict[int, tuple[torch.Size, torch.dtype]] = {}  # the outputs of the forward that are tensors
         self._wire: Wire | None = None
+        self._losses: SharedLosses | None = None
+        self._sent: dict[int, SentValues] = {}  # by micro-batch
         self._may_go_back = False
         self._trained: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self.tensors.outputs = SharedOutputs(self.tensors.outputs)
@@ -114,29 +118,35 @@ class RankRun(Run):
             world.rank,
             one.slot,
             one.routes,
-            wanted.messages,
+            wanted,
             world.channel(),
-            world.numbers(),
-            self._specs,
+            world.host_channel(),
+            self._values,
             self._trained,
-            look_ahead=wanted.look_ahead,
             device=world.device,
         )
         return self._wire
 
     def _followed(self, acts: Acts, work: Work) -> Acts:
-        """A stage's gradients start to travel after its last backward here."""
+        """A stage's gradients start to travel after its last backward here, losses after the last forward."""
         actions = [action for _, of_worker in work.of_workers for action in of_worker]
         backwards = [action.replica.stage.index for action in actions if action.phase in _BACKWARDS]
         sums = self.executable.sums
         sums.begin(backwards)
         followed = {phase: _followed_by(act, sums) if phase in _BACKWARDS else act for phase, act in acts.items()}
+        if self.call.loss is not None:
+            n_forwards = sum(action.phase is Phase.FORWARD for action in actions)
+            self._losses = SharedLosses(self.executable.world, self.tensors, self.executable.owner, n_forwards)
+            self._losses.begin()
+            followed[Phase.FORWARD] = self._losses.following(followed[Phase.FORWARD])
         return self._watched(followed)
 
-    def _specs(self, address: Address) -> Mapping[int, Spec]:
-        inputs = [pieces[address.microbatch] for pieces in self.call.inputs]
-        outputs = self.executable.shapes.of(inputs, self.call.state.autocast)[address.sender]
-        return {p: outputs[p] for p in self.executable.reads[address.sender, address.receiver]}
+    def _values(self, address: Address) -> Values:
+        _, sender, receiver, microbatch = address
+        if microbatch not in self._sent:
+            inputs = [pieces[microbatch] for pieces in self.call.inputs]
+            self._sent[microbatch] = self.executable.shapes.of(inputs, self.call.state.autocast)
+        return self._sent[microbatch].of(sender, receiver, self.executable.reads[sender, receiver])
 
     def _execute(self, *, training: bool, only_backward: bool = False, keep_graph: bool = False) -> None:
         self._rank_parameters.failed = True  # unless it gets to the end
@@ -165,35 +175,12 @@ class RankRun(Run):
             self._wire.finish()
             self._wire = None
         if not only_backward:
-            if self.call.loss is not None:
-                self._share_losses()
+            if self._losses is not None:
+                self._losses.finish()
+                self._losses = None
             if self.call.return_outputs:
                 assert isinstance(self.tensors.outputs, SharedOutputs)
                 self.tensors.outputs.share(self.executable)
-
-    def _share_losses(self) -> None:
-        """Every micro-batch's loss from the rank that computed it, as 64-bit numbers, which hold any loss exactly.
-
-        Over NCCL, losses go from GPU to GPU, and no host waits for them.
-        """
-        tensors, one, n = self.tensors, self.executable, self.call.n_microbatches
-        world = one.world
-        facts = torch.zeros(n + 1, dtype=torch.float64)  # dtypes of the losses, whether one has a gradient
-        losses = torch.zeros(n, dtype=torch.float64, device=world.carrier)
-        for i in range(n):
-            loss = tensors.losses[i]
-            if one.owner(i) == world.rank and loss is not None:
-                losses[i], facts[i] = loss.double(), _DTYPES.index(loss.dtype)
-                facts[n] = float(tensors.has_gradient)
-        if world.over_nccl:
-            # First what hosts exchange: a rank that has ended is noticed there, and not in waiting for a GPU.
-            facts = world.all_reduced(facts)
-            losses = world.all_reduced(losses)
-        else:
-            losses, facts = world.all_reduced(torch.cat([losses, facts])).split([n, n + 1])
-        *dtypes, has_gradient = facts.tolist()
-        tensors.losses = list(losses.to(world.device, _DTYPES[int(dtypes[0])]).unbind())
-        tensors.has_gradient = has_gradient > 0
 
     def _check_trains(self) -> None:
         """The same on all ranks. Where it raises, what waits in `.grad` for another backward waits on."""

@@ -13,7 +13,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.lower.stages import Lowered, StageProgram, replica
-from autopar.runtime.ranks.wire import SentTensor, Spec
+from autopar.runtime.ranks.packing import SentTensor, Spec, Values
 from cost_models.kernels.autocast_casts import AutocastCasts
 
 _META = torch.device("meta")
@@ -23,6 +23,20 @@ Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 """For each device type: whether torch.autocast is on, and its dtype."""
 
 
+class SentValues:
+    """What every stage but the last sends for a micro-batch of some shape."""
+
+    def __init__(self, outputs: list[list[Spec]]) -> None:
+        self.outputs = outputs
+        self._known: dict[tuple[int, int], Values] = {}
+
+    def of(self, sender: int, receiver: int, positions: Sequence[int]) -> Values:
+        """The outputs of `sender` at `positions`, which `receiver` reads."""
+        if (sender, receiver) not in self._known:
+            self._known[sender, receiver] = Values({p: self.outputs[sender][p] for p in positions})
+        return self._known[sender, receiver]
+
+
 class StageShapes:
     """What every stage sends, by the shapes of a micro-batch's inputs."""
 
@@ -30,10 +44,10 @@ class StageShapes:
         """`tensor(name)`: one of the shape of the model's tensor; `captured`: the device of the program's constants."""
         self._lowered = lowered
         self._modules = [_without_values(stage, tensor, captured) for stage in lowered.stages[:-1]]
-        self._known: dict[tuple[Any, ...], list[list[Spec]]] = {}
+        self._known: dict[tuple[Any, ...], SentValues] = {}
 
-    def of(self, inputs: Sequence[Any], autocast: Autocast = ()) -> list[list[Spec]]:
-        """For every stage but the last, its outputs. `inputs`: the model's flat inputs of one micro-batch. `autocast`:
+    def of(self, inputs: Sequence[Any], autocast: Autocast = ()) -> SentValues:
+        """What the stages send. `inputs`: the model's flat inputs of one micro-batch. `autocast`:
         that the call runs under."""
         casts = tuple(one for one in autocast if one[1])
         key = casts, *((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
@@ -41,7 +55,7 @@ class StageShapes:
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
             with _under(casts):
-                self._known[key] = self._derived(inputs)
+                self._known[key] = SentValues(self._derived(inputs))
         return self._known[key]
 
     def _derived(self, inputs: Sequence[Any]) -> list[list[Spec]]:

@@ -190,7 +190,7 @@ class ShareAgreement:
         Raises InputError on all ranks where the calls do not fit together.
         """
         inputs, spec = flattened(call.args, call.kwargs)
-        leaves = CallLeaves.of(self._model, call)
+        leaves = CallLeaves(self._model, call)
         found = self._dims(call, inputs, leaves.values[len(inputs) :])
         unknown: list[int | None] = [None] * len(leaves.values)
         dims, n = found if isinstance(found, tuple) else (unknown, -1)

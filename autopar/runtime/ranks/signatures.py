@@ -75,6 +75,7 @@ class RankSignatures(Signatures):
         self._captures = RankCaptures(world, self.parameters, model, devices, settings, self.warnings)
         self.to_be_filled: frozenset[str] = frozenset()  # tensors that have no values before they are placed
         self.after_placing: list[Callable[[], None]] = []  # what waits for that
+        self.agreed_split = 0  # of the call that runs: `known_split` of all ranks, if they have the same
         self._world = world
         self._rank_of = {device.name: rank for rank, device in enumerate(devices)}
 
@@ -105,17 +106,26 @@ class RankSignatures(Signatures):
             return False
         if call.loss is None:
             return True
+        return self._known_split(call, signature) is not None
+
+    def known_split(self, call: CallArguments, signature: BoundSignature | None) -> int:
+        """A number of how the call's loss splits, as far as that is known here; 0: it is to be studied, or no loss."""
+        split = None if signature is None else self._known_split(call, signature)
+        return 0 if split is None else _number_of(split)
+
+    def _known_split(self, call: CallArguments, signature: BoundSignature) -> LossSplit | None:
+        if signature.loss_splits is None or call.loss is None:
+            return None
         dims = default_target_dims(self.settings.batch_dim)
-        splits = signature.loss_splits
-        return splits is not None and splits.knows(call.loss, call.target, call.target_dim, dims)
+        return signature.loss_splits.known(call.loss, call.target, call.target_dim, dims)
 
     def _loss_split(self, bound: BoundCall, call: CallArguments) -> LossSplit | None:
         """How the loss splits. Raises InputError on all ranks where one alone cannot capture it."""
         split = super()._loss_split(bound, call)
         if split is None:
             return None
-        own = torch.tensor(zlib.crc32(repr((split.combine, split.target_dims)).encode()), dtype=torch.int64)
-        if self._world.differ(own):
+        own = _number_of(split)
+        if own != self.agreed_split and self._world.differ(torch.tensor(own, dtype=torch.int64)):
             reasons = self._world.gathered(f"'{split.combine}'" + (f" ({split.why})" if split.why else ""))
             texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
             raise on_all_ranks(
@@ -196,6 +206,11 @@ class RankSignatures(Signatures):
     def _divisible(self, signature: BoundSignature, batch_size: int) -> BoundSignature:
         """The signature itself: `RankCalls` fills such a batch up, or refuses it."""
         return signature
+
+
+def _number_of(split: LossSplit) -> int:
+    """The same for equal splits on all ranks; never 0."""
+    return zlib.crc32(repr((split.combine, split.target_dims)).encode()) or 1
 
 
 def _without_numbers(graph: str) -> str:

@@ -1,10 +1,11 @@
 """The mailbox of a rank: messages between stages that are in different processes.
 
-A message is a row of numbers (the header), which hosts exchange, and the tensors whose shapes both ends have derived
-from the graph:
+A message is a row of numbers, which hosts exchange, and the tensors whose shapes both ends have derived from the graph:
 
-    forward     header: for each value 1 if its tensor requires a gradient, or the value itself, a number
-    backward    header: for each value 1 if it has a gradient. One that has none travels as zeros, and is dropped.
+    forward     numbers: for each value 1 if its tensor requires a gradient, or the value itself, a number
+    backward    numbers: for each value 1 if it has a gradient. One that has none travels as zeros, and is dropped.
+
+Small tensors of the CPU travel in the row of their numbers (packing.py), the others by themselves.
 
 Nothing moves before the receiver has posted its receive, so a rank posts them ahead, before it computes. It posts the
 receives from one rank in the order in which that rank sends (`messages.py`): where messages have no tags, that pairs
@@ -27,23 +28,16 @@ from autopar.capture import torch_private
 from autopar.errors import AutoparError
 from autopar.runtime.error_context import PHASE_NAMES
 from autopar.runtime.mailbox import Aborted, Address, Mailbox
-from autopar.runtime.ranks.channels import Channel, NumberChannel, Pending, PendingNumbers
+from autopar.runtime.ranks.channels import Channel, Pending
 from autopar.runtime.ranks.failure import LostRankError, connection_error
-from autopar.runtime.ranks.messages import Message
+from autopar.runtime.ranks.messages import ExecutionMessages, Message
+from autopar.runtime.ranks.packing import MOST_PACKED, Packing, SentTensor, Spec, Values
 from autopar.schedule.clock import Phase
 
 _CPU = torch.device("cpu")
 
 
-class SentTensor(NamedTuple):
-    """A tensor that a message carries."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-Spec = SentTensor | type  # or a Python number
-Specs = Callable[[Address], Mapping[int, Spec]]  # what a forward message carries, by position in the stage's outputs
+ValuesOf = Callable[[Address], Values]  # what the forward message at an address carries
 
 
 @dataclass(frozen=True)
@@ -68,16 +62,17 @@ class Routes:
 class _Posted:
     """A message whose receives have been posted."""
 
-    header: PendingNumbers
-    tensors: dict[int, torch.Tensor]  # by position
-    pending: list[Pending]  # of the tensors
+    packing: Packing
+    row: torch.Tensor
+    apart: dict[int, torch.Tensor]  # by position
+    pending: list[Pending]  # of the row, and of the tensors apart
 
 
 class _Sent(NamedTuple):
     """A part of a message whose send has been posted."""
 
     read_by: int  # place of the reading action in the receiver's table
-    tensor: torch.Tensor | None  # which must live as long; None: numbers
+    tensor: torch.Tensor  # which must live as long
     pending: Pending
 
 
@@ -89,32 +84,29 @@ class Wire(Mailbox):
         rank: int,
         slot: int,
         routes: Routes,
-        messages: Sequence[Message],
+        messages: ExecutionMessages,
         channel: Channel,
-        numbers: NumberChannel,
-        specs: Specs,
+        rows: Channel,
+        values: ValuesOf,
         trained: dict[tuple[int, int, int], tuple[int, ...]],
         *,
-        look_ahead: int,
         device: torch.device = _CPU,
+        most_packed: int = MOST_PACKED,
     ) -> None:
-        """`channel`: for tensors, which are on `device`. `numbers`: for headers. `look_ahead`: receives from
-        each rank posted before they are needed (look_ahead.py). `trained`: of the call, by (stage, later stage,
-        micro-batch) the values sent forward that require a gradient; grows. It outlives an execution: a backward may
-        be one of its own."""
+        """`channel`: for tensors, which are on `device`. `rows`: for rows of bytes, on the CPU. `trained`: of the call,
+        by (stage, later stage, micro-batch) the values sent forward that require a gradient; grows. It outlives an
+        execution: a backward may be one of its own. `most_packed`: see Packing.of; tensors of GPUs travel by
+        themselves."""
         super().__init__(0)
         self._rank, self._slot, self._routes, self._device = rank, slot, routes, device
-        self._channel, self._numbers = channel, numbers
-        self._specs, self._trained, self._look_ahead = specs, trained, look_ahead
-        self._by_address = {message.address: message for message in messages}
-        self._width = 1 + max(
-            (len(specs(_as_forward(m.address))) for m in messages), default=0
-        )  # parts of the longest message
+        self._channel, self._rows = channel, rows
+        self._most_packed = most_packed if device.type == "cpu" else -1
+        self._values, self._trained = values, trained
+        self._by_address, self._look_ahead = messages.by_address, messages.look_ahead
+        self._parts = messages.parts
         self._local: dict[Address, Any] = {}
-        self._incoming: defaultdict[int, deque[Message]] = defaultdict(deque)  # by rank, not posted yet
-        for message in messages:
-            if message.target == slot:
-                self._incoming[routes.sender(message, rank)].append(message)
+        incoming = messages.incoming(slot, lambda message: routes.sender(message, rank))
+        self._incoming = {source: deque(waiting) for source, waiting in incoming.items()}  # not posted yet
         self._posted: dict[Address, _Posted] = {}
         self._ahead: defaultdict[int, int] = defaultdict(int)  # by rank, posted and not read yet
         self._sends: defaultdict[int, deque[_Sent]] = defaultdict(deque)  # by rank
@@ -127,14 +119,17 @@ class Wire(Mailbox):
             self._local[address] = message
             return
         known = self._by_address[address]
-        flags, tensors = self._packed(address, message)
+        numbers, values = self._contents(address, message)
+        packing = self._packing(address)
+        tensors = {p: self._fitting(values.get(p), spec, address) for p, spec in packing.tensors.items()}
+        row = packing.packed(numbers, tensors)
         self._post_ahead()  # what comes back for this one has a known shape from here on
         for target in self._routes.receivers(known, self._rank):
-            header = self._numbers.send(flags, target, self._tag(known, 0))
-            self._sends[target].append(_Sent(known.read_by, None, header))
-            for part, tensor in enumerate(tensors, start=1):
-                pending = self._channel.send(tensor, target, self._tag(known, part))
-                self._sends[target].append(_Sent(known.read_by, tensor, pending))
+            sends = self._sends[target]
+            sends.append(_Sent(known.read_by, row, self._rows.send(row, target, self._tag(known, 0))))
+            for part, position in enumerate(packing.apart, start=1):
+                pending = self._channel.send(tensors[position], target, self._tag(known, part))
+                sends.append(_Sent(known.read_by, tensors[position], pending))
 
     def receive(self, slot: int, address: Address) -> Any:
         """Wait for a message. Raises Aborted after `abort`, LostRankError if its sender has failed."""
@@ -149,9 +144,9 @@ class Wire(Mailbox):
         posted = self._posted.pop(address)
         self._ahead[source] -= 1
         self._post_ahead()
-        flags = self._wait([posted.header, *posted.pending], source, address)[0]
+        self._wait(posted.pending, source, address)
         self._release(source, message.sent_by)
-        return self._unpacked(address, posted.tensors, flags)
+        return self._opened(address, posted)
 
     def abort(self) -> None:
         """What is read from now on raises Aborted. A wait that has begun ends with its message, or with its sender."""
@@ -176,60 +171,63 @@ class Wire(Mailbox):
 
     def _post_next(self, source: int) -> None:
         message = self._incoming[source].popleft()
-        specs = self._tensors(message.address)
-        n_values = len(self._specs(_as_forward(message.address)))
-        header = self._numbers.receive(n_values, source, self._tag(message, 0))
-        tensors = {p: torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for p, spec in specs.items()}
-        pending = [
-            self._channel.receive(tensor, source, self._tag(message, part))
-            for part, tensor in enumerate(tensors.values(), start=1)
-        ]
-        self._posted[message.address] = _Posted(header, tensors, pending)
+        packing = self._packing(message.address)
+        row = packing.row()
+        pending = [self._rows.receive(row, source, self._tag(message, 0))]
+        apart = {}
+        for part, position in enumerate(packing.apart, start=1):
+            spec = packing.tensors[position]
+            apart[position] = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            pending.append(self._channel.receive(apart[position], source, self._tag(message, part)))
+        self._posted[message.address] = _Posted(packing, row, apart, pending)
         self._ahead[source] += 1
 
-    def _tensors(self, address: Address) -> dict[int, SentTensor]:
-        """The tensors of a message: all values forward; backward the gradients of those that require one."""
-        specs = self._specs(_as_forward(address)).items()
-        trained = self._trained[_forward(address)] if address.direction is Phase.BACKWARD else None
-        return {p: s for p, s in specs if isinstance(s, SentTensor) and (trained is None or p in trained)}
+    def _packing(self, address: Address) -> Packing:
+        """Of a message: all values forward; backward the gradients of those that require one."""
+        if address.direction is Phase.FORWARD:
+            return self._values(address).packing(None, self._most_packed)
+        forward = _forward(address)
+        return self._values(Address(Phase.FORWARD, *forward)).packing(self._trained[forward], self._most_packed)
 
-    def _unpacked(self, address: Address, tensors: dict[int, torch.Tensor], header: Sequence[int]) -> dict[int, Any]:
-        specs = self._specs(_as_forward(address))
-        flags = dict(zip(specs, header, strict=True))
+    def _specs(self, address: Address) -> Mapping[int, Spec]:
+        """Of the values that a message carries, or whose gradients it carries."""
+        return self._values(Address(Phase.FORWARD, *_forward(address))).specs
+
+    def _opened(self, address: Address, posted: _Posted) -> dict[int, Any]:
+        """What has arrived, by position."""
+        specs = self._specs(address)
+        numbers = dict(zip(specs, posted.packing.numbers(posted.row), strict=True))
+        tensors = posted.packing.unpacked(posted.row) | posted.apart
         if address.direction is Phase.BACKWARD:
-            return {position: tensor for position, tensor in tensors.items() if flags[position]}
-        self._trained[_forward(address)] = tuple(p for p in tensors if flags[p])
+            return {position: tensor for position, tensor in tensors.items() if numbers[position]}
+        self._trained[_forward(address)] = tuple(p for p in posted.packing.tensors if numbers[p])
         found: dict[int, Any] = {}
         for position, spec in specs.items():
             if isinstance(spec, SentTensor):
-                found[position] = tensors[position].requires_grad_(bool(flags[position]))
+                found[position] = tensors[position].requires_grad_(bool(numbers[position]))
             else:
-                found[position] = _number(flags[position], spec)
+                found[position] = _number(numbers[position], spec)
         return found
 
     # -- sends ------------------------------------------------------------------------------------------------------
 
-    def _packed(self, address: Address, message: Any) -> tuple[list[int], list[torch.Tensor]]:
-        """The header and the tensors."""
-        specs, tensors = self._specs(_as_forward(address)), self._tensors
-        if address.direction is Phase.FORWARD:
-            values = {position: message[position] for position in specs}
-            flags = [int(x.requires_grad) if isinstance(x, torch.Tensor) else _bits(x) for x in values.values()]
-            self._trained[_forward(address)] = tuple(
-                p for p, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
-            )
-        else:
-            values = message
-            flags = [int(values.get(position) is not None) for position in specs]
-        return flags, [
-            self._fitting(values.get(position), spec, address) for position, spec in tensors(address).items()
-        ]
+    def _contents(self, address: Address, message: Any) -> tuple[list[int], Mapping[int, Any]]:
+        """The numbers, and the values or gradients by position."""
+        specs = self._specs(address)
+        if address.direction is Phase.BACKWARD:
+            return [int(message.get(position) is not None) for position in specs], message
+        values = {position: message[position] for position in specs}
+        numbers = [int(x.requires_grad) if isinstance(x, torch.Tensor) else _bits(x) for x in values.values()]
+        self._trained[_forward(address)] = tuple(
+            p for p, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
+        )
+        return numbers, values
 
     def _fitting(self, value: torch.Tensor | None, spec: SentTensor, address: Address) -> torch.Tensor:
         """A value as it travels. Raises AutoparError for another shape than derived, which its receiver expects."""
         if value is None:
             return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+        if value.shape != spec.shape or value.dtype != spec.dtype:
             raise AutoparError(
                 f"stage {address.sender} made a tensor of shape {tuple(value.shape)} and {value.dtype} for stage "
                 f"{address.receiver}, which expects {spec.shape} and {spec.dtype}: its shape depends on values, and "
@@ -254,12 +252,13 @@ class Wire(Mailbox):
         self._wait([sent.pending], target, None)
 
     def _tag(self, message: Message, part: int) -> int:
-        return message.number * self._width + part
+        return message.number * self._parts + part
 
-    def _wait(self, pending: Sequence[Pending], other: int, address: Address | None) -> list[Any]:
-        """What each gives. Raises LostRankError."""
+    def _wait(self, pending: Sequence[Pending], other: int, address: Address | None) -> None:
+        """Raises LostRankError."""
         try:
-            return [one.wait() for one in pending]
+            for one in pending:
+                one.wait()
         except RuntimeError as error:
             what = "its messages"
             if address is not None:
@@ -274,10 +273,6 @@ def _forward(address: Address) -> tuple[int, int, int]:
     """(stage, later stage, micro-batch) of the values that a message carries, or whose gradients it carries."""
     ends = (address.sender, address.receiver)
     return (*(ends if address.direction is Phase.FORWARD else ends[::-1]), address.microbatch)
-
-
-def _as_forward(address: Address) -> Address:
-    return Address(Phase.FORWARD, *_forward(address))
 
 
 def _bits(number: Any) -> int:

@@ -15,7 +15,7 @@ from autopar.errors import InputError
 from autopar.lower import process_groups
 from autopar.runtime.ranks import places
 from autopar.runtime.ranks.attempts import start_group
-from autopar.runtime.ranks.channels import Channel, HostChannel, NumberChannel, PairChannel, TaggedChannel
+from autopar.runtime.ranks.channels import Channel, HostChannel, PairChannel, TaggedChannel
 from autopar.runtime.ranks.one_message import on_all_ranks, shown_once
 from autopar.runtime.ranks.places import Place
 from autopar.runtime.ranks.rank_device import (
@@ -99,12 +99,8 @@ class World:
         return self.host_channel() if self.device == _CPU else HostChannel(self.host_channel())
 
     def host_channel(self) -> Channel:
-        """For tensors of the CPU."""
+        """For tensors of the CPU, and for the rows of messages."""
         return TaggedChannel(self.wire)
-
-    def numbers(self) -> NumberChannel:
-        """For the headers of messages."""
-        return NumberChannel(self.host_channel())
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
@@ -140,6 +136,12 @@ class World:
         """The list of rank `source`, of the same length everywhere."""
         dist.broadcast_object_list(values, src=source, group=self.control)
         return values
+
+    def broadcast_number(self, number: int, source: int) -> int:
+        """That of rank `source`, of at most 64 bits."""
+        carried = torch.tensor(number, dtype=torch.int64)
+        dist.broadcast(carried, source, group=self.control)
+        return int(carried.item())
 
     def gathered_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers of at most 64 bits, by rank; as many on all ranks."""

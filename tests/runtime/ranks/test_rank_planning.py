@@ -8,6 +8,7 @@ import re
 import pytest
 from rank_planning import (
     followed,
+    handled,
     links,
     modes_after_planning,
     passes_fail,
@@ -42,6 +43,12 @@ def test_links_between_all_pairs_of_ranks_are_measured(ranks: RankPool, hosts: l
 
 
 @pytest.mark.slow
+def test_the_first_two_ranks_measure_what_a_message_takes(ranks: RankPool) -> None:
+    *first, third = ranks.run(handled, 3)
+    assert all(0 < seconds < 0.1 for seconds in first)
+    assert third == 0.0
+
+
 def test_a_plan_made_ahead_is_followed_by_ranks_and_theirs_in_one_process(ranks: RankPool) -> None:
     for n in (2, 3):
         for plain, on_ranks, in_threads in ranks.run(followed, n):

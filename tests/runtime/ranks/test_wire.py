@@ -14,14 +14,16 @@ from rendezvous import Deadlock, PairQueues
 
 from autopar import AutoparError
 from autopar.runtime.mailbox import Aborted, Address
-from autopar.runtime.ranks.channels import NumberChannel
 from autopar.runtime.ranks.look_ahead import LEAST, look_ahead
-from autopar.runtime.ranks.messages import messages
-from autopar.runtime.ranks.wire import Routes, SentTensor, Wire
+from autopar.runtime.ranks.messages import ExecutionMessages, messages
+from autopar.runtime.ranks.packing import MOST_PACKED, Packing, SentTensor, Values
+from autopar.runtime.ranks.wire import Routes, Wire
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
 
 SHAPE = SentTensor((4,), torch.float32)
+VALUES = Values({0: SHAPE, 1: SHAPE, 3: int, 4: float})
+PARTS = 1 + len(VALUES.specs)
 
 
 def content(address: Address, position: int) -> torch.Tensor:
@@ -42,9 +44,11 @@ class Pipeline:
         *,
         edges: Collection[tuple[int, int]] | None = None,
         part: str = "step",
+        most_packed: int = -1,
     ) -> None:
         """`edges`: (stage, later stage) that the first one sends to, beside the next one. Default: the next but one.
-        `part`: "step", or "forward" or "backward" for an execution of these actions alone."""
+        `part`: "step", or "forward" or "backward" for an execution of these actions alone. `most_packed`: of a wire."""
+        self.most_packed = most_packed
         self.table = make_schedule(name, n_microbatches, replicas, chunks=chunks)
         n, forward = self.table.n_stages, Phase.FORWARD
         sends = set([(s, s + 2) for s in range(n - 2)] if edges is None else edges) | {(s, s + 1) for s in range(n - 1)}
@@ -61,8 +65,8 @@ class Pipeline:
         self.messages = messages(self.actions, self.table.slot_of, self.consumers, self.sources)
         self.ahead = look_ahead(self.messages)
 
-    def specs(self, address: Address) -> dict[int, Any]:
-        return {0: SHAPE, 1: SHAPE, 3: int, 4: float}
+    def values(self, address: Address) -> Values:
+        return VALUES
 
     def run(self, queues: PairQueues) -> None:
         """All ranks on threads. Raises what the first failing one raised."""
@@ -89,9 +93,17 @@ class Pipeline:
 
     def wire(self, rank: int, slot: int, queues: PairQueues, trained: dict[Any, Any]) -> Wire:
         """Headers have queues of their own, as numbers of hosts do beside tensors of GPUs."""
-        channel, numbers = queues.of(rank), NumberChannel(queues.headers.of(rank))
+        channel, rows = queues.of(rank), queues.headers.of(rank)
         return Wire(
-            rank, slot, self.routes, self.messages, channel, numbers, self.specs, trained, look_ahead=self.ahead
+            rank,
+            slot,
+            self.routes,
+            ExecutionMessages(self.messages, self.ahead, PARTS),
+            channel,
+            rows,
+            self.values,
+            trained,
+            most_packed=self.most_packed,
         )
 
     def act(self, wire: Wire, action: Action) -> None:
@@ -140,8 +152,7 @@ def test_no_schedule_deadlocks_without_tags_and_without_buffers(
 ) -> None:
     queues, pipeline = PairQueues(blocking=blocking), Pipeline(name, n_microbatches, replicas, chunks)
     pipeline.run(queues)
-    parts = len(pipeline.specs(Address(Phase.FORWARD, 0, 1, 0)))
-    assert queues.most_ahead <= parts * (look_ahead(pipeline.messages) + 1)
+    assert queues.most_ahead <= PARTS * (look_ahead(pipeline.messages) + 1)
 
 
 @st.composite
@@ -158,7 +169,8 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     edges = draw(st.sets(st.sampled_from(every), max_size=5)) if every else set()
     shards = draw(st.integers(1, 2)) if sum(replicas) < 5 else 1
     part = draw(st.sampled_from(["step", "step", "forward", "backward"]))
-    return Pipeline(name, n_microbatches, replicas, chunks, shards, edges=edges, part=part)
+    most_packed = draw(st.sampled_from([-1, SHAPE.nbytes - 1, SHAPE.nbytes]))
+    return Pipeline(name, n_microbatches, replicas, chunks, shards, edges=edges, part=part, most_packed=most_packed)
 
 
 @pytest.mark.slow
@@ -166,7 +178,8 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(pipeline=pipelines(), blocking=st.booleans())
 def test_no_pipeline_deadlocks(pipeline: Pipeline, blocking: bool) -> None:
-    """Any schedule, skips, replicas, meshes, number of micro-batches; whole steps, forwards alone, backwards alone."""
+    """Any schedule, skips, replicas, meshes, number of micro-batches; whole steps, forwards alone, backwards alone;
+    small tensors by themselves or in the rows of their numbers."""
     pipeline.run(PairQueues(blocking=blocking))
 
 
@@ -222,7 +235,40 @@ def test_a_lost_connection_names_the_rank_and_the_message() -> None:
             raise RuntimeError("Connection closed by peer")
 
     pipeline = Pipeline("1f1b", 1, (1, 1), 1)
-    numbers = NumberChannel(Broken())
-    wire = Wire(1, 1, pipeline.routes, pipeline.messages, Broken(), numbers, pipeline.specs, {}, look_ahead=2)
+    messages = ExecutionMessages(pipeline.messages, 2, PARTS)
+    wire = Wire(1, 1, pipeline.routes, messages, Broken(), Broken(), pipeline.values, {})
     with pytest.raises(AutoparError, match="rank 0 ended or failed while rank 1 waited for the outputs of stage 0"):
         wire.receive(1, Address(Phase.FORWARD, 0, 1, 0))
+
+
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex128])
+sent_tensors = st.builds(SentTensor, st.lists(st.integers(0, 5), max_size=3).map(tuple), dtypes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numbers=st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=4),
+    specs=st.lists(sent_tensors, max_size=4),
+    most=st.sampled_from([-1, 0, 16, MOST_PACKED]),
+)
+def test_packed_numbers_and_tensors_arrive_as_they_were(numbers: list[int], specs: list[SentTensor], most: int) -> None:
+    packing = Packing.of(len(numbers), dict(enumerate(specs)), most)
+    sent = {p: (torch.randn(spec.shape) * 50).to(spec.dtype) for p, spec in enumerate(specs)}
+    row = packing.packed(numbers, sent).clone()
+    assert packing.numbers(row) == numbers
+    arrived = packing.unpacked(row)
+    assert sorted([*arrived, *packing.apart]) == list(sent)
+    assert all(torch.equal(tensor, sent[p]) and tensor.dtype == sent[p].dtype for p, tensor in arrived.items())
+    assert all(specs[p].nbytes > most for p in packing.apart)
+
+
+def test_a_write_into_one_packed_tensor_is_none_into_another() -> None:
+    """Else autograd would refuse the backward of the other one."""
+    packing = Packing.of(0, {0: SHAPE, 1: SHAPE}, MOST_PACKED)
+    one, other = packing.unpacked(packing.packed([], {0: torch.ones(4), 1: torch.ones(4)})).values()
+    other.requires_grad_()
+    loss = (other * other).sum()
+    one.add_(1)
+    loss.backward()
+    assert other.grad is not None
+    assert other.grad.tolist() == [2.0] * 4

@@ -1,0 +1,238 @@
+"""Plans with one decision changed: a module on another stage, other micro-batches, schedule or recomputation.
+
+What a change returns is a decision without predictions; the planner prices it (`planner/pricers.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import PlanError
+from autopar.hints.module_paths import ancestors, near, nearest
+from autopar.plan.file_format.folding import Layer, layer_of
+from autopar.plan.recompute import RECOMPUTE, recompute_flags
+from autopar.sharding.stage_sharding import StageSharding
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
+    from autopar.plan.stage import Stage
+
+_RANGE = re.compile(r"(.*?)(\d+)-(\d+)")
+
+
+def changed(
+    plan: Plan,
+    *,
+    n_microbatches: int | None = None,
+    schedule: str | None = None,
+    recompute: str | Mapping[int, str] | None = None,
+) -> Plan:
+    """The plan with these decisions; the same object if all of them are its own. Raises PlanError."""
+    changes: dict[str, Any] = {}
+    if n_microbatches is not None and n_microbatches != plan.n_microbatches:
+        changes["n_microbatches"] = n_microbatches
+    if schedule is not None and schedule != plan.schedule:
+        changes["schedule"] = schedule
+    stages = tuple(_recomputing(plan.stages, recompute)) if recompute is not None else plan.stages
+    if stages != plan.stages:
+        changes["stages"] = stages
+    if not changes:
+        return plan
+    what = [f"{name} is {value}" for name, value in changes.items() if name != "stages"]
+    what += ["recomputation is another one"] if "stages" in changes else []
+    return replace(plan.without_predictions(f"{' and '.join(what)} now"), **_decided(plan, changes))
+
+
+def _decided(plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
+    """Without the predictions that changed stages still have."""
+    if "stages" not in changes:
+        return changes
+    alone = replace(plan, stages=changes["stages"]).without_predictions("")
+    return {**changes, "stages": alone.stages}
+
+
+def _recomputing(stages: Sequence[Stage], wanted: str | Mapping[int, str]) -> Iterator[Stage]:
+    names = dict.fromkeys(range(len(stages)), wanted) if isinstance(wanted, str) else dict(wanted)
+    unknown = [number for number in names if number not in range(len(stages))]
+    if unknown:
+        raise PlanError(f"recompute names stage {', '.join(map(str, unknown))}, but there are 0..{len(stages) - 1}")
+    for name in names.values():
+        if name not in RECOMPUTE:
+            raise PlanError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {name!r}")
+    for number, stage in enumerate(stages):
+        yield replace(stage, **recompute_flags(names[number])) if number in names else stage
+
+
+def moved(plan: Plan, path: str, stage: int) -> Plan:
+    """The plan with a module, layers in a row or an operator on another stage; see `Plan.move`."""
+    n = len(plan.stages)
+    if type(stage) is not int or not 0 <= stage < n:
+        raise PlanError(f"there is no stage {stage!r}: stages are 0..{n - 1}")
+    alone = plan.without_predictions(f"'{path}' was moved to stage {stage}")
+    listed = {key: s for s, one in enumerate(plan.stages) for key in one.operators}
+    if not listed:
+        return _moved_in_split(alone, path, stage)
+    keys = _keys_at(path, listed)
+    if all(listed[key] == stage for key in keys):
+        return plan
+    now = listed | dict.fromkeys(keys, stage)
+    held = [tuple(key for key in listed if now[key] == s) for s in range(n)]
+    empty = [str(s) for s, mine in enumerate(held) if not mine]
+    if empty:
+        raise PlanError(
+            f"stage {', '.join(empty)} would have no operators without '{path}'; move others there first, or plan with "
+            f"{n - len(empty)} stages"
+        )
+    _check_order(listed, now, path, stage)
+    stages = tuple(
+        replace(one, operators=mine, sharding=_sharding_of(alone.stages, s, mine))
+        for s, (one, mine) in enumerate(zip(alone.stages, held, strict=True))
+    )
+    # The stages list all operators: a split would contradict them, or say the same.
+    return replace(alone, stages=stages, split=())
+
+
+def _moved_in_split(plan: Plan, path: str, stage: int) -> Plan:
+    split = dict(plan.split)
+    above = nearest(path, split)
+    inside = [name for name in split if path in ancestors(name)]
+    if above is None and not inside:
+        raise PlanError(f"the plan says nothing of '{path}'{near(path, split)}")
+    moved_split = {name: s for name, s in split.items() if name not in inside} | {path: stage}
+    return plan if moved_split == split else replace(plan, split=tuple(moved_split.items()))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def _keys_at(path: str, listed: Collection[str]) -> set[str]:
+    """The operators at `path`. Raises PlanError with similar names."""
+    if path in listed:
+        return {path}
+    paths = _layers_in(path)
+    modules = {ancestor for key in listed for ancestor in ancestors(key.rpartition("/")[0])}
+    named = {_whole_path(one, path, modules, listed) for one in paths}
+    return {key for key in listed if not named.isdisjoint(ancestors(key.rpartition("/")[0]))}
+
+
+def _layers_in(path: str) -> list[str]:
+    """`a.8`, `a.9` for `a.8-9`."""
+    match = _RANGE.fullmatch(path)
+    if match is None:
+        return [path]
+    first, last = int(match[2]), int(match[3])
+    if first > last:
+        raise PlanError(f"'{path}': a range of layers goes from the lower number to the higher")
+    return [f"{match[1]}{number}" for number in range(first, last + 1)]
+
+
+def _whole_path(path: str, asked: str, modules: Collection[str], listed: Collection[str]) -> str:
+    """The module at `path`, or the only one whose path ends so."""
+    if path in modules:
+        return path
+    ending = sorted(module for module in modules if module.endswith(f".{path}"))
+    if len(ending) == 1:
+        return ending[0]
+    if ending:
+        raise PlanError(f"several modules are called '{path}': {', '.join(ending[:4])}; give the whole path")
+    inside = f" (in '{asked}')" if asked != path else ""
+    names = listed if "/" in path else sorted(modules - {""})
+    raise PlanError(f"no operator of the plan runs in '{path}'{inside}{near(path, names)}")
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+def _check_order(before: Mapping[str, int], after: Mapping[str, int], path: str, stage: int) -> None:
+    """Raise PlanError where layers that came one after the other would not any more.
+
+    Whether other operators still come after their inputs is known to those who have the model.
+    """
+    then, now = _stages_of_layers(before), _stages_of_layers(after)
+    for parent, stages in then.items():
+        for (i, first), (j, second) in itertools.pairwise(sorted(now[parent].items())):
+            if max(first) > min(second) and max(stages[i]) <= min(stages[j]):
+                together = _between(parent, stages, now[parent], stage)
+                raise PlanError(
+                    f"'{path}' cannot be on stage {stage}: '{Layer(parent, i)}' would be on stage {max(first)} and "
+                    f"'{Layer(parent, j)}', which follows it, on stage {min(second)}, but values only flow to later "
+                    f"stages; move the layers between as well: plan.move('{together}', stage={stage})"
+                )
+
+
+def _stages_of_layers(stage_of: Mapping[str, int]) -> dict[str, dict[int, set[int]]]:
+    """By parent and number, the stages that a layer is on."""
+    found: dict[str, dict[int, set[int]]] = {}
+    for key, stage in stage_of.items():
+        layer = layer_of(key, 0)
+        if layer is not None:
+            found.setdefault(layer.parent, {}).setdefault(layer.index, set()).add(stage)
+    return found
+
+
+def _between(parent: str, then: Mapping[int, set[int]], now: Mapping[int, set[int]], stage: int) -> str:
+    """The smallest range of layers that can move together; `then` and `now` by number."""
+    numbers = [i for i in now if now[i] != then[i]]
+    first, last = min(numbers), max(numbers)
+    if stage < min(min(then[i]) for i in numbers):  # those before must come along
+        first = min([first, *(i for i in then if i < first and max(then[i]) > stage)])
+    else:
+        last = max([last, *(i for i in then if i > last and min(then[i]) < stage)])
+    return f"{Layer(parent, first)}-{last}"
+
+
+# -- strategies -------------------------------------------------------------------------------------------------------
+
+
+def _sharding_of(stages: Sequence[Stage], number: int, operators: Sequence[str]) -> StageSharding | None:
+    """What stage `number` decides of its operators, where those that it gets keep their strategies.
+
+    Raises PlanError for a strategy on a mesh of another shape.
+    """
+    own = stages[number].sharding
+    if own is None:
+        return None
+    held = set(operators)
+    others = [s.sharding for i, s in enumerate(stages) if i != number and s.sharding is not None]
+    strategies = dict(own.strategies)
+    parameters = dict(own.parameters)
+    modules = {key.rpartition("/")[0] for key in held}
+    gone = {key.rpartition("/")[0] for key in stages[number].operators} - modules
+    parameters = {name: one for name, one in parameters.items() if name.rpartition(".")[0] not in gone}
+    for other in others:
+        for key, strategy in other.strategies:
+            if key in held and other.mesh != own.mesh:
+                raise PlanError(
+                    f"{key} is cut over a mesh of {_mesh(other)}, and stage {number} has one of {_mesh(own)}; plan "
+                    "again, or give the stages equal meshes"
+                )
+            if key in held:
+                strategies.setdefault(key, strategy)
+        if other.mesh == own.mesh:
+            parameters |= {
+                name: stored
+                for name, stored in other.parameters
+                if name not in parameters and name.rpartition(".")[0] in modules
+            }
+    order = {key: place for place, key in enumerate(operators)}
+    mine = sorted((item for item in strategies.items() if item[0] in held), key=lambda item: order[item[0]])
+    redistributions = [
+        one
+        for sharding in (own, *(other for other in others if other.mesh == own.mesh))
+        for one in sharding.redistributions
+        if (one.reader or one.tensor) in held and ("/" not in one.tensor or one.tensor in held)
+    ]
+    return replace(
+        own,
+        strategies=tuple(mine),
+        parameters=tuple(parameters.items()),
+        redistributions=tuple(dict.fromkeys(redistributions)),
+    )
+
+
+def _mesh(sharding: StageSharding) -> str:
+    return " x ".join(f"{name} {size}" for name, size in zip(sharding.axes, sharding.mesh, strict=True))

@@ -1,0 +1,65 @@
+"""The collectives of a plan file: each is written once, and named by its number wherever it happens.
+
+"collectives": [["all_reduce", "tensor", 262144, 7.1e-06, "backward"], ...]     bytes and seconds of each
+"exchanges": [["layers.3.mlp.up/linear#0", "layers.3.norm/mul#1", 0], ...]      operator, tensor, numbers
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+_NAMES = ("collective", "axis", "nbytes", "seconds")
+_ENDS = ("operator", "tensor")
+_FLAGS = ("backward", "once")
+
+
+class Collectives:
+    """The table, as it is filled by writing or read from a file."""
+
+    def __init__(self) -> None:
+        self.table: list[list[Any]] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    @classmethod
+    def read(cls, table: Any, problems: list[str]) -> Collectives:
+        """What is no table goes into `problems`."""
+        found = cls()
+        for index, row in enumerate(table if isinstance(table, list) else [table]):
+            well_formed = isinstance(row, list) and len(row) == len(_NAMES) + 1
+            if not well_formed:
+                problems.append(f"collectives[{index}] must be [{', '.join(_NAMES)}, flags], got {row!r}")
+            found.table.append(row if well_formed else ["", "", 0, 0.0, ""])
+        return found
+
+    def rows(self, exchanges: Sequence[dict[str, Any]]) -> list[list[Any]]:
+        """[operator, tensor, numbers of collectives ...] of exchanges as format 2 has them."""
+        found = []
+        for (operator, tensor), run in itertools.groupby(exchanges, key=lambda one: tuple(one[name] for name in _ENDS)):
+            found.append([operator, tensor, *(self._number(one) for one in run)])
+        return found
+
+    def exchanges(self, rows: Sequence[list[Any]], where: str, problems: list[str]) -> list[dict[str, Any]]:
+        """The exchanges of rows; numbers that the table does not have go into `problems`."""
+        found = []
+        for operator, tensor, *numbers in rows:
+            for number in numbers:
+                if not 0 <= number < len(self.table):
+                    problems.append(
+                        f"{where}: '{operator}' has collective {number}, but there are {len(self.table)} collectives"
+                    )
+                    continue
+                *values, flags = self.table[number]
+                one = dict(zip(_NAMES, values, strict=True))
+                one |= {"operator": operator, "tensor": tensor}
+                found.append(one | {flag: True for flag in _FLAGS if flag in str(flags).split()})
+        return found
+
+    def _number(self, exchange: dict[str, Any]) -> int:
+        flags = " ".join(flag for flag in _FLAGS if exchange.get(flag))
+        row = (*(exchange[name] for name in _NAMES), flags)
+        if row not in self._numbers:
+            self._numbers[row] = len(self.table)
+            self.table.append(list(row))
+        return self._numbers[row]

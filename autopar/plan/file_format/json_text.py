@@ -1,0 +1,43 @@
+"""JSON as people read it: what fits a line stands in one; long lists of texts or numbers, and numbers that follow each
+other in an object, fill their lines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+_WIDTH = 120
+
+
+def json_text(value: Any, depth: int = 0) -> str:
+    """`value` as JSON. Each level is indented by one space. Raises ValueError for NaN and infinities."""
+    line = json.dumps(value, allow_nan=False)
+    if len(line) + depth <= _WIDTH or not isinstance(value, (dict, list)) or not value:
+        return line
+    if isinstance(value, dict):
+        parts = []
+        for numbers, run in itertools.groupby(value.items(), key=lambda pair: isinstance(pair[1], (int, float))):
+            some = [f"{json.dumps(name)}: {json_text(item, depth + 1)}" for name, item in run]
+            parts += _filled(some, depth) if numbers else some
+        return _block("{", parts, "}", depth)
+    parts = [json_text(item, depth + 1) for item in value]
+    if not any(isinstance(item, (dict, list)) for item in value):
+        parts = _filled(parts, depth)
+    return _block("[", parts, "]", depth)
+
+
+def _block(opening: str, parts: list[str], closing: str, depth: int) -> str:
+    inside = ",\n".join(" " * (depth + 1) + part for part in parts)
+    return f"{opening}\n{inside}\n{' ' * depth}{closing}"
+
+
+def _filled(parts: list[str], depth: int) -> list[str]:
+    """Lines of as many parts as fit."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(part) + depth + 4 <= _WIDTH:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(part)
+    return lines

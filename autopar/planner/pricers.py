@@ -1,0 +1,46 @@
+"""How a plan of this process is priced again after a change: for the same model, call and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.plan.display import priced_like
+from autopar.plan.plan import Plan
+from autopar.planner.kept_with_plans import KeptWithPlans
+
+
+@dataclass(frozen=True)
+class Pricer:
+    """Functions that know the model, the call and the devices."""
+
+    price: Callable[[Plan], Plan]  # with predictions
+    at_zero: Callable[[Plan, int], Plan] | None = None  # with states cut as ZeRO says, without predictions
+
+
+_pricers: KeptWithPlans[Pricer] = KeptWithPlans()
+
+
+def with_pricer(plan: Plan, pricer: Pricer) -> Plan:
+    """The same plan, whose changed copies `pricer` prices."""
+    _pricers.keep(plan, pricer)
+    return plan
+
+
+@priced_like.register
+def _(before: Plan, after: Plan, *, zero: int | None = None) -> Plan:
+    pricer = _pricers.of(before)
+    if zero is not None:
+        if zero not in (0, 1, 2, 3):
+            raise PlanError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
+        if pricer is None or pricer.at_zero is None:
+            raise PlanError(
+                "zero can be changed in a plan that this process planned or priced for a cluster, because the sizes of "
+                "the parameters decide how they are cut: Plan.load(path, model, cluster, ...), or autopar.plan(model, "
+                "cluster, plan=plan, ...)"
+            )
+        after = pricer.at_zero(after, zero)
+    elif after is before:
+        return before
+    return after if pricer is None else with_pricer(pricer.price(after), pricer)

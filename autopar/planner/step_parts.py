@@ -1,0 +1,40 @@
+"""Where the time of the busiest device goes in a predicted step.
+
+| computing, with work done again, collectives and sends that it waits for | waiting | reduction | optimizer |
+"""
+
+from __future__ import annotations
+
+from autopar.plan.display import step_parts
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import Recompute
+from autopar.planner.predicted_step import step_of_plan
+from autopar.schedule.clock import Phase
+
+
+@step_parts.register
+def _(plan: Plan) -> dict[str, float]:
+    """Seconds by part; they add up to the step. Empty without predictions."""
+    step = step_of_plan(plan)
+    if step is None:
+        return {}
+    timeline = step.timeline()
+    slot = max(range(timeline.schedule.n_slots), key=lambda one: timeline.busy[one])
+    actions = [event for event in timeline.events if event.slot == slot]
+    parts = dict.fromkeys(("recomputing", "exchanging tensors within its stage"), 0.0)
+    for event in actions:
+        if event.action.phase is Phase.FORWARD:
+            stage = plan.stages[event.action.stage]
+            sharding = stage.sharding
+            again = stage.forward_time if stage.mode is Recompute.STAGE else stage.recompute_time
+            parts["recomputing"] += (again or 0.0) if plan.training else 0.0
+            if sharding is not None and sharding.collective_time is not None:
+                shown = sharding.collective_time - (stage.hidden_time or 0.0)
+                parts["exchanging tensors within its stage"] += max(0.0, shown)
+    computing = sum(event.end - event.start for event in actions) - sum(parts.values())
+    sends = sum(send.end - send.start for send in timeline.sends if send.slot == slot and not send.transfer.overlap)
+    finishes = [finish for finish in timeline.finishes if finish.slot == slot]
+    once = sum(finish.reduced - finish.start for finish in finishes), sum(f.end - f.reduced for f in finishes)
+    parts = {"computing": max(0.0, computing), **parts, "sending to other stages": sends}
+    parts |= {"reducing gradients": once[0], "the optimizer": once[1]}
+    return {**parts, "waiting for other stages": timeline.step_time - sum(parts.values())}

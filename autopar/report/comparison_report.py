@@ -1,0 +1,223 @@
+"""Comparisons of plans as reports: measured ones, and those predicted for a cluster."""
+
+from __future__ import annotations
+
+from autopar.plan.diff import PlanDiff
+from autopar.plan.display import reported
+from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
+from autopar.report.cluster_comparison import described, gained
+from autopar.report.comparison import ceiling_text, verdict_text
+from autopar.report.document import (
+    Bar,
+    Bars,
+    Block,
+    Code,
+    Figure,
+    Figures,
+    Fold,
+    Paragraph,
+    Part,
+    Points,
+    Report,
+    Section,
+    Table,
+)
+from autopar.report.plan_report.verdict import verdict
+from autopar.report.quantities import (
+    count,
+    digits,
+    largest_text,
+    percent,
+    rate_text,
+    seconds_text,
+    share_of_text,
+)
+from autopar.runtime.comparison import Comparison, Row
+from cost_models.measuring.intervals import Interval
+
+_PARTS = ("computing", "communication", "waiting")
+_NOTICEABLE = 1.005  # one step over another: below it plans count as equally fast
+_TIMES = ("measured", "predicted")
+
+
+@reported.register
+def cluster_comparison_report(comparison: ClusterComparison) -> Report:
+    """Predicted steps of several plans, and what makes the difference."""
+    step = "training step" if comparison.training else "forward pass"
+    fastest = comparison.fastest
+    others = [row for row in comparison.rows if row is not fastest]
+    figures = [
+        Figure("fastest that fits" if fastest.fits else "fastest, but none fits", fastest.name, verdict(fastest.plan)),
+        Figure("its step", seconds_text(fastest.seconds), f"predicted, {count(comparison.batch_size, 'sample')}"),
+        Figure("its throughput", rate_text(fastest.throughput, _unit(fastest))),
+        Figure("its model FLOPs utilisation", percent(fastest.utilisation), "of all devices, used or not"),
+    ]
+    blocks: list[Block] = [Figures(tuple(figures)), _cluster_table(comparison), _cluster_bars(comparison)]
+    if others:
+        blocks.append(Points(tuple(f"{fastest.name} beside {row.name}: {gained(row, fastest)}" for row in others)))
+    assumed = {str(row.plan.assumed) for row in comparison.rows if row.plan.assumed is not None}
+    if len(assumed) > 1:  # prices that do not compare plans alone
+        texts = tuple(f"{row.name}: priced for a step with {row.plan.assumed}" for row in comparison.rows)
+        blocks += [Paragraph("The plans are priced for different ways to run a step:", strong=True), Points(texts)]
+    sections = [Section("Comparison", tuple(blocks)), _plans(comparison.rows)]
+    if others:
+        folds = tuple(
+            Fold(f"What {fastest.name} does otherwise than {row.name}", (_diff(comparison.difference(row.name)),))
+            for row in others
+        )
+        sections.append(Section("Differences", folds, ""))
+    return Report(
+        f"{count(len(comparison.rows), 'plan')} for a {step} on {comparison.cluster}",
+        _cluster_verdict(comparison),
+        tuple(sections),
+        ("estimated from data sheets",),
+    )
+
+
+def _cluster_verdict(comparison: ClusterComparison) -> str:
+    fastest = comparison.fastest
+    rivals = sorted((row for row in comparison.rows if row is not fastest and row.fits), key=lambda row: row.seconds)
+    if not fastest.fits:
+        return "No plan fits the memory of the devices."
+    if not rivals:
+        return f"{fastest.name} is the only plan that fits: {seconds_text(fastest.seconds)} a step."
+    gain = rivals[0].seconds / fastest.seconds if fastest.seconds else 1.0
+    if gain < _NOTICEABLE:
+        return f"{fastest.name} and {rivals[0].name} are predicted to be equally fast, and no other plan is faster."
+    return f"{fastest.name} is predicted to be {gain:.2f}x as fast as {rivals[0].name}, the next best that fits."
+
+
+def _unit(row: PlannedRow) -> str:
+    return "tokens" if row.tokens else "samples"
+
+
+def _cluster_table(comparison: ClusterComparison) -> Table:
+    rows = tuple(
+        (
+            row.name,
+            "yes" if row.fits else "no",
+            seconds_text(row.seconds),
+            rate_text(row.throughput, _unit(row)),
+            percent(row.utilisation),
+            share_of_text(row.memory, row.usable),
+            percent(row.bubble),
+            seconds_text(row.communication),
+        )
+        for row in comparison.rows
+    )
+    columns = ("plan", "fits", "step", "throughput", "MFU", "memory", "bubble", "exposed communication")
+    caption = "Predicted from data sheets. Memory is that of the fullest device."
+    place = comparison.rows.index(comparison.fastest)
+    return Table(caption, columns, rows, words=2, accents=(place,))
+
+
+def _cluster_bars(comparison: ClusterComparison) -> Bars:
+    longest = max(row.seconds for row in comparison.rows) or 1.0
+    bars = []
+    for row in comparison.rows:
+        waiting = row.bubble * row.seconds
+        exposed = min(row.communication, row.seconds - waiting)
+        parts = dict(zip(_PARTS, (row.seconds - waiting - exposed, exposed, waiting), strict=True))
+        drawn = tuple(Part(name, s / longest, seconds_text(s)) for name, s in parts.items() if s > 0)
+        bars.append(Bar(row.name, seconds_text(row.seconds), drawn))
+    return Bars("What a step consists of", "Seconds of a step by what devices do.", _PARTS, tuple(bars))
+
+
+def _plans(rows: tuple[PlannedRow, ...]) -> Section:
+    points = tuple(f"{row.name}: {verdict(row.plan)} {described(row.plan)}" for row in rows)
+    return Section("Plans", (Points(points),))
+
+
+def _diff(difference: PlanDiff) -> Code:
+    return Code("", str(difference))
+
+
+@reported.register
+def comparison_report(comparison: Comparison) -> Report:
+    """Measured steps of several plans beside their predictions."""
+    step = "training step" if comparison.training else "forward pass"
+    fastest = min(comparison.rows, key=lambda row: row.measured)
+    rounds = len(comparison.single.steps)
+    figures = [
+        Figure("shortest median step", seconds_text(fastest.measured), fastest.name),
+        Figure("beside one device", f"{digits(comparison.speed_up(fastest))}x", comparison.single.name),
+        Figure("rounds", f"{rounds}", "plans took turns in each"),
+    ]
+    if comparison.ceiling_speed_up is not None:
+        note = "other work may use the cores" if comparison.disturbed else "independent processes, same rounds"
+        figures.append(Figure("the machine's ceiling", f"{digits(comparison.ceiling_speed_up)}x", note))
+    blocks: list[Block] = [Figures(tuple(figures)), _measured_table(comparison), _measured_bars(comparison)]
+    if comparison.systems:
+        blocks.append(_systems_table(comparison))
+    if comparison.ceiling is not None:
+        blocks.append(Paragraph(_sentence(ceiling_text(comparison))))
+    plans = tuple(f"{row.name}: {verdict(row.plan)}" for row in comparison.plans)
+    return Report(
+        f"{count(len(comparison.rows), 'plan')} for a {step} of {count(comparison.batch_size, 'sample')} on "
+        f"{', '.join(comparison.devices)}",
+        f"{fastest.name} has the shortest median step of the plans, {seconds_text(fastest.measured)}. "
+        f"{_sentence(verdict_text(comparison))}",
+        (Section("Comparison", tuple(blocks)), Section("Plans", (Points(plans),))),
+        tuple(fact for fact in ("measured", f"{rounds} rounds", comparison.measured_on) if fact),
+    )
+
+
+def _measured_table(comparison: Comparison) -> Table:
+    rows = tuple(
+        (
+            row.name,
+            row.plan.places,
+            seconds_text(row.measured),
+            _interval(row.interval),
+            "-" if row.predicted is None else seconds_text(row.predicted),
+            "-" if row.error is None else percent(row.error, "+"),
+            f"{digits(comparison.speed_up(row))}x",
+            largest_text(row.predicted_memory.values()),
+            largest_text(row.measured_memory.values()),
+        )
+        for row in comparison.rows
+    )
+    columns = (
+        *("plan", "devices", "median step", "interval", "predicted", "error", "speed-up"),
+        *("peak predicted", "peak measured"),
+    )
+    caption = (
+        "Measured steps. Interval: of the median, by bootstrap. Error: predicted / measured - 1. Peaks are those of "
+        "the fullest device, without optimizer state."
+    )
+    return Table(caption, columns, rows, words=2)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _systems_table(comparison: Comparison) -> Table:
+    rows = []
+    for row in comparison.systems:
+        if row.measured is None or row.interval is None:
+            rows.append((row.name, f"not run: {row.refused}", "-", "-", "-"))
+        else:
+            gain = f"{digits(comparison.single.measured / row.measured)}x"
+            rows.append((row.name, row.how, seconds_text(row.measured), _interval(row.interval), gain))
+    columns = ("system", "how", "median step", "interval", "speed-up")
+    return Table("Other systems, in turn with the plans", columns, tuple(rows), words=2)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{seconds_text(interval.low)} to {seconds_text(interval.high)}"
+
+
+def _measured_bars(comparison: Comparison) -> Bars:
+    longest = max([row.measured for row in comparison.rows] + [row.predicted or 0.0 for row in comparison.rows]) or 1.0
+    bars = [bar for row in comparison.rows for bar in _pair(row, longest)]
+    return Bars("Steps", "A bar for the median of measured steps, and one for the prediction.", _TIMES, tuple(bars))
+
+
+def _pair(row: Row, longest: float) -> list[Bar]:
+    times = dict(zip(_TIMES, (row.measured, row.predicted), strict=True))
+    return [
+        Bar(f"{row.name}, {name}", seconds_text(s), (Part(name, s / longest, seconds_text(s)),))
+        for name, s in times.items()
+        if s is not None
+    ]

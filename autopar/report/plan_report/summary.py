@@ -1,0 +1,200 @@
+"""The first screen: how fast, how full, what holds it back, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.costs.history import costs_of
+from autopar.planner.device_memory import OWNERS, DeviceMemory
+from autopar.planner.explain import Change
+from autopar.report.document import Bar, Bars, Block, Figure, Figures, Heading, Paragraph, Part, Points, Section
+from autopar.report.explain import bottleneck_text
+from autopar.report.plan_report.subject import Subject
+from autopar.report.quantities import (
+    count,
+    digits,
+    duration_text,
+    percent,
+    rate_text,
+    seconds_text,
+    share_of_text,
+    size_text,
+)
+
+_TRILLION = 1e12  # tokens
+_HOUR = 3600.0
+_WORTH = 0.005  # gains below this share of the step help nobody
+_MOST_HELPS = 3
+_ROOM = 1.02  # the drawing is this much wider than what it shows
+_BARELY = 4  # a limit this many times beyond the peak is not drawn
+
+
+def summary(subject: Subject) -> Section:
+    """The section that a reader sees first."""
+    blocks: list[Block] = [Figures(tuple(_figures(subject)))]
+    if subject.plan.predicted_step_time is None:
+        why = "; ".join(subject.plan.notes) or "it was made by hand, and nothing has priced it"
+        blocks.append(
+            Paragraph(
+                f"This plan has no predictions ({why}): what it takes and holds is unknown until "
+                "autopar.plan(model, devices, plan=plan, ...) prices it.",
+                strong=True,
+            )
+        )
+    if subject.fullest is not None:
+        blocks.append(memory_bars((subject.fullest,), "Memory of the fullest device at its peak"))
+    blocks += list(_bottleneck(subject))
+    sure = tuple(how_sure(subject))
+    if sure:
+        blocks += [Heading("How sure is this?"), Points(sure)]
+    return Section("At a glance", tuple(blocks))
+
+
+def _figures(subject: Subject) -> Iterator[Figure]:
+    plan, step = subject.plan, subject.step_time
+    yield Figure("step time", seconds_text(step), _step_note(subject))
+    if step and subject.samples:
+        yield _throughput(subject, step)
+    yield _utilisation(subject, step)
+    yield _memory(subject)
+    yield from _duration(subject, step)
+    if plan.single_device_time is not None and plan.predicted_step_time and subject.n_devices > 1:
+        speed_up = plan.single_device_time / plan.predicted_step_time
+        note = f"predicted: {seconds_text(plan.single_device_time)} there"
+        yield Figure("beside one device", f"{digits(speed_up)}x", note)
+
+
+def _step_note(subject: Subject) -> str:
+    plan, profile = subject.plan, subject.profile
+    if subject.step_time is None:
+        return "not predicted"
+    size = count(subject.samples, "sample") if subject.samples else ""
+    if subject.measured is None:
+        return f"predicted, {size}" if size else "predicted"
+    predicted = profile.predicted if profile is not None else plan.predicted_step_time
+    if predicted is None:
+        return f"measured, {size}"
+    return f"measured, {size}; predicted {seconds_text(predicted)} ({percent(predicted / subject.measured - 1, '+')})"
+
+
+def _throughput(subject: Subject, step: float) -> Figure:
+    tokens, samples = subject.tokens, subject.samples or 0
+    amount, what = (tokens, "tokens") if tokens else (samples, "samples")
+    each = f"{rate_text(amount / step / subject.n_devices, what)} for each of {subject.n_devices} devices"
+    note = each if subject.n_devices > 1 else ""
+    if tokens:
+        note = "; ".join(filter(None, [rate_text(samples / step, "samples"), note]))
+    return Figure("throughput", rate_text(amount / step, what), note)
+
+
+def _utilisation(subject: Subject, step: float | None) -> Figure:
+    label, work = "model FLOPs utilisation", subject.plan.work
+    share = work.utilisation(step) if work is not None and step else None
+    if share is None or work is None or work.flops is None or step is None:
+        why = "no data sheet with the peak of these devices was used" if work is not None else "the plan is not priced"
+        return Figure(label, "unknown", why)
+    return Figure(label, percent(share), f"{digits(work.flops / step / 1e12 / subject.n_devices)} TFLOP/s a device")
+
+
+def _memory(subject: Subject) -> Figure:
+    fullest = subject.fullest
+    if fullest is None:
+        return Figure("memory", "unknown", "the plan does not say what devices hold")
+    over = fullest.usable is not None and fullest.peak > fullest.usable
+    where = f"at the peak of the fullest device, stage {', '.join(map(str, fullest.stages))}"
+    return Figure("memory", share_of_text(fullest.peak, fullest.usable), f"does not fit: {where}" if over else where)
+
+
+def _duration(subject: Subject, step: float | None) -> Iterator[Figure]:
+    wanted, tokens = subject.wanted, subject.tokens
+    seconds: float | None = None
+    if wanted.samples_per_epoch is not None and step and subject.samples:
+        seconds, label = wanted.samples_per_epoch / subject.samples * step, "time per epoch"
+        note = f"{digits(wanted.samples_per_epoch)} samples"
+    elif tokens and step:
+        seconds, label, note = _TRILLION / tokens * step, "time per 1T tokens", "without restarts and evaluations"
+    if seconds is None:
+        return
+    yield Figure(label, duration_text(seconds), note)
+    if wanted.price_per_device_hour is not None:
+        hours = seconds / _HOUR * subject.n_devices
+        price = f"{wanted.currency}{digits(hours * wanted.price_per_device_hour)}"
+        each = f"{wanted.currency}{wanted.price_per_device_hour:g}"
+        yield Figure(label.replace("time", "price"), price, f"{digits(hours)} device-hours at {each}")
+
+
+def memory_bars(places: tuple[DeviceMemory, ...], title: str) -> Bars:
+    """One bar for each place: its owners, and the limit where it is near."""
+    limits = [limit for one in places if (limit := limit_in_sight(one)) is not None]
+    width = _ROOM * max([one.peak for one in places] + limits)
+    bars = tuple(
+        Bar(
+            f"{devices_text(one.devices)}, stage {', '.join(map(str, one.stages))}",
+            f"{share_of_text(one.peak, one.usable)}" + (f", {percent(one.peak / one.usable)}" if one.usable else ""),
+            tuple(
+                Part(owner, nbytes / width if width else 0.0, size_text(nbytes))
+                for owner, nbytes in one.owners.items()
+                if nbytes
+            ),
+            None if one.usable is None or one.usable > width else one.usable / width,
+        )
+        for one in places
+    )
+    drawn = any(bar.limit is not None for bar in bars)
+    description = "Bytes by owner."
+    return Bars(title, description, OWNERS, bars, "usable memory" if drawn else "")
+
+
+def limit_in_sight(one: DeviceMemory) -> int | None:
+    """The usable bytes, where a drawing of the peak can show them."""
+    return one.usable if one.usable is not None and one.usable <= _BARELY * one.peak else None
+
+
+def devices_text(names: tuple[str, ...]) -> str:
+    """`cpu:0`, or the first and the number of many."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _bottleneck(subject: Subject) -> Iterator[Block]:
+    explained = subject.explanation
+    if explained.bottleneck is None:
+        return
+    yield Heading("What holds it back?")
+    yield Paragraph(bottleneck_text(explained))
+    helps = sorted(explained.helps, key=lambda change: change.step_time)
+    worth = [change for change in helps if change.gain(subject.plan) > _WORTH][:_MOST_HELPS]
+    if worth:
+        yield Points(tuple(f"{_helped(change)}: {percent(change.gain(subject.plan))} less" for change in worth))
+
+
+def _helped(change: Change) -> str:
+    return f"with {change.what}, a step takes {seconds_text(change.step_time)}"
+
+
+def how_sure(subject: Subject) -> Iterator[str]:
+    """Where the numbers come from, how far such numbers were off before, and what is proven."""
+    plan = subject.plan
+    if subject.measured is not None:
+        yield "The step was measured on these devices; the rest is predicted."
+    elif plan.predicted_step_time is not None:
+        estimated = costs_of(plan) == "estimated"
+        yield (
+            "Estimated from data sheets: nothing has run on these devices."
+            if estimated
+            else "Predicted from operators that were timed on these devices; the step itself has not run."
+        )
+    if plan.predicted_step_time is not None:
+        yield _history(subject)
+    if plan.optimality:
+        yield f"How good the plan is: {plan.optimality}."
+
+
+def _history(subject: Subject) -> str:
+    whole = subject.accuracy.overall
+    source = "estimates" if costs_of(subject.plan) == "estimated" else "predictions"
+    if whole is None:
+        return f"No such {source} for devices of this kind have been compared with measured steps on this machine yet."
+    return (
+        f"Earlier {source} for devices of this kind were off by {percent(whole.median)} in the median and "
+        f"{percent(whole.worst)} at worst, over {count(whole.n, 'measured plan')}."
+    )

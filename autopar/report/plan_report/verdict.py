@@ -1,0 +1,94 @@
+"""What a plan is, in one sentence for people who train models."""
+
+from __future__ import annotations
+
+from autopar.errors import PlanError
+from autopar.plan.degrees import Degrees
+from autopar.plan.exits.plan_degrees import degrees_in
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import DESCRIBED, RECOMPUTE, Recompute
+from autopar.report.quantities import count
+from autopar.report.stage_devices import nodes_of
+
+_RECOMPUTED = {
+    "stage": "stages run their forward again in the backward",
+    "full": "layers run their forward again in the backward",
+    "selective": "attention runs again in the backward",
+    "selective-op": "layers run again in the backward, but for every second product",
+}
+
+
+def verdict(plan: Plan) -> str:
+    """`Data parallel over 2 nodes x tensor parallel 8, ZeRO-1, 32 micro-batches.`"""
+    if len(plan.used_devices) == 1 and len(plan.stages) == 1:
+        text = f"one device, {plan.used_devices[0]}, does the whole model"
+        text += f", in {count(plan.n_microbatches, 'micro-batch', 'micro-batches')}" * (plan.n_microbatches > 1)
+        return _sentence(text + _again(plan))
+    try:
+        text = _by_degrees(plan, degrees_in(plan, "a sentence"))
+    except PlanError:  # no degrees describe it
+        text = _by_stages(plan)
+    return _sentence(text)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _by_degrees(plan: Plan, degrees: Degrees) -> str:
+    nodes = len(nodes_of(plan.used_devices))
+    parts = []
+    if degrees.data > 1:
+        a_replica_a_node = nodes == degrees.data and degrees.pipeline == 1
+        parts.append(f"data parallel over {nodes} nodes" if a_replica_a_node else f"data parallel {degrees.data}")
+    if degrees.tensor > 1:
+        parts.append(f"tensor parallel {degrees.tensor}")
+    if degrees.pipeline > 1:
+        chunks = f" with {degrees.chunks} stages each" if degrees.chunks > 1 else ""
+        parts.append(f"pipeline parallel {degrees.pipeline}{chunks} ({degrees.schedule})")
+    text = " x ".join(parts) or "one device"
+    if degrees.zero:
+        text += f", ZeRO-{degrees.zero}"
+    if degrees.sequence_parallel and degrees.tensor > 1:
+        text += ", sequence parallel"
+    text += f", {count(degrees.n_microbatches, 'micro-batch', 'micro-batches')}"
+    text += f" of {count(degrees.micro_batch, 'sample')}{' on each replica' if degrees.data > 1 else ''}"
+    mode = RECOMPUTE[degrees.recompute]
+    return text + (f"; {_RECOMPUTED[degrees.recompute]}" if mode is not Recompute.NONE else "")
+
+
+def _by_stages(plan: Plan) -> str:
+    used = len(plan.used_devices)
+    widths = [stage.shards for stage in plan.stages[: plan.ranks]]
+    replicas = [stage.replicas for stage in plan.stages[: plan.ranks]]
+    if len(plan.stages) == 1:
+        mesh = plan.stages[0].sharding
+        if mesh is not None:
+            axes = " x ".join(f"{name} {n}" for name, n in zip(mesh.axes, mesh.mesh, strict=True))
+            copies = f"{count(replicas[0], 'replica')} of " * (replicas[0] > 1)
+            text = f"{copies}one stage on a mesh of {axes} devices"
+        else:
+            text = f"data parallel {used}"
+    else:
+        text = f"a pipeline of {count(len(plan.stages), 'stage')} on {count(used, 'device')} ({plan.schedule})"
+        if max(widths) > 1:
+            text += f", meshes of {_each(widths)} devices"
+        if max(replicas) > 1:
+            text += f", {_each(replicas)} replicas"
+    text += f", {count(plan.n_microbatches, 'micro-batch', 'micro-batches')}" + _again(plan)
+    return text + ("" if plan.training else ", for inference")
+
+
+def _each(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(set(numbers)) == 1 else " | ".join(map(str, numbers))
+
+
+def _again(plan: Plan) -> str:
+    """Which stages recompute."""
+    found = ""
+    for mode, (_, how) in DESCRIBED.items():
+        again = [str(index) for index, stage in enumerate(plan.stages) if stage.mode == mode]
+        if again:
+            which = "all stages" if len(again) == len(plan.stages) else f"stages {', '.join(again)}"
+            found += f"; {how}{which}"
+    return found

@@ -1,0 +1,84 @@
+"""Quantities as people write them: 231 ms, 61.2 GB, 12.4 days, 1.3 million tokens per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from cost_models import bytes_text
+
+_MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 365.25 * 86400.0
+_DURATIONS = ((_YEAR, "years"), (_DAY, "days"), (_HOUR, "hours"), (_MINUTE, "minutes"))
+_SHORT = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def digits(value: float, count: int = 3) -> str:
+    """With `count` significant digits, but all digits before the point: 1,234; 12.3; 0.0123."""
+    if not value:
+        return "0"
+    if abs(value) >= 10 ** (count - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{count}g}"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """`231 ms`."""
+    if seconds is None:
+        return "unknown"
+    if seconds >= 2 * _MINUTE:
+        return duration_text(seconds)
+    for unit, name in _SHORT:
+        if seconds >= unit:
+            return f"{digits(seconds / unit)} {name}"
+    return "0 s" if not seconds else f"{digits(seconds / 1e-6)} us"
+
+
+def ticks(seconds: float, most: int = 6) -> tuple[tuple[float, str], ...]:
+    """Round times from 0 to `seconds`, at most `most` of them after 0: (share of `seconds`, text)."""
+    if not seconds > 0:
+        return ((0.0, "0 s"),)
+    power = 10.0 ** math.floor(math.log10(seconds / most))
+    step = next(power * n for n in (1, 2, 5, 10) if seconds / (power * n) <= most)
+    return tuple((n * step / seconds, seconds_text(n * step)) for n in range(int(seconds / step * (1 + 1e-9)) + 1))
+
+
+def duration_text(seconds: float) -> str:
+    """`12.4 days`."""
+    for unit, name in _DURATIONS:
+        if seconds >= 1.5 * unit:
+            return f"{digits(seconds / unit)} {name}"
+    return f"{digits(seconds)} s"
+
+
+def size_text(nbytes: float | None) -> str:
+    if not nbytes:
+        return "unknown" if nbytes is None else "0"
+    return bytes_text(float(f"{nbytes:.3g}"))
+
+
+def largest_text(sizes: Iterable[float]) -> str:
+    """The largest of some sizes, or a dash."""
+    return size_text(most) if (most := max(sizes, default=None)) is not None else "-"
+
+
+def share_of_text(nbytes: float, whole: float | None) -> str:
+    """`61.2 of 79.1 GB`, or `61.2 GB` where the whole is unknown."""
+    if whole is None:
+        return size_text(nbytes)
+    part, total = size_text(nbytes), size_text(whole)
+    unit = total.partition(" ")[2]
+    return f"{part.removesuffix(f' {unit}')} of {total}"
+
+
+def rate_text(rate: float, what: str) -> str:
+    """`12,300 tokens/s`, `1.23 million tokens/s`."""
+    return f"{digits(rate / 1e6)} million {what}/s" if rate >= 1e6 else f"{digits(rate)} {what}/s"
+
+
+def percent(share: float, sign: str = "") -> str:
+    return f"{share:{sign}.1%}"
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """`1 stage`, `4 stages`."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

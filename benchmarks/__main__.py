@@ -21,15 +21,13 @@ from rich.console import Console
 
 from autopar import AutoparWarning, DeviceError, keep_freed_memory
 from benchmarks import gpu
-from benchmarks.every import run_all
+from benchmarks.every import RESULTS, STDOUT, run_all
 from benchmarks.kept import Kept, depends_on
 from benchmarks.machine import CHANGING, machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
 from benchmarks.published_runs.tables import TableError
 from benchmarks.registry import BENCHMARKS, WITHOUT_KEPT_MEMORY, Run
 
-RESULTS = Path(__file__).parent / "results"
-_STDOUT = Path("-")
 _COMMANDS = ("list", "run", "all", "diff")
 INTERRUPTED = 130  # exit status, as of a shell
 
@@ -94,7 +92,7 @@ def _run(options: argparse.Namespace, own_process: bool) -> int:
         return 0
     if kept.dates:
         header["date"] = kept.dates
-    console = Console(width=None if sys.stdout.isatty() else 160, stderr=options.json == _STDOUT)
+    console = Console(width=None if sys.stdout.isatty() else 160, stderr=options.json == STDOUT)
     show(report, header, console)
     _write(report, header, options, console)
     kept.drop()
@@ -131,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
             "--json",
             type=Path,
             nargs="?",
-            const=_STDOUT,
+            const=STDOUT,
             metavar="OUT",
             help="default: NAME.json in the results directory; without OUT, print it, too",
         )
@@ -168,7 +166,7 @@ def _write(report: Report, header: dict[str, str], options: argparse.Namespace, 
     """JSON, Markdown and the figure."""
     stem = _stem(options)
     page = stem.with_suffix(".md")
-    on_stdout = options.json == _STDOUT
+    on_stdout = options.json == STDOUT
     data = stem.with_suffix(".json") if options.json is None or on_stdout else options.json
     figure: Path | None = options.figure or stem.with_suffix(".png")
     assert figure is not None

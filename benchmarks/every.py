@@ -9,13 +9,18 @@ from pathlib import Path
 
 from benchmarks.kept import Kept, depends_on
 from benchmarks.machine import CHANGING, machine_header
+from benchmarks.readme import remake
 from benchmarks.registry import IN_README
 
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
 STDOUT = Path("-")
 
 
 def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> int:
-    """The first exit status that is not 0. An interrupted run goes on with the benchmark in which it ended.
+    """Run them, and remake README's table from full results. An interrupted run goes on where it ended.
+
+    Returns the first exit status that is not 0.
 
     `data`: where one JSON file with all results goes; `STDOUT`: printed.
     """
@@ -46,6 +51,8 @@ def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> in
             data.write_text(text)
     if not status:
         kept.drop()
+        if not quick and results == RESULTS and not remake(README, results):
+            print(f"{README} has no place for the measured table", file=sys.stderr)
     return status
 
 

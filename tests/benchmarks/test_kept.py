@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from autopar.runtime.other_systems.independent import CEILING
 from benchmarks import __main__ as command
-from benchmarks import every, timing
+from benchmarks import every, readme, timing
 from benchmarks.__main__ import INTERRUPTED, main
 from benchmarks.kept import Kept
 from benchmarks.output import Report
 from benchmarks.registry import BENCHMARKS, Run
 from benchmarks.timing import interleave
+from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE
 
 ON = {"torch": "2.13"}
 
@@ -177,3 +179,51 @@ def test_all_goes_on_with_the_benchmark_that_was_interrupted(
     assert main(["all", "--results", str(tmp_path), "--json"]) == 0
     assert ran == ["tutorial", "gpt", "gpt", "peers"]
     assert list(json.loads(capsys.readouterr().out)) == ["tutorial", "gpt", "peers"]
+
+
+# -- README -----------------------------------------------------------------------------------------------------------
+
+
+def result(title: str, plain: float) -> dict[str, object]:
+    def row(name: str, measured: float, predicted: float | None = None) -> dict[str, object]:
+        return {
+            "name": name,
+            "steps": [measured] * 5,
+            "measured": measured,
+            "predicted": predicted,
+            "speedup": plain / measured,
+        }
+
+    rows = [row(PLAIN, plain), row(FREE, 1.0, 0.9), row(PURE, 1.25, 1.0), row(PLAIN_THREADS, 1.1), row(CEILING, 0.95)]
+    finals = [
+        {"same": True, "over_best": 1.0, "interval": {"low": 1.0, "high": 1.0}},
+        {"same": False, "over_best": 0.97, "interval": {"low": 0.95, "high": 1.01}},
+    ]
+    machine = {"date": "2026-12-01", "processor": "a CPU, 2 usable cores", "torch": "2.13.0"}
+    return {"title": title, "machine": machine, "rows": rows, "finals": finals}
+
+
+def test_readmes_table_is_remade_in_its_place_from_the_results(tmp_path: Path) -> None:
+    readme_file = tmp_path / "README.md"
+    for name, title in zip(readme.COLUMNS, ("ResNet", "GPT"), strict=True):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result(title, 2.0)))
+    readme_file.write_text(f"head\n{readme.BEGIN}\nold\n{readme.END}\nfoot\n")
+    assert readme.remake(readme_file, tmp_path)
+    text = readme_file.read_text()
+    assert text.startswith("head\n")
+    assert text.endswith("\nfoot\n")
+    assert "old" not in text
+    assert "2026-12-01, a CPU, 2 usable cores, torch 2.13.0, medians of 5 rounds" in text
+    assert "| two workers of one thread each | ResNet | GPT |" in text
+    assert "| autopar | 1.00 s, **2.00x** | 1.00 s, **2.00x** |" in text
+    assert "| the same plan | the same plan |" in text
+    assert "0.970 (0.950 to 1.010)" in text
+    assert readme.remake(readme_file, tmp_path)
+    assert readme_file.read_text() == text
+    (tmp_path / "other.md").write_text("no place")
+    assert not readme.remake(tmp_path / "other.md", tmp_path)
+
+
+def test_the_readme_has_a_place_for_the_table() -> None:
+    text = every.README.read_text()
+    assert text.count(readme.BEGIN) == text.count(readme.END) == 1

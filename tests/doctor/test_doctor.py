@@ -268,3 +268,7 @@ def test_the_command_runs_without_the_rest_of_autopar(tmp_path: Path) -> None:
     run["cwd"] = root
     done = subprocess.run([sys.executable, "-m", "autopar", "doctor", "--json"], env=sound, **run)  # type: ignore[call-overload]
     assert json.loads(done.stdout)["devices"], done.stderr
+    command_line = [sys.executable, "-m", "autopar", "doctor", "--devices", "tpu"]
+    done = subprocess.run(command_line, env=sound, **run)  # type: ignore[call-overload]
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unknown device 'tpu'")

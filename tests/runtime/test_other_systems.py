@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import Comparison, InputError, Plan
+from autopar import AutoparError, Comparison, InputError, Plan
 from autopar.analysis.example import capture_example
 from autopar.report.comparison import ceiling_text, verdict_text
 from autopar.runtime.comparison import Row, SystemRow
@@ -263,3 +265,39 @@ def test_a_busy_machine_shows_in_its_ceiling() -> None:
     assert "1.92x one device" in ceiling_text(quiet)
     assert busy.disturbed
     assert "something else uses the cores" in ceiling_text(busy)
+
+
+# -- how it is shown --------------------------------------------------------------------------------------------------
+
+
+def shown() -> Comparison:
+    found = comparison({"one device": times(1.0), "auto": times(0.6, 0.02)}, ceiling=times(0.52))
+    ready = SystemRow(DDP, "2 processes", times(0.7))
+    refused = SystemRow(PIPELINING, "", (), "it cuts an nn.Sequential")
+    return dataclasses.replace(found, systems=(ready, refused), measured_on="2 x a CPU; 2026-12-01")
+
+
+def test_the_page_of_a_comparison_has_its_systems_ceiling_and_verdict() -> None:
+    text = " ".join(str(shown().report()).split())
+    for part in ("Winner: auto", "not run: it cuts an nn.Sequential", "2 processes", "1.92x", "2 x a CPU; 2026-12-01"):
+        assert part in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_figure_has_every_row_that_was_measured(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"compared{suffix}"
+    shown().figure(path)
+    if suffix == ".svg":
+        drawn = path.read_text()
+        assert all(f"<!-- {name} -->" in drawn for name in ("one device", "auto", DDP, "ms a step"))
+        assert f"<!-- {PIPELINING} -->" not in drawn
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib.figure"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(AutoparError, match=r"autopar\[figure\]"):
+        shown().figure(tmp_path / "compared.png")

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from autopar.analysis.example import capture_example
 from autopar.report.comparison import ceiling_text, verdict_text
 from autopar.runtime.comparison import Row, SystemRow
 from autopar.runtime.other_systems import catalogue
+from autopar.runtime.other_systems import processes as processes_room
 from autopar.runtime.other_systems.catalogue import CEILING, DATA_PARALLEL, DDP, GPIPE, PIPELINING, PLAIN, SYSTEMS
 from autopar.runtime.other_systems.pipelining import PER_RANK, stages_of
 from autopar.runtime.other_systems.processes import Processes
@@ -126,6 +128,43 @@ def test_systems_take_turns_with_the_plans_and_have_rows() -> None:
     data = json.loads(found.to_json())
     assert [row["name"] for row in data["systems"]] == [row.name for row in found.systems]
     assert data["ceiling_speed_up"] == pytest.approx(found.ceiling_speed_up)
+
+
+class Failing:
+    """Fails on one rank, on all of them, or so that the other one waits for ever."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def number(self, n: int) -> int:
+        return n + self.rank
+
+    def on_all(self) -> None:
+        raise ValueError(f"rank {self.rank} cannot")
+
+    def on_first(self) -> int:
+        if self.rank == 0:
+            raise ValueError("rank 0 cannot")
+        return 1
+
+    def waits(self) -> None:
+        if self.rank == 0:
+            raise ValueError("rank 0 cannot")
+        threading.Event().wait()
+
+
+@pytest.mark.slow
+def test_answers_of_a_failed_request_are_not_taken_for_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes_room, "_PATIENCE", 1.0)
+    with Processes(Failing, 2) as processes:
+        for method in (Failing.on_all, Failing.on_first, Failing.on_all):
+            with pytest.raises(RuntimeError, match="cannot"):
+                processes.call(method)
+            assert processes.call(Failing.number, 10) == [10, 11]
+        with pytest.raises(RuntimeError, match="rank 0 cannot"):
+            processes.call(Failing.waits)
+        with pytest.raises(RuntimeError, match="a process ended: it waits for another one"):
+            processes.call(Failing.number, 10)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
@@ -279,7 +318,7 @@ def shown() -> Comparison:
 
 def test_the_page_of_a_comparison_has_its_systems_ceiling_and_verdict() -> None:
     text = " ".join(str(shown().report()).split())
-    for part in ("Winner: auto", "not run: it cuts an nn.Sequential", "2 processes", "1.92x", "2 x a CPU; 2026-12-01"):
+    for part in ("Winner: auto", "nn.Sequential", "2 processes", "1.92x", "2 x a CPU; 2026-12-01"):
         assert part in text
 
 

@@ -22,6 +22,7 @@ from autopar.plan.display import by_hand, priced_for
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
+from autopar.planner.other_networks import with_networks
 from autopar.planner.plan_ahead import at_zero_ahead, plan_ahead, priced_ahead
 from autopar.planner.pricers import Pricer, with_pricer
 from autopar.report.progress import progress_bar
@@ -303,6 +304,7 @@ def _pricer(example: Example, cluster: Cluster, options: PlanOptions) -> Pricer:
     return Pricer(
         lambda plan: _priced_on_cluster(plan, example, cluster, options),
         lambda plan, zero: at_zero_ahead(plan, zero, example, cluster, options),
+        lambda plan, factor: _priced_on_cluster(plan, example, with_networks(cluster, factor), options),
     )
 
 

@@ -180,6 +180,26 @@ def test_a_plan_ahead_limits_shards_and_explains_modules() -> None:
     assert re.search(r"0/linear#0 +stage 0 is not split: all on .*\n +0\.0:H100", out)
 
 
+@pytest.mark.slow
+def test_reports_are_written_for_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "a report.html"
+    words = ("factories:with_args", "--cluster", "2xH100", "--html", str(page))
+    for command, part in (("plan", "predicted"), ("profile", "slowest operator"), ("compare", "fastest that fits")):
+        page.unlink(missing_ok=True)
+        text, _ = run(command, *words)
+        assert page.resolve().as_uri() in text.splitlines()[-1]
+        assert part in page.read_text()
+    monkeypatch.setattr(sys, "argv", ["autopar", "plan", *words])
+    run("plan", *words, "--price-per-device-hour", "2", "--samples-per-epoch", "1000")
+    assert "price per epoch" in page.read_text()
+    assert f"--html &#39;{page}&#39;" in page.read_text(), "the command that made it"
+    out, err = run("plan", *words, "--json")
+    assert json.loads(out)["stages"]
+    assert str(page) in err
+    _, err = run("plan", "factories:with_args", "--html", str(tmp_path / "no folder" / "x.html"), status=2)
+    assert "--html" in err
+
+
 def test_plans_by_hand_are_compared_on_a_cluster() -> None:
     arguments = ("factories:Kinds.with_loss", "--cluster", "2xH100", "--by-hand", "mine=tensor=2", "--by-hand")
     out, _ = run("compare", *arguments, "dp=data=2,zero=1", "--json")

@@ -52,6 +52,12 @@ def traced(value: Any, path: Path, rank: int | None) -> None:
 
 
 @singledispatch
+def snapshotted(value: Any, path: Path) -> None:
+    """Write the memory of the value's step as PyTorch's memory snapshot."""
+    raise NotImplementedError(f"nothing takes a snapshot of {type(value).__name__}")
+
+
+@singledispatch
 def drawn(value: Any, path: Path) -> None:
     """Write a figure of the value."""
     raise NotImplementedError(f"nothing draws {type(value).__name__}")

@@ -30,8 +30,9 @@ class PlanReport:
             samples_per_epoch: samples of the data set, for the time of an epoch. Without, for models with token inputs,
                 the time of 1T tokens is shown.
             price_per_device_hour: for the price of that time on all devices offered, in `currency`.
-            search: search again for what each limit costs and what more memory would gain. That takes about as long
-                as planning did for each of them. Without, everything comes from the plan's own numbers.
+            search: search again for what each limit costs and what more memory would gain, and price the plan on
+                faster and slower networks of its cluster. Each of them takes about as long as planning did. Without,
+                everything comes from the plan's own numbers.
             command: the command or program that made the plan, to be shown with it.
 
         Raises: InputError for a size or a price that is not a finite number above 0.

@@ -295,7 +295,7 @@ def _gloo(subject: Subject, m: int, block_rounds: int, ranks: Processes | None, 
         except RuntimeError as error:
             if "ended" in str(error):  # a process; there is no going on
                 raise
-            log.info("%s, %d micro-batches: %s", name, m, str(error).strip().splitlines()[-1])
+            log.info("%s, %d micro-batches: not run: %s", name, m, str(error).strip().splitlines()[-1])
             continue
         step, gradients = partial(_step, ranks, name), partial(_gradients, ranks, name, names)
         systems[name] = System(sizes_in_words(cuts, len(times)), step, gradients)

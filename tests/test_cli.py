@@ -215,6 +215,19 @@ def test_a_profile_is_printed_as_text_or_json() -> None:
     assert {module["name"] for module in json.loads(out)["modules"]} == {"", "0", "1", "2", "3"}
 
 
+@pytest.mark.slow
+def test_splits_by_hand_and_other_systems_are_compared() -> None:
+    modules = ("compare", "factories:with_args", "--devices", "cpu,cpu", "--repeats", "1", "--n-microbatches", "2")
+    out, _ = run(*modules, "--split", "half=0:0,2:1", "--system", "plain", "--json")
+    data = json.loads(out)
+    assert [row["name"] for row in data["rows"]] == ["one device", "auto", "half"]
+    assert data["rows"][2]["stages"] == [["cpu:0"], ["cpu:1"]]
+    assert data["rows"][2]["n_microbatches"] == 2
+    assert [row["name"] for row in data["systems"]] == ["plain"]
+    _, err = run(*modules, "--system", "pipe", status=2)
+    assert "there is no system 'pipe'" in err
+
+
 def test_saved_plans_are_compared_with_the_automatic_one() -> None:
     Plan.from_split({"0": 0, "2": 1}, n_microbatches=2).save("hand.json")
     arguments = ("factories:Kinds.with_loss", "--devices", "cpu,cpu", "--plan", "hand=hand.json", "--repeats", "1")
@@ -262,6 +275,8 @@ def test_errors_are_on_stderr_with_a_status_that_says_whose_they_are(
         ("plan", "factories:with_args", "--no-such-option"),
         ("compare", "factories:with_args", "--plan", "hand.json"),
         ("compare", "factories:with_args", "--plan", "hand=no_such_file.json"),
+        ("compare", "factories:with_args", "--split", "half=0"),
+        ("compare", "factories:with_args", "--split", "0:0,1:1"),
         ("demo", "--model", "no_such_model"),
         ("no-such-command",),
     ],

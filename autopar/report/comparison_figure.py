@@ -60,12 +60,12 @@ def _draw(lines: Sequence[_Line], title: str, note: str, path: Path, ceiling: fl
     axes: Any = figure.add_subplot()
     for place, line in enumerate(lines):
         if line.measured is not None:
-            error = None
+            bars = None
             if line.interval is not None:
                 below, above = line.measured - line.interval.low, line.interval.high - line.measured
-                error = [[1e3 * max(0.0, below)], [1e3 * max(0.0, above)]]
+                bars = [[1e3 * max(0.0, below)], [1e3 * max(0.0, above)]]
             label = "measured" if not place else None
-            axes.errorbar(1e3 * line.measured, place, xerr=error, fmt="|", color=_MEASURED, capsize=4, label=label)
+            axes.errorbar(1e3 * line.measured, place, xerr=bars, fmt="|", color=_MEASURED, capsize=4, label=label)
         if line.predicted is not None:
             label = "predicted" if not place else None
             axes.plot(1e3 * line.predicted, place, "o", color=_PREDICTED, fillstyle="none", label=label)

@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from autopar.runtime.other_systems.independent import CEILING
 from autopar.runtime.other_systems.processes import Processes
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
-from benchmarks import overhead, peer_models, peers, zoo
+from benchmarks import overhead, peer_models, peers, training, zoo
 from benchmarks.__main__ import main
 from benchmarks.bound import lower_bound
 from benchmarks.distributed_systems import STAGES, BenchmarkRank
@@ -30,7 +31,7 @@ from benchmarks.models import Workload
 from benchmarks.output import Report, Table, to_markdown
 from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
 from benchmarks.registry import BENCHMARKS
-from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, GridPlan, choose_cuts, summary
+from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Final, Grid, GridPlan, choose_cuts, summary
 from benchmarks.timing import interleave, ratio, slope
 from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Scale, report_of
 from cost_models.hardware.devices import operator_threads
@@ -139,6 +140,39 @@ def test_the_sweep_is_compared_with_the_automatic_plan_round_by_round() -> None:
     assert [point.over_auto for point in sweep.points] == [3.0, 2.0, 1.0]
     assert (sweep.fastest.name, sweep.fastest_pipeline.name) == (str(plans[2]), str(plans[1]))
     assert {m: point.measured for m, point in sweep.best(PIPELINE, lambda p: p.measured).items()} == {2: 3.0, 4: 2.0}
+
+
+def test_the_best_of_the_sweep_races_the_automatic_plan_in_rounds_that_did_not_choose_it() -> None:
+    """Both ratios come from the given rounds alone; one plan under two names ran once."""
+    final = Final.of("a cut", (1.0, 2.0, 1.0, 1.1, 1.0), (2.0, 4.0, 2.0, 2.2, 1.0), same=False)
+    assert (final.over_best, final.interval.low, final.interval.high) == (0.5, 0.5, 1.0)
+    same = Final.of("the same", (1.0, 2.0), (), same=True)
+    assert (same.over_best, same.interval.low, same.interval.high) == (1, 1, 1)
+    assert same.best == same.automatic
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_keeps_its_plans_and_rounds(
+    workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, scale = tmp_path / "x.jsonl", Scale(ROUNDS, 1, Grid(CUTS, COUNTS))
+    wrap = training._wrap_cost
+
+    def interrupted(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "_wrap_cost", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report_of(workload, scale, Kept(path))
+    monkeypatch.setattr(training, "_wrap_cost", wrap)
+    monkeypatch.setattr(training, "_planned", interrupted)  # not again
+    before = Kept(path)
+    found = report_of(workload, scale, Kept(path))
+    (together, finals, _) = found.measured
+    for number in range(ROUNDS):
+        assert before.get("all", "round", number) == {name: taken[number] for name, taken in together.seconds.items()}
+    assert set(finals.seconds) >= {FREE, PURE, CEILING}
+    assert together.ceiling == CEILING
 
 
 def test_training_leaves_parameters_as_they_were(workload: Workload, report: Report) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,11 +18,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import Comparison, InputError, Plan
+from autopar import AutoparError, Comparison, InputError, Plan
 from autopar.analysis.example import capture_example
 from autopar.report.comparison import ceiling_text, verdict_text
 from autopar.runtime.comparison import Row, SystemRow
 from autopar.runtime.other_systems import catalogue
+from autopar.runtime.other_systems import processes as processes_room
 from autopar.runtime.other_systems.catalogue import CEILING, DATA_PARALLEL, DDP, GPIPE, PIPELINING, PLAIN, SYSTEMS
 from autopar.runtime.other_systems.pipelining import PER_RANK, stages_of
 from autopar.runtime.other_systems.processes import Processes
@@ -124,6 +128,43 @@ def test_systems_take_turns_with_the_plans_and_have_rows() -> None:
     data = json.loads(found.to_json())
     assert [row["name"] for row in data["systems"]] == [row.name for row in found.systems]
     assert data["ceiling_speed_up"] == pytest.approx(found.ceiling_speed_up)
+
+
+class Failing:
+    """Fails on one rank, on all of them, or so that the other one waits for ever."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def number(self, n: int) -> int:
+        return n + self.rank
+
+    def on_all(self) -> None:
+        raise ValueError(f"rank {self.rank} cannot")
+
+    def on_first(self) -> int:
+        if self.rank == 0:
+            raise ValueError("rank 0 cannot")
+        return 1
+
+    def waits(self) -> None:
+        if self.rank == 0:
+            raise ValueError("rank 0 cannot")
+        threading.Event().wait()
+
+
+@pytest.mark.slow
+def test_answers_of_a_failed_request_are_not_taken_for_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes_room, "_PATIENCE", 1.0)
+    with Processes(Failing, 2) as processes:
+        for method in (Failing.on_all, Failing.on_first, Failing.on_all):
+            with pytest.raises(RuntimeError, match="cannot"):
+                processes.call(method)
+            assert processes.call(Failing.number, 10) == [10, 11]
+        with pytest.raises(RuntimeError, match="rank 0 cannot"):
+            processes.call(Failing.waits)
+        with pytest.raises(RuntimeError, match="a process ended: it waits for another one"):
+            processes.call(Failing.number, 10)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
@@ -263,3 +304,39 @@ def test_a_busy_machine_shows_in_its_ceiling() -> None:
     assert "1.92x one device" in ceiling_text(quiet)
     assert busy.disturbed
     assert "something else uses the cores" in ceiling_text(busy)
+
+
+# -- how it is shown --------------------------------------------------------------------------------------------------
+
+
+def shown() -> Comparison:
+    found = comparison({"one device": times(1.0), "auto": times(0.6, 0.02)}, ceiling=times(0.52))
+    ready = SystemRow(DDP, "2 processes", times(0.7))
+    refused = SystemRow(PIPELINING, "", (), "it cuts an nn.Sequential")
+    return dataclasses.replace(found, systems=(ready, refused), measured_on="2 x a CPU; 2026-12-01")
+
+
+def test_the_page_of_a_comparison_has_its_systems_ceiling_and_verdict() -> None:
+    text = " ".join(str(shown().report()).split())
+    for part in ("Winner: auto", "nn.Sequential", "2 processes", "1.92x", "2 x a CPU; 2026-12-01"):
+        assert part in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_figure_has_every_row_that_was_measured(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"compared{suffix}"
+    shown().figure(path)
+    if suffix == ".svg":
+        drawn = path.read_text()
+        assert all(f"<!-- {name} -->" in drawn for name in ("one device", "auto", DDP, "ms a step"))
+        assert f"<!-- {PIPELINING} -->" not in drawn
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib.figure"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(AutoparError, match=r"autopar\[figure\]"):
+        shown().figure(tmp_path / "compared.png")

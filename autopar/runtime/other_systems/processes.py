@@ -25,13 +25,14 @@ _PATIENCE = 10.0  # s that a process gets to end by itself
 class Processes:
     """`n` processes in one group of gloo, each on one thread, that wait without spinning.
 
-    RuntimeError: with the traceback, where one fails; the others may then wait for it until `close`.
+    RuntimeError: with the traceback, where one fails.
     """
 
     def __init__(self, worker: Callable[[int], Any], n: int) -> None:
         """`worker(rank)`: in each process, whose methods serve the requests."""
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
+        self._stuck = ""  # why there is no going on
         rendezvous = str(Path(self._folder.name) / "rendezvous")
         pipes = [context.Pipe() for _ in range(n)]
         self._connections = [here for here, _ in pipes]
@@ -55,23 +56,37 @@ class Processes:
         self.close(at_once=error is not None)
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """`method` of the workers of all processes at once; what each returned."""
+        """`method` of the workers of all processes at once; what each returned.
+
+        Raises RuntimeError where one fails, once the others have answered, too. If they do not, because they wait for
+        the one that failed, every later call raises.
+        """
+        if self._stuck:
+            raise RuntimeError(f"a process ended: {self._stuck}")
         for connection in self._connections:
             try:
                 connection.send((method.__name__, args))
             except OSError:
                 raise RuntimeError("a process ended") from None
         replies: dict[Any, Any] = {}
+        failed: Exception | None = None
         while len(replies) < len(self._connections):
-            ready = wait([c for c in self._connections if c not in replies])
+            missing = [c for c in self._connections if c not in replies]
+            ready = wait(missing, None if failed is None else _PATIENCE)
+            if failed is not None and not ready:
+                self._stuck = "it waits for another one, which failed"
+                raise failed
             for connection in (c for c in self._connections if c in ready):
                 try:
                     reply = connection.recv()
                 except (EOFError, OSError):
-                    raise RuntimeError("a process ended") from None
-                if isinstance(reply, Exception):
-                    raise reply
+                    self._stuck = "its pipe is closed"
+                    raise RuntimeError("a process ended") from failed
                 replies[connection] = reply
+                if isinstance(reply, Exception):
+                    failed = failed or reply
+        if failed is not None:
+            raise failed
         return [replies[connection] for connection in self._connections]
 
     def close(self, *, at_once: bool = False) -> None:

@@ -212,6 +212,7 @@ def test_every_plan_has_a_report(plan: Plan) -> None:
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+@pytest.mark.slow
 @given(st.integers(1, 12), st.integers(1, 40))
 def test_the_legend_of_many_devices_stays_short(replicas: int, microbatches: int) -> None:
     """However many devices a plan has, lanes and bars are few; the text says how many are left out."""

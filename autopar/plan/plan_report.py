@@ -28,7 +28,7 @@ class PlanReport:
 
         Args:
             samples_per_epoch: samples of the data set, for the time of an epoch. Without, for models with token inputs,
-                the time of 1T tokens is shown.
+                the time of 1T tokens is shown, or of fewer where that takes more than ten years.
             price_per_device_hour: for the price of that time on all devices offered, in `currency`.
             search: search again for what each limit costs and what more memory would gain, and price the plan on
                 faster and slower networks of its cluster. Each of them takes about as long as planning did. Without,

@@ -350,12 +350,17 @@ def test_a_failure_of_autopar_is_one_line_with_status_1(monkeypatch: pytest.Monk
     assert err.count("\n") == 1
 
 
-def test_the_demo_plans_reports_and_compares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     def tiny() -> demo_room.Demo:
         model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
         return demo_room.Demo("tiny", model, {"input": x}, torch.randn(4, 8), nn.functional.mse_loss)
 
     monkeypatch.setitem(demo_room.DEMOS, "tiny", tiny)
+
+
+def test_the_demo_plans_reports_and_compares(tiny_demo: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo_room, "SYSTEMS", ())
     page = tmp_path / "demo.html"
     text, _ = run("demo", "--model", "tiny", "--html", str(page))
     assert str(page) in text.splitlines()[-1], "it ends with the file to open"
@@ -365,6 +370,14 @@ def test_the_demo_plans_reports_and_compares(monkeypatch: pytest.MonkeyPatch, tm
     out, err = run("demo", "--model", "tiny", "--json", "--html", str(page))
     assert [row["name"] for row in json.loads(out)["rows"]] == ["one device", "auto", "max_replicas=1"]
     assert "tiny" in err
+
+
+@pytest.mark.slow
+def test_the_demo_says_what_it_was_measured_on_and_what_the_machine_gives_at_most(tiny_demo: None) -> None:
+    text, _ = run("demo", "--model", "tiny")
+    words = " ".join(text.split())
+    assert re.search(r"ceiling: \S+ ms, \S+x one device \(2 processes, each with 1/2 of the batch", words)
+    assert "measured on 2 x " in words
 
 
 def test_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def moved(plan: Plan, path: str, stage: int) -> Plan:
     keys = _keys_at(path, listed)
     if all(listed[key] == stage for key in keys):
         return plan
-    now = listed | dict.fromkeys(keys, stage)
+    now = listed | dict.fromkeys(_with_those_between(keys, list(listed), listed, stage), stage)
     held = [tuple(key for key in listed if now[key] == s) for s in range(n)]
     empty = [str(s) for s, mine in enumerate(held) if not mine]
     if empty:
@@ -142,6 +142,28 @@ def _whole_path(path: str, asked: str, modules: Collection[str], listed: Collect
     inside = f" (in '{asked}')" if asked != path else ""
     names = listed if "/" in path else sorted(modules - {""})
     raise PlanError(f"no operator of the plan runs in '{path}'{inside}{near(path, names)}")
+
+
+def _with_those_between(keys: set[str], order: Sequence[str], listed: Mapping[str, int], stage: int) -> set[str]:
+    """The operators with those of enclosing modules that must come along, such as residual sums.
+
+        stage 0 | layers.2 | add        stage 1 | layers.3 | add | layers.4 | add
+                                                  `---- move to stage 0 ---'
+    They lie between what moves, right before it on the way to an earlier stage, and right behind it to a later one.
+    """
+    modules = {key.rpartition("/")[0] for key in keys}
+    around = {above for module in modules for above in ancestors(module)} - modules
+    places = [place for place, key in enumerate(order) if key in keys]
+    first, last = places[0], places[-1]
+
+    def encloses(place: int) -> bool:
+        return order[place].rpartition("/")[0] in around
+
+    while first > 0 and encloses(first - 1) and listed[order[first - 1]] > stage:
+        first -= 1
+    while last + 1 < len(order) and encloses(last + 1) and listed[order[last + 1]] < stage:
+        last += 1
+    return keys | {order[place] for place in range(first, last + 1) if encloses(place)}
 
 
 # -- order ------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,18 @@ def traced(value: Any, path: Path, rank: int | None) -> None:
 
 
 @singledispatch
+def snapshotted(value: Any, path: Path) -> None:
+    """Write the memory of the value's step as PyTorch's memory snapshot."""
+    raise NotImplementedError(f"nothing takes a snapshot of {type(value).__name__}")
+
+
+@singledispatch
+def drawn(value: Any, path: Path) -> None:
+    """Write a figure of the value."""
+    raise NotImplementedError(f"nothing draws {type(value).__name__}")
+
+
+@singledispatch
 def reported(value: Any, **wanted: Any) -> Any:
     """The `Report` of the value."""
     raise NotImplementedError(f"no report is registered for {type(value).__name__}")

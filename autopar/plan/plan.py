@@ -319,6 +319,8 @@ class Plan(PlanExits, PlanReport):
     def move(self, path: str, stage: int) -> Plan:
         """The plan with a module, or an operator, on another stage, with its price.
 
+        What enclosing modules do between, such as residual sums, moves along.
+
         A plan that this process planned or priced is priced again, for the same model, call and devices. A plan that
         was loaded loses its predictions, and a note says so.
 

@@ -16,7 +16,7 @@ from autopar.schedule.builders import SCHEDULES
 from autopar.sharding.stage_sharding import problems
 
 INTERLEAVED = "interleaved-1f1b"
-_MOST_NAMED = 4  # devices of a stage that a text lists in full
+_MOST_NAMED = 4  # devices of a stage, or operators, that a text lists in full
 _OTHER_RULES = ("n_microbatches", "source", "target")  # numbers that have their own lower bound
 _LARGEST = 1e18  # s, bytes or pieces: products and sums of larger numbers could overflow a float
 
@@ -142,9 +142,14 @@ def _operators(plan: Any) -> Iterator[str]:
     for s, stage in enumerate(stages):
         for key in stage.operators or ():
             homes[key].append(s)
-    for key, where in homes.items():
-        if len(where) > 1:
-            yield f"operator {key} is listed {len(where)} times, in stages {', '.join(map(str, where))}"
+    several = ((tuple(where), key) for key, where in homes.items() if len(where) > 1)
+    for where, run in itertools.groupby(several, key=lambda one: one[0]):
+        keys = [key for _, key in run]
+        times = f"listed {len(where)} times, in stages {', '.join(map(str, where))}"
+        if len(keys) < _MOST_NAMED:
+            yield from (f"operator {key} is {times}" for key in keys)
+        else:
+            yield f"{len(keys)} operators, '{keys[0]}' to '{keys[-1]}', are {times}"
     if homes:
         for s, stage in enumerate(stages):
             if stage.operators == ():

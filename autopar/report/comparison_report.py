@@ -6,6 +6,7 @@ from autopar.plan.diff import PlanDiff
 from autopar.plan.display import reported
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
 from autopar.report.cluster_comparison import described, gained
+from autopar.report.comparison import ceiling_text, verdict_text
 from autopar.report.document import (
     Bar,
     Bars,
@@ -32,6 +33,7 @@ from autopar.report.quantities import (
     share_of_text,
 )
 from autopar.runtime.comparison import Comparison, Row
+from cost_models.measuring.intervals import Interval
 
 _PARTS = ("computing", "communication", "waiting")
 _NOTICEABLE = 1.005  # one step over another: below it plans count as equally fast
@@ -141,14 +143,22 @@ def comparison_report(comparison: Comparison) -> Report:
         Figure("beside one device", f"{digits(comparison.speed_up(fastest))}x", comparison.single.name),
         Figure("rounds", f"{rounds}", "plans took turns in each"),
     ]
-    blocks = (Figures(tuple(figures)), _measured_table(comparison), _measured_bars(comparison))
+    if comparison.ceiling_speed_up is not None:
+        note = "other work may use the cores" if comparison.disturbed else "independent processes, same rounds"
+        figures.append(Figure("the machine's ceiling", f"{digits(comparison.ceiling_speed_up)}x", note))
+    blocks: list[Block] = [Figures(tuple(figures)), _measured_table(comparison), _measured_bars(comparison)]
+    if comparison.systems:
+        blocks.append(_systems_table(comparison))
+    if comparison.ceiling is not None:
+        blocks.append(Paragraph(_sentence(ceiling_text(comparison))))
     plans = tuple(f"{row.name}: {verdict(row.plan)}" for row in comparison.plans)
     return Report(
         f"{count(len(comparison.rows), 'plan')} for a {step} of {count(comparison.batch_size, 'sample')} on "
         f"{', '.join(comparison.devices)}",
-        f"{fastest.name} has the shortest median step, {seconds_text(fastest.measured)}.",
-        (Section("Comparison", blocks), Section("Plans", (Points(plans),))),
-        ("measured", f"{rounds} rounds"),
+        f"{fastest.name} has the shortest median step of the plans, {seconds_text(fastest.measured)}. "
+        f"{_sentence(verdict_text(comparison))}",
+        (Section("Comparison", tuple(blocks)), Section("Plans", (Points(plans),))),
+        tuple(fact for fact in ("measured", f"{rounds} rounds", comparison.measured_on) if fact),
     )
 
 
@@ -158,7 +168,7 @@ def _measured_table(comparison: Comparison) -> Table:
             row.name,
             row.plan.places,
             seconds_text(row.measured),
-            f"{seconds_text(min(row.steps))} to {seconds_text(max(row.steps))}",
+            _interval(row.interval),
             "-" if row.predicted is None else seconds_text(row.predicted),
             "-" if row.error is None else percent(row.error, "+"),
             f"{digits(comparison.speed_up(row))}x",
@@ -168,14 +178,34 @@ def _measured_table(comparison: Comparison) -> Table:
         for row in comparison.rows
     )
     columns = (
-        *("plan", "devices", "median step", "range", "predicted", "error", "speed-up"),
+        *("plan", "devices", "median step", "interval", "predicted", "error", "speed-up"),
         *("peak predicted", "peak measured"),
     )
     caption = (
-        "Measured steps. Error: predicted / measured - 1. Peaks are those of the fullest device, without optimizer"
-        " state."
+        "Measured steps. Interval: of the median, by bootstrap. Error: predicted / measured - 1. Peaks are those of "
+        "the fullest device, without optimizer state."
     )
     return Table(caption, columns, rows, words=2)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _systems_table(comparison: Comparison) -> Table:
+    rows = []
+    for row in comparison.systems:
+        if row.measured is None or row.interval is None:
+            rows.append((row.name, f"not run: {row.refused}", "-", "-", "-"))
+        else:
+            gain = f"{digits(comparison.single.measured / row.measured)}x"
+            rows.append((row.name, row.how, seconds_text(row.measured), _interval(row.interval), gain))
+    columns = ("system", "how", "median step", "interval", "speed-up")
+    return Table("Other systems, in turn with the plans", columns, tuple(rows), words=2)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{seconds_text(interval.low)} to {seconds_text(interval.high)}"
 
 
 def _measured_bars(comparison: Comparison) -> Bars:

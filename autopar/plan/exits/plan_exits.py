@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from autopar.errors import InputError
-from autopar.plan.display import traced
+from autopar.plan.display import snapshotted, traced
 from autopar.plan.exits import accelerate, deepspeed, megatron, schedule_csv, torchtitan
 from autopar.plan.exits.configuration import ToolConfiguration
 from autopar.plan.exits.tools import degrees_for
@@ -56,6 +56,19 @@ class PlanExits:
             InputError: the plan has no predictions, or the rank drives no slot. OSError: the file cannot be written.
         """
         traced(self, Path(path), rank)
+
+    def memory_snapshot(self, path: str | Path) -> None:
+        """Write the predicted memory over one step as a snapshot that PyTorch's memory_viz opens.
+
+        Drop the file on https://pytorch.org/memory_viz, or run `python -m torch.cuda._memory_viz trace_plot FILE`.
+        Each device has its weights, gradients, state of the optimizer, activations of every micro-batch, and workspace,
+        as `report/memory_snapshot.py` describes. Its highest sum is the plan's peak. Of devices that share a stage's
+        micro-batches as a mesh, the first one is shown.
+
+        Raises:
+            InputError: the plan has no predictions. OSError: the file cannot be written.
+        """
+        snapshotted(self, Path(path))
 
     @classmethod
     def from_configuration(cls, model: nn.Module, devices: Any, tool: str, source: Any, **call: Any) -> Plan:

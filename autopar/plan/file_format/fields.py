@@ -26,6 +26,7 @@ from autopar.sharding.stage_sharding import (
     strategy_text,
 )
 
+UNREADABLE = object()  # in the place of a value that is refused already
 OPERATOR_LINE = re.compile(r"([^:]*): (\S+#\d+(?: \S+#\d+)*)")
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list"}
 
@@ -50,7 +51,9 @@ def read_fields(kind: Any, data: dict[str, Any], where: str, problems: list[str]
     problems += [f"{where}{name} is unknown" for name in data if name not in saved]
     values: dict[str, Any] = {}
     for name, field in saved.items():
-        if name in data:
+        if name in data and data[name] is UNREADABLE:
+            values[name] = None
+        elif name in data:
             reader = _SPECIAL[name][1] if name in _SPECIAL else _value
             values[name] = reader(hints[name], data[name], f"{where}{name}", problems)
         else:

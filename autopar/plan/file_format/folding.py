@@ -25,7 +25,8 @@ Row = tuple[Any, ...]  # texts and numbers
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(0|[1-9]\d*)(?=[./]|$)")
 _LAYER = re.compile(r"@([+-]\d+)?(?=[./]|$)")
 _FEWEST = 3  # rows of a layer that are folded: a definition of fewer is hardly shorter than they are
-_EXCEPTIONS = 4  # a layer may differ from a definition in one row of this many
+_EXCEPTIONS = 3  # a layer may differ from a definition in one row of this many
+_FEW = 2
 _MOST_COMPARED = 8  # definitions, of which a layer may have a part
 _NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -111,7 +112,7 @@ def fold(
         counts = Counter((layer.parent, rows) for layer, rows in whole if layer is not None and len(rows) >= _FEWEST)
         # The commonest comes first, so that most layers are "as A".
         for (parent, rows), count in sorted(counts.items(), key=lambda one: -one[1]):
-            if count > 1:
+            if count > 1 and not _nearly_known(rows, definitions[parent]):
                 definitions[parent].name_of(rows)
         items = [_folded(_grouped(rows, subject, level), definitions, exceptions) for rows in items]
         level += 1
@@ -184,19 +185,30 @@ def _match(
         different = [row for row, other in zip(rows, others, strict=False) if row != other]
         if [row[0] for row in rows] == [other[0] for other in others] and len(different) * _EXCEPTIONS <= len(rows):
             return [whole[name]], different
-    parts = [
-        (name, difflib.SequenceMatcher(None, rows, others, autojunk=False).get_matching_blocks())
-        for name, others in itertools.islice(known.rows.items(), _MOST_COMPARED)
-    ]
-    name, blocks = max(parts, key=lambda part: sum(block.size for block in part[1] if block.size >= _FEWEST))
+    name, blocks = _blocks(rows, known)
     found: list[Item] = []
     done = 0
     for here, there, size in blocks:
-        if size >= _FEWEST:
-            stop = there + size if there + size < len(known.rows[name]) else None
-            found += [*rows[done:here], replace(whole[name], part=(there, stop))]
-            done = here + size
+        stop = there + size if there + size < len(known.rows[name]) else None
+        found += [*rows[done:here], replace(whole[name], part=(there, stop))]
+        done = here + size
     return [*found, *rows[done:]], []
+
+
+def _blocks(rows: tuple[Row, ...], known: Definitions) -> tuple[str, list[tuple[int, int, int]]]:
+    """The definition that has most of the rows, and (place among these, place there, rows) of what both have."""
+    parts = []
+    for name, others in itertools.islice(known.rows.items(), _MOST_COMPARED):
+        blocks = difflib.SequenceMatcher(None, rows, others, autojunk=False).get_matching_blocks()
+        parts.append((name, [tuple(block) for block in blocks if block.size >= _FEWEST]))
+    return max(parts, key=lambda part: sum(size for _, _, size in part[1]))
+
+
+def _nearly_known(rows: tuple[Row, ...], known: Definitions) -> bool:
+    """Whether a definition has the rows but for one or two: layers with these have parts of it."""
+    if not known.rows:
+        return False
+    return len(rows) - sum(size for _, _, size in _blocks(rows, known)[1]) <= _FEW
 
 
 @cache

@@ -6,6 +6,7 @@ exchanges, repeated
 exchanges [{"collective": "all_reduce", ...}, ...]    "exchanges": [[operator, tensor, 3], ...]: collectives[3]
 recompute, selective, layerwise, keeps_products       "recompute": "full", as `Plan.by_hand` calls it
 mesh [2, 4], axes ["data", "tensor"]                  "mesh": {"data": 2, "tensor": 4}
+backward_bytes of a transfer                          left out where they are its forward_bytes
 device_kinds ["H100", "H100", ...]                    "device_kinds": "H100", if all are
 """
 
@@ -14,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from autopar.hints.module_paths import near
 from autopar.plan.file_format.collectives import Collectives
-from autopar.plan.file_format.fields import OPERATOR_LINE, operator_lines
+from autopar.plan.file_format.fields import OPERATOR_LINE, UNREADABLE, operator_lines
 from autopar.plan.file_format.folding import Definitions, Folded, Item, Row, fold, unfolded
 from autopar.plan.recompute import NAMES, RECOMPUTE, Recompute, recompute_flags
 from autopar.sharding.stage_sharding import totals
@@ -79,6 +81,7 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
             _leave_out_totals(stage["sharding"])
             stage["sharding"]["exchanges"] = collectives.rows(stage["sharding"]["exchanges"])
     layers: dict[str, dict[str, Any]] = {}
+    alone: dict[int, dict[str, Folded]] = defaultdict(dict)  # by sharding and field: the layers that are all it has
     for kind in _KINDS:
         holders = [h for h in (s.get("sharding") if kind.sharding else s for s in stages) if h and kind.name in h]
         lists = [kind.rows(holder[kind.name]) for holder in holders]
@@ -87,19 +90,45 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
             folded, definitions = [list(rows) for rows in lists], {}  # names that look like those of folded layers
         for holder, items in zip(holders, folded, strict=True):
             holder[kind.name] = kind.write(items, definitions)
+            if kind.sharding and len(items) == 1 and isinstance(items[0], Folded) and items[0].part == (0, None):
+                alone[id(holder)][kind.name] = items[0]
         for parent, found in definitions.items():
             mine = {name: kind.write(rows, definitions) for name, rows in found.rows.items()}
             layers.setdefault(parent, {})[kind.name] = mine
-    first = {name: flat[name] for name in _FIRST if name in flat}
-    rest = {name: value for name, value in flat.items() if name not in first and name != "stages"}
+    for stage in stages:
+        if "sharding" in stage:
+            stage["sharding"] = _with_layers_alone(stage["sharding"], alone[id(stage["sharding"])], layers)
+    first = {name: flat[name] for name in _FIRST if name in flat and not (name == "training" and flat[name])}
+    rest = {name: value for name, value in flat.items() if name not in (*_FIRST, "stages")}
     if "transfers" in rest:
-        rest["transfers"] = [_without(one, "blocking") for one in rest["transfers"]]
+        rest["transfers"] = [_short_transfer(one) for one in rest["transfers"]]
     rest = _without(rest, "one_worker")
     kinds = rest.get("device_kinds")
     if kinds and len(set(kinds)) == 1 and len(kinds) == len(flat.get("devices", ())):
         rest["device_kinds"] = kinds[0]
     shared = {_LAYERS: layers, _COLLECTIVES: collectives.table}
     return {**first, "stages": stages, **{name: value for name, value in shared.items() if value}, **rest}
+
+
+def _short_transfer(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Without the bytes of gradients if they are those of values, as they mostly are."""
+    same = transfer["backward_bytes"] == transfer["forward_bytes"]
+    short = _without(transfer, "blocking")
+    return {name: value for name, value in short.items() if not (same and name == "backward_bytes")}
+
+
+def _with_layers_alone(sharding: dict[str, Any], alone: dict[str, Folded], layers: dict[str, Any]) -> dict[str, Any]:
+    """One reference for all fields of a sharding that have no more than the same layers."""
+    if not alone:
+        return sharding
+    common, times = Counter(alone.values()).most_common(1)[0]
+    mine = {name for name, folded in alone.items() if folded == common}
+    defined = {name for name, found in layers[common.parent].items() if common.definition in found}
+    others = [kind for kind in _KINDS if kind.sharding and kind.name in defined - mine]
+    if times < 2 or any(kind.pairs or kind.name not in sharding for kind in others):
+        return sharding  # a reader would take such a field from the layers
+    rest = {name: value for name, value in sharding.items() if name not in mine | {"mesh"}}
+    return {"mesh": sharding["mesh"], _LAYERS: f"{common.path} as {common.definition}", **rest}
 
 
 def _without(fields: dict[str, Any], flag: str) -> dict[str, Any]:
@@ -163,8 +192,14 @@ def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     data = dict(data)
     definitions = _Definitions(data.pop(_LAYERS, {}), problems)
     collectives = Collectives.read(data.pop(_COLLECTIVES, []), problems)
-    if isinstance(data.get("device_kinds"), str) and isinstance(data.get("devices"), list):
-        data["device_kinds"] = [data["device_kinds"]] * len(data["devices"])
+    if isinstance(data.get("device_kinds"), str):
+        devices = data.get("devices", [])
+        data["device_kinds"] = [data["device_kinds"]] * len(devices) if isinstance(devices, list) else UNREADABLE
+    if isinstance(data.get("transfers"), list):
+        data["transfers"] = [
+            {"backward_bytes": one.get("forward_bytes", UNREADABLE), **one} if isinstance(one, dict) else one
+            for one in data["transfers"]
+        ]
     if isinstance(data.get("stages"), list):
         data["stages"] = [
             _flat_stage(stage, f"stages[{number}].", definitions, collectives, problems)
@@ -197,6 +232,7 @@ def _flat_stage(
         elif "mesh" in sharding:
             problems.append(f"{where}sharding.mesh must be an object from axes to numbers of devices, got {mesh!r}")
             sharding["mesh"], sharding["axes"] = [1], ["unknown"]
+        _take_from_layers(sharding, f"{where}sharding.", definitions, problems)
     for kind in _KINDS:
         holder, place = (sharding, f"{where}sharding.") if kind.sharding else (stage, where)
         if isinstance(holder, dict) and kind.name in holder:
@@ -207,6 +243,28 @@ def _flat_stage(
         with contextlib.suppress(TypeError, OverflowError, ValueError):
             sharding |= {name: value for name, value in _totals(sharding).items() if name not in sharding}
     return stage
+
+
+def _take_from_layers(sharding: dict[str, Any], where: str, definitions: _Definitions, problems: list[str]) -> None:
+    """Put the reference to layers in the place of all fields that are left out and that these layers have. Rows by name
+    that the sharding has besides are exceptions."""
+    if _LAYERS not in sharding:
+        return
+    text = sharding.pop(_LAYERS)
+    found = _ENTRY.fullmatch(text) if isinstance(text, str) else None
+    match = _REFERENCE.fullmatch(found["path"]) if found is not None else None
+    if found is None or match is None or not found["name"]:
+        problems.append(f"{where}{_LAYERS} must be like 'model.layers.0-7 as A', got {text!r}")
+        return
+    kinds = [kind for kind in _KINDS if kind.sharding and definitions.has(match["parent"] or "", kind, found["name"])]
+    if not kinds:
+        problems.append(f"{where}{_LAYERS}: '{text}': '{_LAYERS}' defines nothing '{found['name']}' of these layers")
+    for kind in kinds:
+        reference = f"as {found['name']}"
+        if kind.pairs and isinstance(sharding.get(kind.name, {}), dict):
+            sharding[kind.name] = {found["path"]: reference} | sharding.get(kind.name, {})
+        elif not kind.pairs:
+            sharding.setdefault(kind.name, [[found["path"], reference]])
 
 
 class _Definitions:
@@ -244,6 +302,9 @@ class _Definitions:
                 else:
                     self._problems.append(f"{place} must be an object from names to definitions, got {found!r}")
 
+    def has(self, parent: str, kind: _Kind, name: str) -> bool:
+        return name in self._rows.get((parent, kind.name), ())
+
     def rows_of(self, kind: _Kind, value: Any, where: str) -> Any:
         """The field's value in format 2."""
         rows: list[Row] = []
@@ -262,7 +323,7 @@ class _Definitions:
         if kind.pairs:
             rows = list(dict(rows).items())
         # Where nothing could be read, an empty list would be refused once more, as one without operators.
-        return kind.value(rows) if rows or not value else None
+        return kind.value(rows) if rows or not value else UNREADABLE
 
     def _expanded(self, kind: _Kind, entry: _Reference) -> Iterator[Row]:
         """Raises ValueError."""

@@ -1,0 +1,391 @@
+"""Plan files of format 3: layers are written once, what is read is what was written, and edits say what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import mlp
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+from autopar import Cluster, Plan, PlanError
+from autopar.plan.file_format.fields import plain
+from autopar.plan.recompute import RECOMPUTE, recompute_flags
+from autopar.plan.stage import Stage, StageTransfer
+from autopar.sharding.stage_sharding import (
+    Exchange,
+    Passage,
+    Repeated,
+    StageSharding,
+    Stored,
+    TensorRedistribution,
+    totals,
+)
+from autopar.sharding.strategies import OperatorPlacements
+
+Data = dict[str, Any]
+
+# Names that a file must not confuse with its own: layers of layers, ranges, "@", numbers with leading zeros.
+PARENTS = ["model.layers", "", "encoder.stages.1.blocks", "a.@", "a.0-1", "x.01"]
+INSIDE = ["", ".norm", ".attention.q", ".attention", ".mlp.0", ".mlp.2", ".@", "-3"]
+OPERATORS = ["linear", "add", "mul_", "cat"]
+
+
+@st.composite
+def layers_of_operators(draw: st.DrawFn) -> list[str]:
+    """Keys of a model whose layers are equal but for a few operators, with others before, between and behind."""
+    keys: dict[str, None] = {"embed/embedding#0": None}
+    for parent in draw(st.lists(st.sampled_from(PARENTS), min_size=1, max_size=2, unique=True)):
+        rows = draw(
+            st.lists(st.tuples(st.sampled_from(INSIDE), st.sampled_from(OPERATORS), st.integers(0, 2)), max_size=9)
+        )
+        first = draw(st.integers(0, 3))
+        for layer in range(first, first + draw(st.integers(1, 6))):
+            for inside, name, k in rows:
+                if draw(st.integers(0, 19)):  # one in twenty is left out
+                    keys[f"{parent + '.' if parent else ''}{layer}{inside}/{name}#{k}"] = None
+            if draw(st.booleans()):
+                keys[f"/add#{len(keys)}"] = None
+    return [*keys, "head/linear#0"]
+
+
+def stage_sharding(draw: st.DrawFn, keys: tuple[str, ...], mesh: tuple[int, ...]) -> StageSharding:
+    """A sharding whose details follow the keys, as those of equal layers do, with some that differ."""
+
+    def layout(text: str) -> tuple[int, ...]:
+        return tuple((sum(map(ord, text)) + axis) % 4 - 2 for axis in range(len(mesh)))
+
+    def placements(key: str) -> OperatorPlacements:
+        name = key.rpartition("/")[2] if draw(st.integers(0, 9)) else key
+        return OperatorPlacements((layout(name), layout(name + "a")), (layout(name + "b"),))
+
+    def stored(key: str) -> Stored:
+        name = key.rpartition("/")[2]
+        return Stored(layout(name), layout(name + "c"), draw(st.booleans()))
+
+    def passage(text: str) -> Passage:
+        whole = (-1,) * len(mesh)
+        return Passage((whole, (0, *whole[1:])), (((0, *whole[1:]), whole) if len(text) % 2 else ()))
+
+    exchanges = tuple(
+        Exchange(
+            "all_reduce", "data", key, before, len(key) * 8, 1e-6 / (1 + len(key)), *((True, False)[: len(key) % 3])
+        )
+        for before, key in zip(("x", *keys), keys, strict=False)
+        if draw(st.integers(0, 3))
+    )
+    repeated = tuple(Repeated(key, 1e-7 * len(key)) for key in keys if "linear" not in key)
+    nbytes, seconds, again = totals(
+        ((e.nbytes, e.seconds) for e in exchanges if not e.once), (one.seconds for one in repeated)
+    )
+    has_totals = draw(st.sampled_from(["all", "none", "other"]))
+    return StageSharding(
+        mesh,
+        ("data", "tensor")[: len(mesh)],
+        tuple((key, placements(key)) for key in keys if "add" not in key),
+        tuple((f"{key.rpartition('/')[0]}.weight", stored(key)) for key in keys if key.endswith("linear#0")),
+        tuple(
+            TensorRedistribution(before, reader, passage(before), passage(reader))
+            for before, reader in zip(keys, (*keys[1:], ""), strict=True)
+            if "cat" not in reader
+        ),
+        exchanges,
+        int(nbytes) if has_totals == "all" else None,
+        seconds if has_totals == "all" else 0.5 if has_totals == "other" else None,
+        again if has_totals == "all" else None,
+        repeated,
+        regather=draw(st.booleans()),
+    )
+
+
+@st.composite
+def layered_plans(draw: st.DrawFn) -> Plan:
+    """Pipelines with replicas or meshes, interleaved or not, cut anywhere, that recompute and know their price."""
+    keys = draw(layers_of_operators())
+    ranks = draw(st.integers(1, min(3, len(keys))))
+    chunks = draw(st.integers(1, 2)) if 2 * ranks <= len(keys) else 1
+    n = ranks * chunks
+    cuts = sorted(draw(st.sets(st.integers(1, len(keys) - 1), min_size=n - 1, max_size=n - 1))) if n > 1 else []
+    held = [tuple(keys[a:b]) for a, b in zip([0, *cuts], [*cuts, len(keys)], strict=True)]
+    mesh = draw(st.sampled_from([(), (2,), (2, 2)]))
+    width = draw(st.integers(1, 2)) * (len(mesh) * 2 or 1)
+    devices = [f"cuda:{i}" for i in range(ranks * width)]
+    seconds = draw(st.floats(0, 1))
+    stages = tuple(
+        Stage(
+            tuple(devices[s % ranks * width : (s % ranks + 1) * width]),
+            held[s],
+            forward_time=seconds,
+            backward_time=draw(st.none() | st.floats(0, 1)),
+            peak_memory=draw(st.none() | st.integers(0, 1 << 40)),
+            sharding=stage_sharding(draw, held[s], mesh) if mesh else None,
+            **recompute_flags(draw(st.sampled_from(list(RECOMPUTE)))),
+        )
+        for s in range(n)
+    )
+    return Plan(
+        stages,
+        draw(st.integers(1, 9)),
+        "interleaved-1f1b" if chunks > 1 else draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"])),
+        devices=tuple(devices),
+        device_kinds=draw(st.sampled_from([(), ("H100",) * len(devices)])),
+        transfers=tuple(StageTransfer(s, s + 1, 8, 8, 0.1, blocking=draw(st.booleans())) for s in range(n - 1)),
+        training=draw(st.booleans()),
+        one_worker=draw(st.booleans()),
+        predicted_step_time=seconds,
+        notes=tuple(draw(st.lists(st.text(max_size=9), max_size=2))),
+    )
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(layered_plans())
+def test_what_is_read_is_what_was_written(plan: Plan) -> None:
+    text = plan.to_json()
+    assert Plan.from_json(text) == plan
+    assert Plan.from_json(text).to_json() == text
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def layered_plan(n_layers: int = 16, n_stages: int = 4, *, cut: int = 0, other: int | None = None) -> Plan:
+    """Equal layers on stages of a tensor-parallel mesh. `cut`: operators by which each stage ends early. `other`: a
+    layer with another strategy in one operator."""
+    inside = [".norm/pow#0", ".norm/mul#0", "/add#0"]
+    inside += [f".mlp.{name}/linear#0" for name in ("gate", "up", "down")] + [".mlp/mul#0", "/add#1"]
+    keys = [f"model.layers.{i}{name}" for i in range(n_layers) for name in inside]
+    each = len(keys) // n_stages
+    ends = [each * s - cut for s in range(1, n_stages)] + [len(keys)]
+    held = [tuple(keys[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+
+    def placements(key: str) -> OperatorPlacements:
+        if key == f"model.layers.{other}.mlp.up/linear#0":
+            return OperatorPlacements(((-1,), (1,)), ((-2,),))
+        return OperatorPlacements(((-1,), (0,)), ((1,),))
+
+    stages = []
+    for s, mine in enumerate(held):
+        sharding = StageSharding(
+            (2,),
+            ("tensor",),
+            tuple((key, placements(key)) for key in mine if "linear" in key),
+            tuple((key.replace("/linear#0", ".weight"), Stored((0,), (0,))) for key in mine if "linear" in key),
+        )
+        stages.append(Stage((f"cuda:{2 * s}", f"cuda:{2 * s + 1}"), mine, forward_time=0.1, sharding=sharding))
+    return Plan(tuple(stages), 4, devices=tuple(f"cuda:{i}" for i in range(2 * n_stages)))
+
+
+def test_equal_layers_share_an_entry() -> None:
+    data = json.loads(layered_plan().to_json())
+    assert [stage["operators"] for stage in data["stages"]] == [[f"model.layers.{4 * s}-{4 * s + 3}"] for s in range(4)]
+    assert [stage["sharding"] for stage in data["stages"]] == [
+        {"mesh": {"tensor": 2}, "layers": f"model.layers.{4 * s}-{4 * s + 3} as A"} for s in range(4)
+    ]
+    assert data["layers"]["model.layers"]["operators"] == {
+        "A": [
+            *("@.norm: pow#0 mul#0", "@: add#0", "@.mlp.gate: linear#0"),
+            *("@.mlp.up: linear#0", "@.mlp.down: linear#0", "@.mlp: mul#0", "@: add#1"),
+        ]
+    }
+    more = len(layered_plan(1600).to_json()) - len(layered_plan(16).to_json())
+    assert more < 100, "100 times the layers take no more than their numbers"
+
+
+def test_a_layer_that_differs_is_an_exception_and_a_stage_may_end_inside_of_one() -> None:
+    plan = layered_plan(other=5)
+    assert json.loads(plan.to_json())["stages"][1]["sharding"]["strategies"] == {
+        "model.layers.4-7": "as A",
+        "model.layers.5.mlp.up/linear#0": "R S1 -> P",
+    }
+    assert Plan.from_json(plan.to_json()) == plan
+    cut = layered_plan(cut=3)
+    stages = json.loads(cut.to_json())["stages"]
+    assert stages[0]["operators"] == ["model.layers.0-2", "model.layers.3 before mlp.down/linear#0"]
+    assert stages[1]["operators"][0] == "model.layers.3 from mlp.down/linear#0"
+    assert Plan.from_json(cut.to_json()) == cut
+
+
+@pytest.mark.slow
+def test_a_llama_of_16_layers_takes_less_than_10_kb() -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=16, vocab_size=4096, **sizes)).train()
+        ids = torch.zeros(16, 128, dtype=torch.long)
+    call, cluster = {"example_kwargs": {"input_ids": ids, "labels": ids}}, Cluster.preset("8xH100")
+    for degrees in ({"pipeline": 8}, {"pipeline": 4, "tensor": 2}):
+        plan = Plan.by_hand(model, cluster, micro_batch=2, **degrees, **call)
+        text = plan.to_json()
+        assert Plan.from_json(text) == plan
+        assert len(text) < 10_000, degrees
+        if "tensor" in degrees:
+            assert len(json.dumps(plain(plan), indent=1)) > 10 * len(text), "what format 2 took"
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def edited(plan: Plan, edit: Callable[[Data], object]) -> Plan:
+    data = json.loads(plan.to_json())
+    edit(data)
+    return Plan.from_json(json.dumps(data))
+
+
+def test_a_range_of_layers_that_is_edited_moves_layers() -> None:
+    def edit(data: Data) -> None:
+        data["stages"][0]["operators"] = ["model.layers.0-4"]
+        data["stages"][1]["operators"] = ["model.layers.5-7"]
+
+    found = edited(layered_plan(), edit)
+    assert {key.split(".")[2].split("/")[0] for key in found.stages[0].operators} == set("01234")
+    assert len(found.stages[1].operators) == 3 * 8
+    assert found.stages[0].forward_time is None, "its price was another plan's"
+
+
+def test_an_exception_by_operator_is_added_by_hand() -> None:
+    def edit(data: Data) -> None:
+        data["stages"][1]["sharding"]["strategies"] = {"model.layers.5.mlp.up/linear#0": "R S1 -> P"}
+
+    assert edited(layered_plan(), edit).stages[1].sharding == layered_plan(other=5).stages[1].sharding
+
+
+def put(*place: Any) -> Callable[[Data], None]:
+    *steps, last, value = place
+
+    def corrupt(data: Any) -> None:
+        for step in steps:
+            data = data[step]
+        data[last] = value
+
+    return corrupt
+
+
+SHARDING = ("stages", 1, "sharding")
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "said"),
+    [
+        (put("stages", 0, "operators", ["model.layers.3-0"]), "stages[0].operators: 'model.layers.3-0': a range of"),
+        (
+            put("stages", 0, "operators", ["model.layer.0-3"]),
+            "no operators of layers of 'model.layer'; did you mean 'model",
+        ),
+        (
+            put("stages", 0, "operators", ["model.layers.0-3 as B"]),
+            "defines no operators 'B' of 'model.layers'; it has A",
+        ),
+        (
+            put("stages", 0, "operators", ["model.layers.0 before mlp/mull#0"]),
+            "has no 'mlp/mull#0'; did you mean 'mlp/mul#0'",
+        ),
+        (put("stages", 0, "operators", ["model.layers"]), "stages[0].operators[0] must be like 'module.path: linear#0"),
+        (put("stages", 0, "operators", [7]), "stages[0].operators[0] must be like 'module.path: linear#0"),
+        (put("stages", 0, "operators", ["model.layers.0-999999999"]), "at most 100000"),
+        (
+            put("stages", 0, "operators", ["model.layers.0-4"]),
+            "8 operators, 'model.layers.4.norm/pow#0' to 'model.layers.4/",
+        ),
+        (put("layers", 5), "layers must be an object"),
+        (put("layers", "model.layers", "colours", {}), "layers['model.layers'].colours is unknown"),
+        (put("layers", "model.layers", "operators", 3), "layers['model.layers'].operators must be an object"),
+        (put("layers", "model.layers", "operators", "A", ["x"]), "layers['model.layers'].operators.A[0] must be like"),
+        (put(*SHARDING, "mesh", [2]), "stages[1].sharding.mesh must be an object from axes to numbers of devices"),
+        (put(*SHARDING, "strategies", {"model.layers.4-7": "as C"}), "defines no strategies 'C'"),
+        (put(*SHARDING, "strategies", {"model.layers.5/x#0": "Q"}), "model.layers.5/x#0: 'Q' is no strategy"),
+        (put(*SHARDING, "exchanges", [["a", "b", 3]]), "'a' has collective 3, but there are 0 collectives"),
+        (put(*SHARDING, "exchanges", [["a"]]), "stages[1].sharding.exchanges[0] must be a list of 2 values"),
+        (put(*SHARDING, "redistributions", [["a", "R", "R", 1]]), "redistributions[0] has a value of a wrong type, 1"),
+        (
+            put(*SHARDING, "layers", "model.layers.4-7"),
+            "stages[1].sharding.layers must be like 'model.layers.0-7 as A'",
+        ),
+        (put(*SHARDING, "layers", "model.layers.4-7 as C"), "'layers' defines nothing 'C' of these layers"),
+        (put("collectives", [[1]]), "collectives[0] must be [collective, axis, nbytes, seconds, flags]"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_its_place_and_value(
+    corrupt: Callable[[Data], None], said: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        edited(layered_plan(), corrupt)
+    assert said in str(caught.value)
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+FORMAT_2 = """{
+ "autopar_plan": 2,
+ "checksum": "CHECKSUM",
+ "stages": [
+  {"devices": ["a", "b"], "operators": ["0: linear#0 relu#0"], "forward_time": 1.5,
+   "recompute": false, "selective": true,
+   "sharding": {
+    "mesh": [2], "axes": ["data"],
+    "strategies": {"0/linear#0": "S0 R -> S0"}, "parameters": {"0.weight": "R / S0"},
+    "redistributions": [["0/linear#0", "0/relu#0", "S0", "S0 > R, back R > S0"]],
+    "exchanges": [
+     {"collective": "all_reduce", "axis": "data", "operator": "0/relu#0", "tensor": "0/linear#0",
+      "nbytes": 8, "seconds": 0.5, "backward": false, "once": false}
+    ],
+    "collective_bytes": 8}},
+  {"devices": ["c"], "operators": ["1: linear#0"], "recompute": true, "selective": false}
+ ],
+ "n_microbatches": 2, "schedule": "1f1b", "training": true, "predicted_step_time": 2.0, "one_worker": false
+}"""
+
+
+def format_2() -> Plan:
+    exchange = Exchange("all_reduce", "data", "0/relu#0", "0/linear#0", 8, 0.5)
+    sharding = StageSharding.from_texts((2,), ("data",), {"0/linear#0": "S0 R -> S0"}, {"0.weight": "R / S0"})
+    moves = TensorRedistribution("0/linear#0", "0/relu#0", Passage(((0,),), ()), Passage(((0,), (-1,)), ((-1,), (0,))))
+    sharding = replace(sharding, redistributions=(moves,), exchanges=(exchange,), collective_bytes=8)
+    first = Stage(("a", "b"), ("0/linear#0", "0/relu#0"), forward_time=1.5, selective=True, sharding=sharding)
+    return Plan((first, Stage(("c",), ("1/linear#0",), recompute=True)), 2, predicted_step_time=2.0)
+
+
+def test_a_file_of_format_2_is_still_read_with_its_price() -> None:
+    text = FORMAT_2.replace("CHECKSUM", "ff63e0de67dad936")
+    assert Plan.from_json(text) == format_2()
+    assert Plan.from_json(FORMAT_2) == format_2().without_predictions("this plan was edited after autopar wrote it")
+
+
+def test_a_later_addition_is_left_out_with_a_note_and_a_later_format_is_refused() -> None:
+    text = layered_plan().to_json()
+    later = text.replace('"autopar_plan": "3.0"', '"autopar_plan": "3.7",\n "weather": "fine"')
+    found = Plan.from_json(later)
+    assert found == replace(layered_plan().without_predictions("x"), notes=found.notes)
+    assert "a later autopar wrote this plan, with 'weather', which this one leaves out" in found.notes[0]
+    with pytest.raises(PlanError, match="weather is unknown"):
+        Plan.from_json(text.replace('"autopar_plan": "3.0"', '"autopar_plan": "3.0",\n "weather": "fine"'))
+    with pytest.raises(PlanError, match=re.escape("got '4.0'; a later autopar wrote this file")):
+        Plan.from_json(text.replace('"3.0"', '"4.0"'))
+
+
+# -- prices -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_priced_for_the_model_as_it_says_now(tmp_path: Any) -> None:
+    model, x = mlp(), torch.randn(8, 16)
+    call = {"example_args": (x,)}
+    by_hand = Plan.from_split({"0": 0, "4": 1}, n_microbatches=4)
+    priced = autopar.plan(model, Cluster.preset("2xH100"), plan=by_hand, **call)
+    priced.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == priced
+    assert Plan.load(tmp_path / "plan.json", model, Cluster.preset("2xH100"), **call) == priced
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text.replace('"n_microbatches": 4', '"n_microbatches": 2'))
+    assert Plan.load(tmp_path / "plan.json").predicted_step_time is None
+    found = Plan.load(tmp_path / "plan.json", model, Cluster.preset("2xH100"), **call)
+    expected = priced.with_(n_microbatches=2)
+    assert found.predicted_step_time == expected.predicted_step_time is not None
+    assert found.stages == expected.stages
+    assert found.predicted_step_time != priced.predicted_step_time

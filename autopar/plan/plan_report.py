@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from autopar.plan.display import reported
 
 if TYPE_CHECKING:
     from autopar.report.document import Report
+
+
+class ReportKeywords(TypedDict, total=False):
+    """The arguments of `Plan.report`."""
+
+    samples_per_epoch: float | None
+    price_per_device_hour: float | None
+    currency: str
+    search: bool
+    command: str | None
 
 
 class PlanReport:

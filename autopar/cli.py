@@ -326,7 +326,8 @@ def diff(
     after: Annotated[Path, typer.Argument(help="Another saved plan.", metavar="AFTER.json")],
     json: AsJson = False,
 ) -> None:
-    """Say how two saved plans differ, and why one is slower. Exit status: 0 with or without differences, 2 for invalid files."""
+    """Say how two saved plans differ, and why one is slower. Exit status: 0 with or without differences, 2 for invalid
+    files."""
     result = Plan.load(before).diff(Plan.load(after))
     typer.echo(result.to_json() if json else result)
 

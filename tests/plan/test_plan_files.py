@@ -214,6 +214,17 @@ def test_a_layer_that_differs_is_an_exception_and_a_stage_may_end_inside_of_one(
     assert Plan.from_json(cut.to_json()) == cut
 
 
+def test_a_layer_that_lacks_rows_in_the_middle_has_parts_of_the_others() -> None:
+    keys = tuple(f"layers.{i}.{part}/linear#0" for i in range(4) for part in "abcdefghi")
+    lacking = [key for key in keys if not key.startswith(("layers.2.d", "layers.2.e", "layers.2.f"))]
+    texts = dict.fromkeys(lacking, "S0 R -> S0")
+    sharding = StageSharding.from_texts(
+        (2,), ("data",), texts, {key.replace("/linear#0", ".w"): "S0" for key in lacking}
+    )
+    plan = Plan((Stage(("a", "b"), keys, sharding=sharding),), 1)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 @pytest.mark.slow
 def test_a_llama_of_16_layers_takes_less_than_10_kb() -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}

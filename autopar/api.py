@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Unpack
 
@@ -22,6 +22,7 @@ from autopar.plan.display import by_hand, priced_for
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
+from autopar.planner.other_networks import with_networks
 from autopar.planner.plan_ahead import at_zero_ahead, plan_ahead, priced_ahead
 from autopar.planner.pricers import Pricer, with_pricer
 from autopar.report.progress import progress_bar
@@ -41,6 +42,7 @@ from autopar.runtime.comparison import Comparison
 from autopar.runtime.initial_values.initial import Weights, initial_values
 from autopar.runtime.initial_values.sources import InitFunction
 from autopar.runtime.module import PipelinedModule
+from autopar.runtime.other_systems.catalogue import check_systems
 from autopar.runtime.ranks.module import RankedModule, check_options
 from autopar.runtime.ranks.planning import plan_together
 from autopar.runtime.ranks.world import joined
@@ -302,6 +304,7 @@ def _pricer(example: Example, cluster: Cluster, options: PlanOptions) -> Pricer:
     return Pricer(
         lambda plan: _priced_on_cluster(plan, example, cluster, options),
         lambda plan, zero: at_zero_ahead(plan, zero, example, cluster, options),
+        lambda plan, factor: _priced_on_cluster(plan, example, with_networks(cluster, factor), options),
     )
 
 
@@ -357,7 +360,8 @@ def compare(
     example_kwargs: dict[str, Any] | None = None,
     target: Any = None,
     loss_fn: LossFunction | None = None,
-    repeats: int = 5,
+    repeats: int = 7,
+    systems: Sequence[str] = (),
     **options: Unpack[CompareKeywords],
 ) -> Comparison | ClusterComparison:
     """Measure step times and peak memory of `plans` beside their predictions and the plain model on the first device.
@@ -372,7 +376,14 @@ def compare(
 
     Args:
         plans: by name; None for the plan that autopar chooses under the options. Default: {"auto": None}.
-        repeats: number of measured steps per plan.
+        repeats: number of measured steps per plan. Six or more allow intervals of 95 %.
+        systems: other systems that take turns with the plans, by name. "plain": the model itself with all threads that
+            torch has; "ceiling": a process for each device, each with its part of the batch, that exchange nothing, to
+            show what the machine gives at most; "DataParallel" (GPUs), "DDP"; for an nn.Sequential "torchgpipe",
+            "pipelining" (torch.distributed.pipelining under 1F1B) and "pipelining:SCHEDULE" for each of its schedules.
+            They pipeline `n_microbatches`, or two for each device. One that cannot run the step has a row that says
+            why. Processes load the model and `loss_fn` by pickle: define these at the top level of a module, and call
+            `compare` under `if __name__ == "__main__":`.
         options: `n_microbatches`, `schedule`, `max_replicas`, `max_shards`, `memory_limit`, `batch_norm`, `batch_dim`,
             `strict` and `cache`; on a cluster that is not at hand also `launch`, `precision`, `optimizer_step` and
             `overlap` (see `plan`).
@@ -386,8 +397,10 @@ def compare(
     need_target(loss_fn, target)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
-    plans = {"auto": None} if plans is None else plans
+    plans, systems = {"auto": None} if plans is None else plans, check_systems(systems)
     if isinstance(devices, Cluster) and not devices.at_hand:
+        if systems:
+            raise InputError(f"systems: {devices.title} is not at hand, so no other system can run on it")
         batch_dim, strict = chosen.batch_dim, chosen.strict
         example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict)
         with progress_bar() as progress:
@@ -400,7 +413,7 @@ def compare(
         example = capture_example(
             model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
         )
-        return compare_at_hand(example, parsed, plans, chosen, repeats, progress)
+        return compare_at_hand(example, parsed, plans, chosen, repeats, progress, systems)
 
 
 @by_hand.register

@@ -9,7 +9,6 @@ success; 2 for what the user wrote (options, files, the factory), in one line wi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import os
 import traceback
@@ -25,14 +24,15 @@ from typer.core import TyperGroup
 import autopar
 from autopar import AutoparError, Cluster, DeviceError, InputError, Plan, PlanError
 from autopar.analysis.user_factory import load_call
+from autopar.cli_entries import named_degrees, named_plan, named_split
 from autopar.cli_report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
 from autopar.errors import each_warning_once, first_line, users_line
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
-from autopar.plan.degrees import DEGREES
 from autopar.plan.display import printable
 from autopar.plan.exits.tools import TOOLS, configuration_for
+from autopar.runtime.other_systems.catalogue import SYSTEMS
 
 # What typer handles itself: it brings its own click, or uses click.
 _OF_TYPER: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, *typer.BadParameter.__bases__)
@@ -281,29 +281,50 @@ def compare(
             help=f"The plan of another tool's configuration ({', '.join(TOOLS)}), named as the tool; may be repeated.",
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Number of measured steps per plan.")] = 5,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODULE:STAGE,...",
+            help="A split by hand, such as half=h.0:0,h.6:1; may be repeated. Modules that are not named run in the "
+            "stage of their inputs.",
+        ),
+    ] = None,
+    system: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SYSTEM", help=f"Another system ({', '.join(SYSTEMS[:6])}:SCHEDULE); may be repeated."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Number of measured steps per plan.")] = 7,
+    figure: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the comparison into this file.")] = None,
     html: Html = None,
     json: AsJson = False,
     *,
     options: dict[str, Any],
 ) -> None:
-    """Compare the automatic plan ("auto") with saved plans and plans by hand: steps measured beside one device, or
-    predicted for a cluster that is not here."""
+    """Compare the automatic plan ("auto") with saved plans, plans by hand and other systems: steps measured beside one
+    device, or predicted for a cluster that is not here."""
+    if figure is not None:
+        _check_writable(figure, "--figure ")
     if html is not None:
         _check_writable(html, "--html ")
     place, call = _devices(devices, cluster, nodes), load_call(factory)
     plans: dict[str, Plan | None] = {"auto": None}
-    plans |= dict(_named_plan(entry) for entry in plan or ())
+    plans |= dict(named_plan(entry) for entry in plan or ())
     for entry in by_hand or ():
-        name, degrees = _named_degrees(entry)
+        name, degrees = named_degrees(entry)
         plans[name] = Plan.by_hand(devices=place, **call, **degrees)
+    for entry in split or ():
+        name, stages = named_split(entry)
+        n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
+        plans[name] = Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule)
     for entry in configuration or ():
         tool, equals, file = entry.partition("=")
         if not (equals and file):
             raise typer.BadParameter(f"{entry!r} is not TOOL=FILE", param_hint="--configuration")
         plans[tool] = Plan.from_configuration(devices=place, tool=tool, source=Path(file), **call)
-    result = autopar.compare(devices=place, plans=plans, repeats=repeats, **options, **call)
+    result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=system or (), **options, **call)
     typer.echo(result.to_json() if json else result)
+    if figure is not None:
+        result.figure(figure)
     if html is not None:
         save_report(result.report(), html, quiet=json)
 
@@ -326,8 +347,7 @@ def diff(
     after: Annotated[Path, typer.Argument(help="Another saved plan.", metavar="AFTER.json")],
     json: AsJson = False,
 ) -> None:
-    """Say how two saved plans differ, and why one is slower. Exit status: 0 with or without differences, 2 for invalid
-    files."""
+    """Say how two saved plans differ, and why one is slower. Exit status: 2 for invalid files, else 0."""
     result = Plan.load(before).diff(Plan.load(after))
     typer.echo(result.to_json() if json else result)
 
@@ -410,34 +430,3 @@ def _devices(devices: str | None, cluster: str | None, nodes: int) -> str | Clus
     except OSError as error:
         raise InputError(f"--cluster {cluster}: it cannot be read: {error.strerror}") from error
     return dataclasses.replace(loaded, nodes=nodes) if nodes > 1 else loaded
-
-
-def _named_plan(entry: str) -> tuple[str, Plan]:
-    name, equals, path = entry.partition("=")
-    if not (name and equals):
-        raise typer.BadParameter(f"{entry!r} is not NAME=FILE", param_hint="--plan")
-    if not Path(path).is_file():
-        raise typer.BadParameter(f"there is no file {path!r}", param_hint="--plan")
-    return name, Plan.load(path)
-
-
-def _named_degrees(entry: str) -> tuple[str, dict[str, Any]]:
-    """The name and the degrees of `NAME=tensor=8,pipeline=4`. Raises BadParameter that names what is wrong."""
-    name, equals, text = entry.partition("=")
-    if not (name and equals and text):
-        raise typer.BadParameter(f"{entry!r} is not NAME=DEGREE=VALUE,...", param_hint="--by-hand")
-    degrees: dict[str, Any] = {}
-    for part in text.split(","):
-        key, _, value = part.strip().partition("=")
-        if key not in DEGREES:
-            close = difflib.get_close_matches(key, DEGREES, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(DEGREES)}"
-            raise typer.BadParameter(f"{entry!r}: there is no degree {key!r}; {hint}", param_hint="--by-hand")
-        degrees[key] = _value(value)
-    return name, degrees
-
-
-def _value(text: str) -> int | bool | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    return int(text) if text.isdecimal() else text

@@ -14,6 +14,7 @@ from autopar.api import compare, parallelize, plan
 from autopar.errors import AutoparError
 from autopar.report.document import Report
 from autopar.runtime.comparison import Comparison
+from autopar.runtime.other_systems.catalogue import CEILING
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,8 @@ def _resnet() -> Demo:
     config.num_labels = 100
     images, labels = torch.randn(16, 3, 96, 96), torch.randint(100, (16,))
 
-    def loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output.logits, labels)
-
     model = transformers.ResNetForImageClassification(config)
-    return Demo("ResNet-50, 16 images of 96 x 96", model, {"pixel_values": images}, labels, loss)
+    return Demo("ResNet-50, 16 images of 96 x 96", model, {"pixel_values": images}, labels, _class_loss)
 
 
 def _gpt2() -> Demo:
@@ -60,13 +58,20 @@ def _gpt2() -> Demo:
     )
     tokens = torch.randint(config.vocab_size, (16, 64))
 
-    def loss(output: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
     title = "GPT-2 with 8 layers of width 256, 16 texts of 64 tokens"
-    return Demo(title, transformers.GPT2LMHeadModel(config), {"input_ids": tokens}, tokens, loss)
+    return Demo(title, transformers.GPT2LMHeadModel(config), {"input_ids": tokens}, tokens, _next_token_loss)
 
 
+# At the top level, so that processes of their own get them.
+def _class_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.logits, labels)
+
+
+def _next_token_loss(output: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+SYSTEMS = (CEILING,)  # run in turn with the plans
 DEMOS: dict[str, Callable[[], Demo]] = {"resnet": _resnet, "gpt2": _gpt2}
 
 
@@ -98,11 +103,12 @@ def run_demo(name: str, devices: str | None, say: Callable[[str], None]) -> Show
     automatic, report = module.plan, module.report(command=f"autopar demo --model {name}")
     module.close()
     say(f"loss {loss.item():.4f}\n\n{report.only('At a glance', 'Timeline of one step')}\n")
-    say(">>> autopar.compare(model, devices, plans)            # the plan, the best without replicas, one device\n")
+    say('>>> autopar.compare(model, devices, plans, systems=["ceiling"])')
+    say("# one device, the plan, the best one without replicas; and what independent processes make of this machine\n")
     call: dict[str, Any] = {"example_kwargs": inputs, "target": target, "loss_fn": loss_fn}
     pipeline = plan(model, devices, max_replicas=1, tune=0, **call)
     plans = {"auto": automatic, "max_replicas=1": pipeline}
-    comparison = compare(model, devices, plans, example_kwargs=inputs, target=target, loss_fn=loss_fn, repeats=3)
+    comparison = compare(model, devices, plans, **call, systems=SYSTEMS, repeats=5)
     assert isinstance(comparison, Comparison), "the devices are at hand"
     say(str(comparison))
     return Shown(comparison, report)

@@ -1,1 +1,1 @@
-"""What autopar's claims rest on: `python -m benchmarks --list`."""
+"""What autopar's claims rest on: `python -m benchmarks list`."""

@@ -9,12 +9,14 @@ give the machine's present speed (`PresentSpeed`), by which the predictions of a
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,7 +25,10 @@ from autopar import Comparison, Plan
 from autopar.costs.prediction_error import Distribution
 from autopar.costs.present_speed import PresentSpeed
 from autopar.runtime.comparison import Row
-from benchmarks.output import Report, Table
+from autopar.runtime.other_systems.independent import CEILING
+from benchmarks.kept import Kept, as_row
+from benchmarks.output import Report, Rounds, Table
+from benchmarks.sweep import same_plan
 from benchmarks.zoo import Subject, gpt2, resnet, t5
 
 log = logging.getLogger(__name__)
@@ -58,6 +63,7 @@ class Step:
     measured: float  # s, the median
     fastest: float  # s, the shortest step
     steps: int
+    rounds: tuple[float, ...] = ()  # s, the steps
     same_as: str = ""  # the name under which errors count the same plan; "": this one
 
     @property
@@ -84,25 +90,44 @@ class Loss:
         return self.automatic / self.measured - 1
 
 
-def run_accuracy(quick: bool) -> Report:
+def run_accuracy(quick: bool, kept: Kept) -> Report:
     """In a history of its own: measurements start from nothing, too."""
     before = os.environ.get("AUTOPAR_CACHE_DIR")
     steps: list[Step] = []
+    ceilings: dict[str, tuple[float, ...]] = {}  # s, by model
     with tempfile.TemporaryDirectory() as folder:
         os.environ["AUTOPAR_CACHE_DIR"] = folder
         try:
             for build in MODELS[:2] if quick else MODELS:
-                subject = build(quick)
-                log.info("%s: planning and running", subject.name)
-                steps += steps_of(subject.name, _compare(subject))
-                del subject
+                found = kept.case(build.__name__, make=partial(_compared, build, quick))
+                mine = [as_row(Step, step) for step in found["steps"]]
+                ceilings[mine[0].model] = tuple(found["ceiling"])
+                steps += mine
                 gc.collect()  # copies of a model refer to themselves, and the next ones need the memory
         finally:
             if before is None:
                 del os.environ["AUTOPAR_CACHE_DIR"]
             else:
                 os.environ["AUTOPAR_CACHE_DIR"] = before
-    return report_of(steps)
+    return dataclasses.replace(report_of(steps), measured=_rounds(steps, ceilings))
+
+
+def _rounds(steps: Sequence[Step], ceilings: dict[str, tuple[float, ...]]) -> tuple[Rounds, ...]:
+    return tuple(
+        Rounds(
+            model, {CEILING: taken, **{s.plan: s.rounds for s in steps if s.model == model and not s.same_as}}, CEILING
+        )
+        for model, taken in ceilings.items()
+    )
+
+
+def _compared(build: Callable[[bool], Subject], quick: bool) -> dict[str, Any]:
+    """The steps of one model and those of the ceiling, as JSON has them."""
+    subject = build(quick)
+    log.info("%s: planning and running", subject.name)
+    found = _compare(subject)
+    assert found.ceiling is not None
+    return {"steps": [asdict(step) for step in steps_of(subject.name, found)], "ceiling": found.ceiling.steps}
 
 
 def report_of(steps: Sequence[Step]) -> Report:
@@ -120,7 +145,9 @@ def _compare(subject: Subject) -> Comparison:
     both = Plan.from_split({"": 0}, n_microbatches=len(DEVICES), schedule="gpipe", devices=[NAMES])
     plans: dict[str, Plan | None] = {BOTH: both, AUTOMATIC: planned(), SEARCHED: None}
     plans |= {constraint_text(one): planned(tune=0, **one) for one in CONSTRAINTS}
-    found = autopar.compare(subject.model, DEVICES, plans, example_kwargs=subject.inputs, repeats=REPEATS)
+    found = autopar.compare(
+        subject.model, DEVICES, plans, example_kwargs=subject.inputs, repeats=REPEATS, systems=[CEILING]
+    )
     assert isinstance(found, Comparison), "the devices are at hand"
     return found
 
@@ -140,7 +167,7 @@ def steps_of(model: str, found: Comparison) -> list[Step]:
     rows = {PLAIN: found.single, **{row.name: row for row in found.plans}}
     # The plain model has the threads of one device. A plan that runs the model itself has all of the caller's.
     first = {PLAIN: PLAIN} | {
-        row.name: next(one.name for one in found.plans if _same(one.plan, row.plan)) for row in found.plans
+        row.name: next(one.name for one in found.plans if same_plan(one.plan, row.plan)) for row in found.plans
     }
     steps = {name: tuple(s for n, one in rows.items() if first[n] == first[name] for s in one.steps) for name in rows}
     speed = PresentSpeed.of((rows[name].plan, steps[name]) for name in CALIBRATING if first.get(name) == name)
@@ -156,23 +183,14 @@ def steps_of(model: str, found: Comparison) -> list[Step]:
     ]
 
 
-def _same(a: Plan, b: Plan) -> bool:
-    """Whether both run alike. With one stage, the schedule does not matter, nor whether operators are listed."""
-    if len(a.stages) == len(b.stages) == 1:
-        (one,), (other,) = a.stages, b.stages
-        return (one.devices, one.mode, a.n_microbatches) == (other.devices, other.mode, b.n_microbatches)
-    return a.diff(b).same_decisions
-
-
 def _step(model: str, name: str, row: Row, speed: PresentSpeed | None, same_as: str) -> Step:
     assert row.predicted is not None, "plans without shards have predictions"
     factor = None if speed is None else speed.factor(row.plan)
     plan = row.plan
     shape = (plan.schedule, len(plan.stages), len(plan.used_devices), plan.n_microbatches)
     expected = None if factor is None else row.predicted * factor
-    return Step(
-        model, name, *shape, row.predicted, expected, median(row.steps), min(row.steps), len(row.steps), same_as
-    )
+    times = (median(row.steps), min(row.steps), len(row.steps), row.steps)
+    return Step(model, name, *shape, row.predicted, expected, *times, same_as)
 
 
 def losses(steps: Sequence[Step]) -> list[Loss]:

@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.runtime.other_systems.independent import CEILING, ceiling
 from benchmarks import models
+from benchmarks.kept import Kept, as_row
 from benchmarks.models import Workload
-from benchmarks.output import Report, Table
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import interleave, ratio
 
 log = logging.getLogger(__name__)
@@ -41,11 +43,17 @@ class Row:
     speedup: float  # median over rounds of plain / followed
     untuned: str  # the plan that the prediction alone would have followed
     untuned_speedup: float  # median over rounds of plain / that plan
+    seconds: dict[str, tuple[float, ...]]  # of all systems, in the same rounds
 
 
-def run_automatic(quick: bool) -> Report:
-    rows = [measure(build(), quick) for build in (SUBJECTS[:3] if quick else SUBJECTS)]
-    return Report('The automatic plan against the plain model, tune="auto" and tune=0', (_table(rows),), _values(rows))
+def run_automatic(quick: bool, kept: Kept) -> Report:
+    rows = []
+    for number, build in enumerate(SUBJECTS[:3] if quick else SUBJECTS):
+        found = kept.case(number, make=lambda b=build: dataclasses.asdict(measure(b(), quick)))  # type: ignore[misc]
+        rows.append(as_row(Row, found))
+    measured = tuple(Rounds(row.name, row.seconds, CEILING) for row in rows)
+    title = 'The automatic plan against the plain model, tune="auto" and tune=0'
+    return Report(title, (_table(rows),), _values(rows), measured=measured)
 
 
 def measure(workload: Workload, quick: bool) -> Row:
@@ -70,9 +78,16 @@ def measure(workload: Workload, quick: bool) -> Row:
             module.zero_grad(set_to_none=True)
 
     log.info("%s: %s; comparing", workload.title, _described(tuned.plan))
-    first = interleave(systems, 1, clear)
-    rounds = 1 if quick else min(_MOST_ROUNDS, max(5, math.ceil(_SECONDS / sum(map(sum, first.values())))))
-    seconds = interleave(systems, rounds, clear)
+    with ceiling(workload.training_step, len(DEVICES)) as independent:
+        systems[CEILING] = independent.step
+
+        def clear_all() -> None:
+            clear()
+            independent.clear()
+
+        first = interleave(systems, 1, clear_all)
+        rounds = 1 if quick else min(_MOST_ROUNDS, max(5, math.ceil(_SECONDS / sum(map(sum, first.values())))))
+        seconds = interleave(systems, rounds, clear_all)
     row = Row(
         name=workload.title,
         plan=_described(tuned.plan),
@@ -83,6 +98,7 @@ def measure(workload: Workload, quick: bool) -> Row:
         speedup=ratio(seconds["plain"], seconds["tuned"]),
         untuned=_described(untuned.plan),
         untuned_speedup=ratio(seconds["plain"], seconds["untuned"]),
+        seconds=seconds,
     )
     tuned.close()
     untuned.close()
@@ -159,10 +175,11 @@ def _language_model(title: str, name: str, batch: int, length: int, **changes: A
     tokens = torch.randint(1000, (batch, length))
     inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if name == "t5" else {})
 
-    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+    return Workload(f"{title}, {batch} x {length} tokens", model, inputs, tokens, _token_loss)
 
-    return Workload(f"{title}, {batch} x {length} tokens", model, inputs, tokens, loss)
+
+def _token_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
 SUBJECTS: tuple[Callable[[], Workload], ...] = (

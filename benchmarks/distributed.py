@@ -16,21 +16,25 @@ from unittest.mock import patch
 
 import autopar
 from autopar import AutoparError, Plan
+from autopar.runtime.other_systems.blocks import balanced, block_seconds, sizes_in_words
+from autopar.runtime.other_systems.independent import CEILING
+from autopar.runtime.other_systems.pipelining import PER_RANK
+from autopar.runtime.other_systems.processes import Processes
 from benchmarks import peer_models
 from benchmarks.distributed_systems import (
     AUTOPAR,
     DATA,
-    PIPELINES,
     PLANS,
     SHARDED,
+    STAGES,
     TENSOR,
     THREADS,
-    SystemRank,
+    BenchmarkRank,
     train_step,
 )
-from benchmarks.output import Report, Table
-from benchmarks.peer_models import Builder, Subject
-from benchmarks.peer_systems import STAGES, Gradients, Ranks, block_seconds, gradients_of
+from benchmarks.kept import Kept, as_row
+from benchmarks.output import Report, Rounds, Table
+from benchmarks.peer_models import Builder, Gradients, Subject, gradients_of
 from benchmarks.peers import TOLERANCE, Outcome, _some
 from benchmarks.timing import interleave, ratio
 from cost_models.hardware.devices import operator_threads
@@ -67,31 +71,48 @@ class System:
     plan: Plan | None = None
 
 
-def run_distributed(quick: bool) -> Report:
+def run_distributed(quick: bool, kept: Kept) -> Report:
     rounds = 3 if quick else 11
     with ExitStack() as stack:
         stack.enter_context(operator_threads(1))
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, AUTOPAR_CACHE_DIR=cache, LOCAL_WORLD_SIZE=str(STAGES)))
-        ranks = stack.enter_context(Ranks(SystemRank))
-        models = [partial(peer_models.bert, quick), partial(peer_models.gpt, quick)]
-        found = dict(compare(build, rounds, ranks) for build in models)
+        ranks = stack.enter_context(Processes(BenchmarkRank, STAGES))
+        models = [partial(build, quick) for build in (peer_models.bert, peer_models.gpt)]
+        found = dict(_kept_rows(build, rounds, ranks, kept) for build in models)
     data = {
         title: [{**dataclasses.asdict(row), "measured": row.measured} for row in rows] for title, rows in found.items()
     }
     tables = [_table(title, rows) for title, rows in found.items()] + [_goals(found)]
-    return Report("Two processes over gloo, a core each", tuple(tables), {"models": data})
+    measured = tuple(
+        Rounds(title, {row.system: row.steps for row in rows if row.steps}, CEILING) for title, rows in found.items()
+    )
+    return Report("Two processes over gloo, a core each", tuple(tables), {"models": data}, measured=measured)
 
 
-def compare(build: Builder, rounds: int, ranks: Ranks) -> tuple[str, list[Row]]:
-    """The model's title, and a row for every system. Raises RuntimeError where one computes something else."""
+def _kept_rows(build: partial[Subject], rounds: int, ranks: Processes, kept: Kept) -> tuple[str, list[Row]]:
+    mine = kept.part(build.func.__name__)
+
+    def made() -> tuple[str, list[dict[str, Any]]]:
+        title, rows = compare(build, rounds, ranks, mine)
+        return title, [dataclasses.asdict(row) for row in rows]
+
+    title, rows = mine.case("rows", make=made)
+    return title, [as_row(Row, row) for row in rows]
+
+
+def compare(build: Builder, rounds: int, ranks: Processes, kept: Kept) -> tuple[str, list[Row]]:
+    """The model's title, and a row for every system. Raises RuntimeError where one computes something else.
+
+    `kept`: plans, times of blocks and rounds as they come, so that a run that goes on has the same systems.
+    """
     subject = build()
     title = subject.workload.title
-    ranks.call(SystemRank.load, build)
+    ranks.call(BenchmarkRank.load, build)
     names = _some([name for name, p in subject.workload.model.named_parameters() if p.requires_grad])
     systems: dict[str, System] = {}
     refused: list[Row] = []
-    for name, make in _makers(build, subject, ranks).items():
+    for name, make in _makers(build, subject, ranks, kept).items():
         log.info("%s: preparing %s", title, name)
         try:
             systems[name] = make()
@@ -102,7 +123,7 @@ def compare(build: Builder, rounds: int, ranks: Ranks) -> tuple[str, list[Row]]:
 
     def clear() -> None:
         subject.workload.clear()
-        ranks.call(SystemRank.clear)
+        ranks.call(BenchmarkRank.clear)
 
     clear()
     subject.workload.step()
@@ -118,20 +139,24 @@ def compare(build: Builder, rounds: int, ranks: Ranks) -> tuple[str, list[Row]]:
                 raise RuntimeError(f"{name}, {title}: {wrong} against the plain model")
             refused.append(Row(name, wrong))
     systems = {name: system for name, system in systems.items() if max(errors[name]) <= TOLERANCE}
+    ranks.call(BenchmarkRank.independent, CEILING)
     log.info("%s: comparing", title)
     steps: dict[str, Callable[[], object]] = {name: system.step for name, system in systems.items()}
-    seconds = interleave(steps, rounds, clear)
+    steps[CEILING] = partial(ranks.call, BenchmarkRank.step, CEILING)
+    seconds = interleave(steps, rounds, clear, kept)
     best = min((name for name in seconds if name.startswith(AUTOPAR)), key=lambda name: median(seconds[name]))
     rows = [_row(n, s, seconds[n], ratio(seconds[n], seconds[best]), errors[n], ranks) for n, s in systems.items()]
+    how = f"{STAGES} independent processes, each with its part of the batch"
+    rows.append(Row(CEILING, how, seconds[CEILING], ratio(seconds[CEILING], seconds[best])))
     return title, [*rows, *refused]
 
 
 def _row(
-    name: str, system: System, steps: tuple[float, ...], over: float, errors: tuple[float, float], ranks: Ranks
+    name: str, system: System, steps: tuple[float, ...], over: float, errors: tuple[float, float], ranks: Processes
 ) -> Row:
     plan, sent, planned = system.plan, None, None
     if plan is not None and name.startswith(AUTOPAR):
-        sent = sum(ranks.call(SystemRank.bytes_sent, name))
+        sent = sum(ranks.call(BenchmarkRank.bytes_sent, name))
         planned = sum(t.forward_bytes + t.backward_bytes for t in plan.transfers) * plan.n_microbatches
         if any(stage.sharding is not None for stage in plan.stages):
             sent = planned = None  # collectives, which the plan lists by themselves
@@ -144,20 +169,19 @@ def _loss_of(subject: Subject) -> float:
     return float(workload.loss(workload.model(**workload.inputs), workload.target).item())
 
 
-def _makers(build: Builder, subject: Subject, ranks: Ranks) -> dict[str, Callable[[], System]]:
+def _makers(build: Builder, subject: Subject, ranks: Processes, kept: Kept) -> dict[str, Callable[[], System]]:
     """By name of the system, what gets it ready. Order matters: threads follow the plan of their processes."""
     plans: dict[str, Plan] = {}
     made: dict[str, Callable[[], System]] = {}
     for kind in PLANS:
         if kind != "tensor" or _is_bert(subject):
-            made[f"{AUTOPAR}, {kind}"] = partial(_on_ranks, ranks, f"{AUTOPAR}, {kind}", kind, plans)
+            made[f"{AUTOPAR}, {kind}"] = partial(_on_ranks, ranks, f"{AUTOPAR}, {kind}", kind, plans, kept)
             made[f"{THREADS}, {kind}"] = partial(_in_threads, build, kind, plans)
-    times: list[float] = []
-    for schedule in PIPELINES:
-        made[f"pipelining, {schedule}"] = partial(_pipelining, ranks, schedule, subject, times)
-    others: dict[str, Any] = {DATA: SystemRank.ddp, SHARDED: SystemRank.fsdp}
+    for schedule in PER_RANK:
+        made[f"pipelining, {schedule}"] = partial(_pipelining, ranks, schedule, subject, kept)
+    others: dict[str, Any] = {DATA: BenchmarkRank.ddp, SHARDED: BenchmarkRank.fsdp}
     if _is_bert(subject):
-        others[TENSOR] = SystemRank.tensor_parallel
+        others[TENSOR] = BenchmarkRank.tensor_parallel
     for name, method in others.items():
         made[name] = partial(_of_torch, ranks, name, method)
     return made
@@ -167,8 +191,10 @@ def _is_bert(subject: Subject) -> bool:
     return hasattr(subject.workload.model, "bert")
 
 
-def _on_ranks(ranks: Ranks, name: str, kind: str, plans: dict[str, Plan]) -> System:
-    plans[kind] = plan = Plan.from_json(ranks.call(SystemRank.autopar, name, kind, N_MICROBATCHES)[0])
+def _on_ranks(ranks: Processes, name: str, kind: str, plans: dict[str, Plan], kept: Kept) -> System:
+    text = kept.case("plan", kind, make=lambda: ranks.call(BenchmarkRank.plan, kind, N_MICROBATCHES)[0])
+    ranks.call(BenchmarkRank.autopar, name, text)
+    plans[kind] = plan = Plan.from_json(text)
     how = f"{plan.places}, {plan.schedule}, {plan.n_microbatches} micro-batches"
     return System(how, partial(_step, ranks, name), partial(_gradients, ranks, name), plan)
 
@@ -188,46 +214,29 @@ def _in_threads(build: Builder, kind: str, plans: Mapping[str, Plan]) -> System:
     return System("the same plan", step, partial(gradients_of, model), plans[kind])
 
 
-def _pipelining(ranks: Ranks, schedule: str, subject: Subject, times: list[float]) -> System:
-    if not times:
-        times += block_seconds(subject, N_MICROBATCHES, 3)
-    n_stages = STAGES * len(PIPELINES[schedule](0))
+def _pipelining(ranks: Processes, schedule: str, subject: Subject, kept: Kept) -> System:
+    times = kept.case("seconds of blocks", make=lambda: block_seconds(subject.training_step, N_MICROBATCHES, 3))
+    n_stages = STAGES * PER_RANK[schedule]
+    if len(times) < n_stages:
+        raise RuntimeError(f"{len(times)} blocks are too few for {n_stages} stages")
     cuts, name = balanced(times, n_stages), f"pipelining, {schedule}"
-    ranks.call(SystemRank.pipelining, name, schedule, N_MICROBATCHES, cuts)
-    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(times)], strict=True)]
-    how = f"blocks {' | '.join(map(str, sizes))}, {N_MICROBATCHES} micro-batches"
+    ranks.call(BenchmarkRank.pipelining, name, schedule, N_MICROBATCHES, cuts)
+    how = f"{sizes_in_words(cuts, len(times))}, {N_MICROBATCHES} micro-batches"
     return System(how, partial(_step, ranks, name), partial(_gradients, ranks, name))
 
 
-def balanced(seconds: list[float], n: int) -> list[int]:
-    """The first block of each of `n` stages but the first; the longest stage is as short as can be. O(n b^2)."""
-    total = [0.0]
-    for one in seconds:
-        total.append(total[-1] + one)
-    best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]
-    for _ in range(n):
-        following: dict[int, tuple[float, list[int]]] = {}
-        for start, (longest, cuts) in best[-1].items():
-            for end in range(start + 1, len(seconds) + 1):
-                candidate = max(longest, total[end] - total[start])
-                if end not in following or candidate < following[end][0]:
-                    following[end] = candidate, [*cuts, end]
-        best.append(following)
-    return best[-1][len(seconds)][1][:-1]
-
-
-def _of_torch(ranks: Ranks, name: str, method: Callable[..., Any]) -> System:
+def _of_torch(ranks: Processes, name: str, method: Callable[..., Any]) -> System:
     ranks.call(method, name)
     return System("", partial(_step, ranks, name), partial(_gradients, ranks, name))
 
 
-def _step(ranks: Ranks, name: str) -> float:
-    losses = [loss for loss in ranks.call(SystemRank.step, name) if loss is not None]
+def _step(ranks: Processes, name: str) -> float:
+    losses = [loss for loss in ranks.call(BenchmarkRank.step, name) if loss is not None]
     return float(losses[-1])
 
 
-def _gradients(ranks: Ranks, name: str, names: list[str]) -> Gradients:
-    first, last = ranks.call(SystemRank.gradients, name, names)
+def _gradients(ranks: Processes, name: str, names: list[str]) -> Gradients:
+    first, last = ranks.call(BenchmarkRank.gradients, name, names)
     return {**first, **last}
 
 
@@ -250,7 +259,7 @@ def _line(row: Row) -> tuple[str, ...]:
         return (row.system, f"not timed: {row.how}", *[""] * 5)
     predicted = "" if row.predicted is None else f"{row.predicted / row.measured:.2f}"
     sent = "" if row.sent is None or row.planned is None else f"{row.sent / 1e6:.2f} ({row.planned / 1e6:.2f})"
-    errors = f"{row.loss_error:.0e}, {row.gradient_error:.0e}"
+    errors = "" if row.loss_error is None else f"{row.loss_error:.0e}, {row.gradient_error:.0e}"
     return (row.system, row.how, f"{row.measured * 1e3:.1f}", f"{row.over_best:.2f}", predicted, sent, errors)
 
 
@@ -267,7 +276,7 @@ def _goals(found: Mapping[str, list[Row]]) -> Table:
 def _ratios(rows: list[Row]) -> Iterator[float | None]:
     timed = {row.system: row.steps for row in rows if row.steps}
     ours = {name: steps for name, steps in timed.items() if name.startswith(AUTOPAR)}
-    others = {name: steps for name, steps in timed.items() if not name.startswith((AUTOPAR, THREADS))}
+    others = {name: steps for name, steps in timed.items() if not name.startswith((AUTOPAR, THREADS, CEILING))}
     pipes = {name: steps for name, steps in others.items() if name.startswith("pipelining")}
     yield _best_ratio(ours, others)
     pipeline = f"{AUTOPAR}, pipeline"

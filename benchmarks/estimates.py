@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import autopar
 from autopar import Cluster
-from benchmarks.output import Report, Table
+from benchmarks.kept import Kept, as_row
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import interleave
 from benchmarks.zoo import Subject, bert, gpt2, resnet, step, t5, vit
 from cost_models import MeasurementCache, parse_devices
@@ -25,25 +25,30 @@ class Row:
 
     name: str
     step: float  # median
+    steps: tuple[float, ...]
     profiled: float
     estimated: float
 
 
-def run_estimates(quick: bool) -> Report:
+def run_estimates(quick: bool, kept: Kept) -> Report:
     """The device is calibrated once; the operators that make up the models are not measured for the estimates."""
     with MeasurementCache() as cache:
         here = Cluster.from_devices(parse_devices(["cpu", "cpu"])[:1], calibrated=True, cache=cache)
-    elsewhere = dataclasses.replace(here, at_hand=())
-    rows = [_row(build(quick), here, elsewhere) for build in MODELS]
-    data = {"rows": [dataclasses.asdict(row) for row in rows]}
-    return Report("Whole models, estimated and profiled, against their steps", (_table(rows),), data)
+    elsewhere = replace(here, at_hand=())
+    rows = [
+        as_row(Row, kept.case(build.__name__, make=lambda b=build: asdict(_row(b(quick), here, elsewhere))))  # type: ignore[misc]
+        for build in MODELS
+    ]
+    measured = tuple(Rounds(row.name, {"step": row.steps}) for row in rows)
+    data = {"rows": [asdict(row) for row in rows]}
+    return Report("Whole models, estimated and profiled, against their steps", (_table(rows),), data, measured=measured)
 
 
 def _row(subject: Subject, here: Cluster, elsewhere: Cluster) -> Row:
     profiled, estimated = (_seconds(subject, cluster) for cluster in (here, elsewhere))
     with operator_threads(1):
         steps = interleave({"step": lambda: step(subject.model, subject.inputs)}, ROUNDS)["step"]
-    return Row(subject.name, median(steps), profiled, estimated)
+    return Row(subject.name, median(steps), steps, profiled, estimated)
 
 
 def _seconds(subject: Subject, cluster: Cluster) -> float:

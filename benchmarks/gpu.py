@@ -11,12 +11,14 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from benchmarks.gpu_checks import FULL, PARTS, QUICK, Finding, Setting
 from benchmarks.gpu_models import MODELS, Builder
 from benchmarks.gpu_several import several
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from cost_models.errors import DeviceError
 
@@ -25,7 +27,14 @@ log = logging.getLogger(__name__)
 RUNS = "runs"  # the goal that a part misses where it fails
 
 
-def run_gpu(quick: bool, device: str | None = None, only: Sequence[str] = (), *, backend: str | None = None) -> Report:
+def run_gpu(
+    quick: bool,
+    device: str | None = None,
+    only: Sequence[str] = (),
+    *,
+    backend: str | None = None,
+    kept: Kept | None = None,
+) -> Report:
     """`device`: default the current GPU. `only`: names of models, default all. `backend`: of torch.compile.
 
     Raises DeviceError without the device, or for a model of another name.
@@ -34,10 +43,12 @@ def run_gpu(quick: bool, device: str | None = None, only: Sequence[str] = (), *,
     unknown = sorted(set(only) - set(MODELS))
     if unknown:
         raise DeviceError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    kept = Kept() if kept is None else kept
     findings: list[Finding] = []
     for name, build in MODELS.items():
         if not only or name in only:
-            findings += [judged(finding, setting) for finding in measure(name, build, setting)]
+            found = kept.case(name, make=partial(_judged, name, build, setting))
+            findings += [Finding(**finding) for finding in found]
     return report_of(findings, setting)
 
 
@@ -69,6 +80,11 @@ def measure(name: str, build: Builder, setting: Setting) -> Iterator[Finding]:
     _free(setting)
     log.info("%s: several devices", title)
     yield from guarded(title, "several devices", partial(several, name, title, setting))
+
+
+def _judged(name: str, build: Builder, setting: Setting) -> list[dict[str, Any]]:
+    """The findings of one model, as JSON has them."""
+    return [dataclasses.asdict(judged(finding, setting)) for finding in measure(name, build, setting)]
 
 
 def judged(finding: Finding, setting: Setting) -> Finding:

@@ -12,9 +12,13 @@ from statistics import median
 import torch
 
 import autopar
+from autopar.runtime.contestants import without_loss_function
+from autopar.runtime.other_systems.independent import CEILING, ceiling
+from autopar.runtime.other_systems.training_step import TrainingStep
 from benchmarks import zoo
-from benchmarks.output import Report, Table
-from benchmarks.timing import interleave, ratio
+from benchmarks.kept import Kept, as_row
+from benchmarks.output import Report, Rounds, Table
+from benchmarks.timing import Step, interleave, ratio
 from benchmarks.zoo import Subject
 from cost_models.hardware.devices import operator_threads
 
@@ -47,15 +51,23 @@ class Row:
     plain_throughput: float  # samples per s of the plain model on one thread, in turn with it
     speedup: float  # median over rounds of plain / pipelined seconds
     output_error: float  # largest difference / largest value of the plain model
+    seconds: dict[str, tuple[float, ...]]  # of all systems, in the same rounds
 
 
-def run_inference(quick: bool) -> Report:
+def run_inference(quick: bool, kept: Kept) -> Report:
     scale = QUICK if quick else FULL
-    rows = [row for build in SUBJECTS for row in measure(build(quick), scale)]
+    rows = []
+    for build in SUBJECTS:
+        found = kept.case(
+            build.__name__,
+            make=lambda b=build: [dataclasses.asdict(row) for row in measure(b(quick), scale)],  # type: ignore[misc]
+        )
+        rows += [as_row(Row, row) for row in found]
     return Report(
         f"Inference on two CPU devices, {'tiny' if quick else 'full-size'} models",
         (_table(rows, scale),),
         {"rows": [dataclasses.asdict(row) for row in rows]},
+        measured=tuple(Rounds(name, seconds, CEILING) for name, seconds in {r.name: r.seconds for r in rows}.items()),
     )
 
 
@@ -72,16 +84,17 @@ def measure(subject: Subject, scale: Scale) -> list[Row]:
             modules[way] = autopar.parallelize(
                 model, list(DEVICES), max_replicas=replicas, tune=0, example_kwargs=inputs
             )
-    with operator_threads(1), torch.inference_mode():
+    dims = (0,) * len(inputs)
+    alone = TrainingStep(plain, (), inputs, None, without_loss_function, scale.batch, dims, (None,), training=False)
+    with operator_threads(1), ceiling(alone, len(DEVICES)) as independent, torch.inference_mode():
         expected = plain(**inputs).logits
         errors = {
             way: float((pm(**inputs).logits - expected).abs().max() / expected.abs().max())
             for way, pm in modules.items()
         }
-        seconds = interleave(
-            {"plain": lambda: plain(**inputs), **{way: lambda m=pm: m(**inputs) for way, pm in modules.items()}},  # type: ignore[misc]
-            scale.rounds,
-        )
+        systems: dict[str, Step] = {"plain": lambda: plain(**inputs), CEILING: independent.step}
+        systems |= {way: lambda m=pm: m(**inputs) for way, pm in modules.items()}  # type: ignore[misc]
+        seconds = interleave(systems, scale.rounds)
     rows = []
     for way, pm in modules.items():
         assert pm.plan is not None
@@ -95,6 +108,7 @@ def measure(subject: Subject, scale: Scale) -> list[Row]:
                 plain_throughput=scale.batch / median(seconds["plain"]),
                 speedup=ratio(seconds["plain"], seconds[way]),
                 output_error=errors[way],
+                seconds=seconds,
             )
         )
         pm.close()

@@ -16,6 +16,7 @@ from cost_models import parse_devices
 from cost_models.hardware.devices import usable_cores
 
 _PACKAGES = ("torch", "transformers", "numpy", "networkx")
+CHANGING = ("date", "load average (1, 5, 15 min)")  # what differs from minute to minute on one machine
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
 
 
@@ -23,7 +24,7 @@ def machine_header() -> dict[str, str]:
     """Name -> text, in the order to show. The load average tells whether others were at work."""
     processor = parse_devices("cpu")[0].kind.rpartition(",")[0]
     header = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        CHANGING[0]: datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": f"{processor}, {usable_cores()} usable cores",
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -34,7 +35,7 @@ def machine_header() -> dict[str, str]:
     header["torch threads of the caller"] = str(torch.get_num_threads())
     header |= {name: os.environ.get(name, "not set") for name in _THREAD_VARIABLES}
     if hasattr(os, "getloadavg"):
-        header["load average (1, 5, 15 min)"] = ", ".join(f"{load:.2f}" for load in os.getloadavg())
+        header[CHANGING[1]] = ", ".join(f"{load:.2f}" for load in os.getloadavg())
     return header
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.capture.program import capture
 from benchmarks import plan_memory
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from benchmarks.plan_memory import Call, Peak, usual_plans
 from cost_models.memory.recomputation import nodes_inside
@@ -68,13 +69,16 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def run_memory(quick: bool) -> Report:
+def run_memory(quick: bool, kept: Kept) -> Report:
     rows: list[Row] = []
     for build in BUILDERS:
         for optimizer, recompute in VARIANTS:
-            rows += measure(build(quick), optimizer, recompute)
+            found = kept.case(
+                build.__name__, optimizer, recompute, make=partial(_rows, build, quick, optimizer, recompute)
+            )
+            rows += [Row(**row) for row in found]
             gc.collect()  # modules and graphs refer to each other, and the next model needs the memory
-    plans = list(measure_plans(quick))
+    plans = list(measure_plans(quick, kept.part("plans")))
     data = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
     tables = (_table(rows), _moments(rows), _plans(plans))
     return Report("Memory of a training step on a CPU", tables, {"rows": data, "plans": [one.data for one in plans]})
@@ -95,25 +99,37 @@ class PlanRow:
         return dataclasses.asdict(self)
 
 
-def measure_plans(quick: bool) -> Iterator[PlanRow]:
+def _rows(build: Callable[[bool], Subject], quick: bool, optimizer: str, recompute: bool) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in measure(build(quick), optimizer, recompute)]
+
+
+def measure_plans(quick: bool, kept: Kept) -> Iterator[PlanRow]:
     """The models under the usual plans, at batches that are small enough for three workers."""
     for build, (first, cuts) in PLANNED.items():
-        subject = build(quick)
-        rows, length = (4, 32) if quick else (4, 128)
-        inputs = {
-            name: (x[:rows, :length] if x.dim() == 2 and not x.is_floating_point() else x[:rows]).clone()
-            for name, x in subject.inputs.items()
-        }
-        for train_step in (True, False):
-            call = Call(kwargs=inputs, train_step=train_step)
-            ready = plan_memory.Subject.of(subject.model.train(), call, workers=3)
-            for name, plan in usual_plans(first, cuts[0 if quick else 1]):
-                if train_step or name in LOSS_BY_CALLER:
-                    log.info("%s, %s%s", subject.name, name, "" if train_step else ", loss by the caller")
-                    found = plan_memory.peaks(ready, plan, optimizer="adamw", maker=MAKERS["adamw"])
-                    where = "last stage" if train_step else "caller"
-                    yield PlanRow(subject.name, f"{rows} samples", where, name, found)
-                    gc.collect()
+        found = kept.case(build.__name__, make=partial(_plan_rows, build, quick, first, cuts[0 if quick else 1]))
+        for row in found:
+            yield PlanRow(**{**row, "stages": [Peak(**stage) for stage in row["stages"]]})
+
+
+def _plan_rows(build: Callable[[bool], Subject], quick: bool, first: str, cuts: Any) -> list[dict[str, Any]]:
+    """The rows of one model, as JSON has them."""
+    made, subject = [], build(quick)
+    rows, length = (4, 32) if quick else (4, 128)
+    inputs = {
+        name: (x[:rows, :length] if x.dim() == 2 and not x.is_floating_point() else x[:rows]).clone()
+        for name, x in subject.inputs.items()
+    }
+    for train_step in (True, False):
+        call = Call(kwargs=inputs, train_step=train_step)
+        ready = plan_memory.Subject.of(subject.model.train(), call, workers=3)
+        for name, plan in usual_plans(first, cuts):
+            if train_step or name in LOSS_BY_CALLER:
+                log.info("%s, %s%s", subject.name, name, "" if train_step else ", loss by the caller")
+                found = plan_memory.peaks(ready, plan, optimizer="adamw", maker=MAKERS["adamw"])
+                where = "last stage" if train_step else "caller"
+                made.append(PlanRow(subject.name, f"{rows} samples", where, name, found).data)
+                gc.collect()
+    return made
 
 
 def measure(subject: Subject, optimizer: str, recompute: bool) -> Iterator[Row]:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from autopar.runtime.other_systems.training_step import TrainingStep
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -24,6 +26,12 @@ class Workload:
     @property
     def batch_size(self) -> int:
         return self.target.shape[0]
+
+    @property
+    def training_step(self) -> TrainingStep:
+        """The same step, as other systems take it."""
+        dims = (0,) * len(self.inputs)
+        return TrainingStep(self.model, (), self.inputs, self.target, self.loss, self.batch_size, dims, (0,))
 
     def step(self) -> None:
         """The plain model, as PyTorch runs it."""

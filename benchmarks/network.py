@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from autopar import Plan
 from benchmarks.hosts import Hosts, hosts, why_not
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from benchmarks.timing import ratio
 
@@ -24,7 +26,7 @@ _JOB = Path(__file__).parent / "network_job.py"
 FAST, SLOW = 1000.0, 100.0  # Mbit/s
 
 
-def run_network(quick: bool) -> Report:
+def run_network(quick: bool, kept: Kept) -> Report:
     """Raises RuntimeError where the machine allows no namespaces, or a rank fails."""
     reason = why_not()
     if reason:
@@ -32,8 +34,15 @@ def run_network(quick: bool) -> Report:
     rounds = 2 if quick else 9
     with tempfile.TemporaryDirectory() as folder, hosts(2, FAST) as network:
         rates = (FAST, SLOW)
-        found = [planned(network, rate, Path(folder)) for rate in rates]
-        measured = [compared(network, rate, found, rounds, Path(folder)) for rate in rates]
+
+        def made(rate: float) -> str:
+            return planned(network, rate, Path(folder)).to_json()
+
+        found = [Plan.from_json(kept.case("plan", rate, make=partial(made, rate))) for rate in rates]
+        measured = [
+            kept.case("steps", rate, make=partial(compared, network, rate, found, rounds, Path(folder)))
+            for rate in rates
+        ]
     return _report(found, measured)
 
 

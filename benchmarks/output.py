@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
+
+from cost_models.measuring.intervals import median_interval
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,24 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Rounds:
+    """Times of several systems in the same rounds."""
+
+    what: str  # the model and its batch; unique in a report
+    seconds: Mapping[str, Sequence[float]]  # by system, one for each round
+    ceiling: str | None = None  # the system that is the machine's ceiling: independent processes, parts of the batch
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON has it, with the spread of every system."""
+        spread = {}
+        for name, taken in self.seconds.items():
+            found = median_interval(taken)
+            spread[name] = {"median": median(taken), "low": found.low, "high": found.high, "level": found.level}
+        seconds = {name: list(taken) for name, taken in self.seconds.items()}
+        return {"what": self.what, "ceiling": self.ceiling, "seconds": seconds, "spread": spread}
+
+
+@dataclass(frozen=True)
 class Report:
     """What a benchmark found."""
 
@@ -30,7 +51,7 @@ class Report:
     tables: tuple[Table, ...]
     data: dict[str, Any]  # JSON values, in seconds
     draw: Callable[[Path], None] | None = None  # writes the figure; raises ImportError without matplotlib
-    plain: bool = False  # JSON has the data alone, without title and machine
+    measured: tuple[Rounds, ...] = ()  # all times, for `diff`
 
 
 def show(report: Report, header: Mapping[str, str], console: Console) -> None:
@@ -60,8 +81,9 @@ def to_markdown(report: Report, header: Mapping[str, str], figure: str | None = 
 
 
 def to_json(report: Report, header: Mapping[str, str]) -> str:
-    head = {} if report.plain else {"title": report.title, "machine": dict(header)}
-    return json.dumps({**head, **report.data}, indent=1) + "\n"
+    head = {"title": report.title, "machine": dict(header)}
+    measured = {"measured": [rounds.to_data() for rounds in report.measured]} if report.measured else {}
+    return json.dumps({**head, **report.data, **measured}, indent=1) + "\n"
 
 
 def _line(cells: tuple[str, ...] | list[str]) -> str:

@@ -13,7 +13,8 @@ from torch.nn.functional import mse_loss
 
 import autopar
 from autopar import Plan
-from benchmarks.output import Report, Table
+from benchmarks.kept import Kept
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import Step, interleave, slope
 from cost_models.hardware.devices import operator_threads
 
@@ -40,11 +41,12 @@ class Result:
     per_plain_microbatch: dict[int, float]  # layers a stage -> s, slope of `accumulation`
     wrapped_call: float  # s, a call wrapped for one device, without gradients, beyond the plain model's
     wrapped_step: float  # s, train_step wrapped for one device, beyond the plain model's forward and backward
+    rounds: tuple[Rounds, ...]  # what all of these are the medians of
 
 
-def run_overhead(scale: Scale) -> Report:
+def run_overhead(scale: Scale, kept: Kept) -> Report:
     with operator_threads(1):
-        result = measure(scale)
+        result = measure(scale, kept)
     counts = scale.counts
     microbatches = [
         Table(
@@ -67,21 +69,42 @@ def run_overhead(scale: Scale) -> Report:
             ("train_step", f"{result.wrapped_step * 1e6:.1f}"),
         ),
     )
-    return Report("Overhead on tiny stages", (*microbatches, wrapped), dataclasses.asdict(result))
+    data = dataclasses.asdict(result)
+    del data["rounds"]  # they are the report's own
+    return Report("Overhead on tiny stages", (*microbatches, wrapped), data, measured=result.rounds)
 
 
-def measure(scale: Scale) -> Result:
-    times = {layers: step_times(scale, layers) for layers in LAYERS}
-    call, step = _wrapped(*example(LAYERS[-1]), scale.rounds)
+def measure(scale: Scale, kept: Kept) -> Result:
+    seconds = {layers: step_times(scale, layers, kept.part(layers)) for layers in LAYERS}
+    times = {layers: _medians(found, scale.counts) for layers, found in seconds.items()}
+    wrapped = _wrapped(*example(LAYERS[-1]), scale.rounds, kept.part("wrapped"))
+    typical = {name: median(taken) / CALLS for name, taken in wrapped.items()}
+    rounds = [
+        Rounds(f"{layers} layers a stage", {_step_name(*key): taken for key, taken in found.items()})
+        for layers, found in seconds.items()
+    ]
     slopes = {layers: [slope(list(t), list(t.values())) for t in pair] for layers, pair in times.items()}
     return Result(
         {layers: pipeline for layers, (pipeline, _) in times.items()},
         {layers: plain for layers, (_, plain) in times.items()},
         {layers: pipeline for layers, (pipeline, _) in slopes.items()},
         {layers: plain for layers, (_, plain) in slopes.items()},
-        call,
-        step,
+        typical["wrapped call"] - typical["plain call"],
+        typical["wrapped step"] - typical["plain step"],
+        (*rounds, Rounds(f"{CALLS} calls", wrapped)),
     )
+
+
+def _step_name(pipelined: bool, n_microbatches: int) -> str:
+    return f"{'autopar' if pipelined else 'plain model in turn'}, {n_microbatches} micro-batches"
+
+
+def _medians(
+    seconds: dict[tuple[bool, int], tuple[float, ...]], counts: tuple[int, ...]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """By n_microbatches: pipelined, and accumulated by the plain model."""
+    pipeline, accumulation = ({m: median(seconds[piped, m]) for m in counts} for piped in (True, False))
+    return pipeline, accumulation
 
 
 def example(layers: int) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
@@ -91,14 +114,13 @@ def example(layers: int) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
     return model, torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 
 
-def step_times(scale: Scale, layers: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Median seconds by n_microbatches: pipelined, and accumulated by the plain model."""
+def step_times(scale: Scale, layers: int, kept: Kept) -> dict[tuple[bool, int], tuple[float, ...]]:
+    """Seconds of every round, by whether the step is pipelined, or accumulated by the plain model, and by
+    n_microbatches."""
     model, x, y = example(layers)
     steps = {(True, m): _pipeline_step(model, x, y, m, layers) for m in scale.counts}
     steps |= {(False, m): _accumulation_step(model, x, y, m) for m in scale.counts}
-    seconds = interleave(steps, scale.rounds, _clear(model))
-    pipeline, accumulation = ({m: median(seconds[piped, m]) for m in scale.counts} for piped in (True, False))
-    return pipeline, accumulation
+    return interleave(steps, scale.rounds, _clear(model), kept)
 
 
 def _pipeline_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, m: int, layers: int) -> Step:
@@ -115,8 +137,10 @@ def _accumulation_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, m: in
     return step
 
 
-def _wrapped(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rounds: int) -> tuple[float, float]:
-    """Seconds that one call and one training step take more when wrapped for one device."""
+def _wrapped(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, rounds: int, kept: Kept
+) -> dict[str, tuple[float, ...]]:
+    """Seconds of CALLS calls and training steps, plain and wrapped for one device, in each round."""
     module = autopar.parallelize(model, ["cpu"], plan=Plan.from_split({"0": 0}, n_microbatches=1))
     steps = {
         "plain call": _often(lambda: model(x), grad=False),
@@ -124,8 +148,7 @@ def _wrapped(model: nn.Module, x: torch.Tensor, y: torch.Tensor, rounds: int) ->
         "plain step": _often(lambda: mse_loss(model(x), y).backward()),
         "wrapped step": _often(lambda: module.train_step(x, target=y, loss_fn=mse_loss)),
     }
-    seconds = {name: median(s) / CALLS for name, s in interleave(steps, rounds, _clear(model)).items()}
-    return seconds["wrapped call"] - seconds["plain call"], seconds["wrapped step"] - seconds["plain step"]
+    return interleave(steps, rounds, _clear(model), kept)
 
 
 def _often(call: Callable[[], object], grad: bool = True) -> Step:

@@ -6,14 +6,16 @@ blocks                    0           1           2                n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear, mse_loss
 
+from autopar.runtime.other_systems.training_step import TrainingStep
 from benchmarks import models, overhead
 from benchmarks.models import Workload
 
@@ -40,6 +42,21 @@ class Subject:
 
     def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self.workload.loss(Logits(logits), target)
+
+    @property
+    def training_step(self) -> TrainingStep:
+        """The same step, as other systems take it."""
+        step = self.workload.training_step
+        return replace(step, blocks=self.blocks, block_loss=self.loss, tied=self.tied)
+
+
+Gradients = dict[str, np.ndarray[Any, Any]]  # by the model's names of its parameters
+
+
+def gradients_of(model: nn.Module, names: Sequence[str]) -> Gradients:
+    """Those of the parameters `names` that have one."""
+    parameters = dict(model.named_parameters())
+    return {name: g.numpy().copy() for name in names if (g := parameters[name].grad) is not None}
 
 
 Builder = Callable[[], Subject]  # of the same numbers at every call, in every process

@@ -22,21 +22,17 @@ import torch.distributed as dist
 
 import autopar
 from autopar import PipelinedModule, Plan
+from autopar.runtime.other_systems.blocks import balanced, block_seconds, sizes_in_words
+from autopar.runtime.other_systems.gpipe import gpipe_step, worker_a_stage
+from autopar.runtime.other_systems.independent import CEILING
+from autopar.runtime.other_systems.pipelining import PER_RANK
+from autopar.runtime.other_systems.processes import Processes
 from benchmarks import peer_models
 from benchmarks.bound import Alone, Noted, lower_bound
-from benchmarks.output import Report, Table
-from benchmarks.peer_models import Builder, Subject
-from benchmarks.peer_systems import (
-    GLOO_SCHEDULES,
-    Gradients,
-    Rank,
-    Ranks,
-    best_cut,
-    block_seconds,
-    gpipe_step,
-    gradients_of,
-    worker_a_stage,
-)
+from benchmarks.distributed_systems import STAGES, BenchmarkRank
+from benchmarks.kept import Kept, as_row
+from benchmarks.output import Report, Rounds, Table
+from benchmarks.peer_models import Builder, Gradients, Subject, gradients_of
 from benchmarks.timing import interleave, ratio, slope
 from benchmarks.training import DEVICES
 from cost_models.hardware.devices import operator_threads
@@ -45,9 +41,9 @@ log = logging.getLogger(__name__)
 
 AUTOPAR = "autopar"
 GPIPE, GPIPE_WORKERS = "torchgpipe", "torchgpipe, a worker a stage"
-GLOO = {f"torch.distributed.pipelining, {schedule}": schedule for schedule in GLOO_SCHEDULES}
+GLOO = {f"torch.distributed.pipelining, {schedule}": schedule for schedule in PER_RANK}
 ALONE = "autopar's actions, one at a time"
-SYSTEMS = (AUTOPAR, GPIPE, GPIPE_WORKERS, *GLOO)
+SYSTEMS = (AUTOPAR, GPIPE, GPIPE_WORKERS, *GLOO, CEILING)
 
 TOLERANCE = 1e-3  # of losses and gradients, relative to the plain model's: single precision, summed in another order
 _N_CHECKED = 8  # parameters whose gradients are compared
@@ -69,15 +65,17 @@ QUICK = Scale((2, 4), 20, (2, 4), 20, 0.1, 3)
 
 @dataclass(frozen=True)
 class Row:
-    """One system that runs a model's step with n micro-batches. A system that is not installed has no row."""
+    """One system that runs a model's step with n micro-batches. A system that cannot run it has no row."""
 
     system: str
     n_microbatches: int
     how: str  # devices and schedule of the plan, or the cut, in words
     steps: tuple[float, ...]  # s, measured in turn with the other rows of the same model and number
     over_autopar: float  # median over rounds of its time / autopar's
-    loss_error: float  # relative to the plain model's, the same micro-batches one after the other
-    gradient_error: float  # largest norm of a difference / largest norm, of a few parameters
+    # Relative to the plain model's, the same micro-batches one after the other. None of the ceiling, which has parts
+    # of the batch.
+    loss_error: float | None
+    gradient_error: float | None  # largest norm of a difference / largest norm, of a few parameters
     alone: float | None = None  # s, the simulator's bound from actions one at a time; autopar's rows alone
     over_bound: float | None = None  # median over rounds of the time / the bound from the actions of that very step
 
@@ -112,25 +110,38 @@ class System:
     gradients: Callable[[], Gradients]
 
 
-def run_peers(quick: bool) -> Report:
+def run_peers(quick: bool, kept: Kept) -> Report:
     scale = QUICK if quick else FULL
     models = [partial(build, quick) for build in (peer_models.resnet, peer_models.gpt, peer_models.bert)]
     with ExitStack() as stack:
         stack.enter_context(operator_threads(1))
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, AUTOPAR_CACHE_DIR=cache))
-        ranks = stack.enter_context(Ranks()) if dist.is_available() and dist.is_gloo_available() else None
-        title, tiny = compare(peer_models.tiny, scale.tiny_counts, scale.tiny_rounds, scale, ranks)
-        found = dict(compare(build, scale.counts, scale.rounds, scale, ranks) for build in models)
+        has_gloo = dist.is_available() and dist.is_gloo_available()
+        ranks = stack.enter_context(Processes(BenchmarkRank, STAGES)) if has_gloo else None
+        title, tiny = compare(peer_models.tiny, scale.tiny_counts, scale.tiny_rounds, scale, ranks, kept.part("tiny"))
+        found = dict(
+            compare(build, scale.counts, scale.rounds, scale, ranks, kept.part(build.func.__name__)) for build in models
+        )
     tables = [_tiny_table(title, tiny), *(_model_table(*model) for model in found.items())]
     tables += [_ratio_table(found), _bound_table(found)]
     rows = {name: [_values(row) for row in rows] for name, rows in {title: tiny, **found}.items()}
     data = {"torchgpipe": version(GPIPE) if _has_gpipe() else None, "models": rows}
-    return Report("Beside other pipelines, two devices of a core each", tuple(tables), data)
+    measured = tuple(
+        _rounds(name, m, [row for row in rows if row.n_microbatches == m])
+        for name, rows in {title: tiny, **found}.items()
+        for m in sorted({row.n_microbatches for row in rows})
+    )
+    return Report("Beside other pipelines, two devices of a core each", tuple(tables), data, measured=measured)
+
+
+def _rounds(title: str, m: int, rows: list[Row]) -> Rounds:
+    seconds = {row.system: row.steps for row in rows}
+    return Rounds(f"{title}, {m} micro-batches", seconds, CEILING if CEILING in seconds else None)
 
 
 def compare(
-    build: Builder, counts: tuple[int, ...], rounds: int, scale: Scale, ranks: Ranks | None
+    build: Builder, counts: tuple[int, ...], rounds: int, scale: Scale, ranks: Processes | None, kept: Kept
 ) -> tuple[str, list[Row]]:
     """The model's title, and rows for every number of micro-batches and every system that is installed.
 
@@ -139,22 +150,27 @@ def compare(
     subject = build()
     title = subject.workload.title
     if ranks is not None:
-        ranks.call(Rank.load, build)
+        ranks.call(BenchmarkRank.load, build)
     rows: list[Row] = []
     for m in counts:
-        log.info("%s, %d micro-batches: preparing", title, m)
-        rows += _measured(subject, m, rounds, scale, ranks)
+        found = kept.case(m, make=partial(_values_of, subject, m, rounds, scale, ranks))
+        rows += [as_row(Row, row) for row in found]
         gc.collect()  # modules and graphs refer to each other, and what comes next needs the memory
     return title, rows
 
 
-def _measured(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Ranks | None) -> Iterator[Row]:
+def _values_of(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Processes | None) -> list[dict[str, Any]]:
+    log.info("%s, %d micro-batches: preparing", subject.workload.title, m)
+    return [dataclasses.asdict(row) for row in _measured(subject, m, rounds, scale, ranks)]
+
+
+def _measured(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Processes | None) -> Iterator[Row]:
     workload = subject.workload
 
     def clear() -> None:
         workload.clear()
         if ranks is not None:
-            ranks.call(Rank.clear)
+            ranks.call(BenchmarkRank.clear)
 
     # The model's parameters move nowhere, so that all in this process share the one model.
     names = _some([name for name, p in workload.model.named_parameters() if p.requires_grad])
@@ -163,6 +179,10 @@ def _measured(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Ranks 
     systems = {AUTOPAR: System(f"{plan.places}, {plan.schedule}", _train_step(module, subject), here)}
     systems |= _gpipe(subject, m, scale.balancing, here) | _gloo(subject, m, scale.block_rounds, ranks, names)
     errors = _errors(subject, m, systems, here, clear)
+    systems = {name: system for name, system in systems.items() if name in errors}
+    if ranks is not None:
+        ranks.call(BenchmarkRank.independent, CEILING)
+        systems[CEILING] = System(f"{STAGES} independent processes", partial(_step, ranks, CEILING), here)
     alone, noted = Alone(module, workload), Noted(module, systems[AUTOPAR].step)
     log.info("%s, %d micro-batches: comparing", workload.title, m)
     steps: dict[str, Callable[[], object]] = {name: system.step for name, system in systems.items()}
@@ -175,26 +195,31 @@ def _measured(subject: Subject, m: int, rounds: int, scale: Scale, ranks: Ranks 
     for name, system in systems.items():
         over = ratio(seconds[name], seconds[AUTOPAR])
         bounds = (bound, over_bound) if name == AUTOPAR else (None, None)
-        yield Row(name, m, system.how, seconds[name], over, *errors[name], *bounds)
+        yield Row(name, m, system.how, seconds[name], over, *errors.get(name, (None, None)), *bounds)
 
 
 def _errors(
     subject: Subject, m: int, systems: Mapping[str, System], here: Callable[[], Gradients], clear: Callable[[], None]
 ) -> dict[str, tuple[float, float]]:
-    """Of every system's loss and gradients; RuntimeError where they are too large."""
+    """Of every system's loss and gradients. One of another system that are too large end it with a message, those of
+    autopar raise RuntimeError."""
     clear()
     reference = Outcome(_accumulated(subject, m), here())
     found = {}
     for name, system in systems.items():
         clear()
         loss = system.step()
-        found[name] = Outcome(loss, system.gradients()).errors(reference)
-        if not max(found[name]) <= TOLERANCE:
-            loss_error, gradient_error = found[name]
-            raise RuntimeError(
-                f"{name}, {subject.workload.title}, {m} micro-batches: the loss is off by {loss_error:.1e} and "
-                f"gradients by {gradient_error:.1e} of the plain model's"
-            )
+        errors = Outcome(loss, system.gradients()).errors(reference)
+        if max(errors) <= TOLERANCE:
+            found[name] = errors
+            continue
+        text = (
+            f"{name}, {subject.workload.title}, {m} micro-batches: the loss is off by {errors[0]:.1e} and gradients by "
+            f"{errors[1]:.1e} of the plain model's"
+        )
+        if name == AUTOPAR:
+            raise RuntimeError(text)
+        log.warning("%s; it is not timed", text)
     return found
 
 
@@ -242,8 +267,8 @@ def _train_step(module: PipelinedModule, subject: Subject) -> Callable[[], float
 def _gpipe(subject: Subject, m: int, balancing: float, gradients: Callable[[], Gradients]) -> dict[str, System]:
     if not _has_gpipe():
         return {}
-    step, cut = gpipe_step(subject, m, balancing)
-    how = _cut_in_words(subject, cut)
+    step, sizes = gpipe_step(subject.training_step, STAGES, m, balancing)
+    how = f"blocks {' | '.join(map(str, sizes))}"
     return {
         GPIPE: System(how, step, gradients),
         GPIPE_WORKERS: System(how, partial(worker_a_stage, step), gradients),
@@ -254,17 +279,37 @@ def _has_gpipe() -> bool:
     return importlib.util.find_spec(GPIPE) is not None
 
 
-def _gloo(subject: Subject, m: int, block_rounds: int, ranks: Ranks | None, names: list[str]) -> dict[str, System]:
+def _gloo(subject: Subject, m: int, block_rounds: int, ranks: Processes | None, names: list[str]) -> dict[str, System]:
+    """Those schedules that there are enough blocks and micro-batches for."""
     if ranks is None:
         return {}
-    cut = best_cut(block_seconds(subject, m, block_rounds))
-    ranks.call(Rank.prepare, m, cut)
-    how, gradients = _cut_in_words(subject, cut), partial(ranks.gradients, names)
-    return {name: System(how, partial(ranks.step, schedule, m), gradients) for name, schedule in GLOO.items()}
+    times = block_seconds(subject.training_step, m, block_rounds)
+    systems = {}
+    for name, schedule in GLOO.items():
+        n_stages = STAGES * PER_RANK[schedule]
+        if len(times) < n_stages:
+            continue
+        cuts = balanced(times, n_stages)
+        try:
+            ranks.call(BenchmarkRank.pipelining, name, schedule, m, cuts)
+        except RuntimeError as error:
+            if "ended" in str(error):  # a process; there is no going on
+                raise
+            log.info("%s, %d micro-batches: not run: %s", name, m, str(error).strip().splitlines()[-1])
+            continue
+        step, gradients = partial(_step, ranks, name), partial(_gradients, ranks, name, names)
+        systems[name] = System(sizes_in_words(cuts, len(times)), step, gradients)
+    return systems
 
 
-def _cut_in_words(subject: Subject, cut: int) -> str:
-    return f"blocks {cut} | {len(subject.blocks) - cut}"
+def _step(ranks: Processes, name: str) -> float:
+    losses = [loss for loss in ranks.call(BenchmarkRank.step, name) if loss is not None]
+    return float(losses[-1])
+
+
+def _gradients(ranks: Processes, name: str, names: list[str]) -> Gradients:
+    first, last = ranks.call(BenchmarkRank.gradients, name, names)
+    return {**first, **last}
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
@@ -279,7 +324,7 @@ def _tiny_table(title: str, rows: list[Row]) -> Table:
     lines = []
     for system in SYSTEMS:
         times = {row.n_microbatches: row.measured for row in rows if row.system == system}
-        shown = [f"{times[m] * 1e3:.2f}" if times else "not installed" for m in counts]
+        shown = [f"{times[m] * 1e3:.2f}" if m in times else _absent(system) for m in counts]
         lines.append((system, *shown, f"{slope(list(times), list(times.values())) * 1e6:.0f}" if times else ""))
     return Table(
         f"Step of {title}",
@@ -302,11 +347,15 @@ def _model_table(title: str, rows: list[Row]) -> Table:
     )
 
 
+def _absent(system: str) -> str:
+    return "not installed" if system.startswith(GPIPE) and not _has_gpipe() else "not run"
+
+
 def _model_line(system: str, m: int, row: Row | None) -> tuple[str, ...]:
     if row is None:
-        return (system, str(m), "not installed", *[""] * 5)
+        return (system, str(m), _absent(system), *[""] * 5)
     spread = f"{min(row.steps):.3f}-{max(row.steps):.3f}"
-    errors = f"{row.loss_error:.1e}", f"{row.gradient_error:.1e}"
+    errors = [f"{error:.1e}" if error is not None else "" for error in (row.loss_error, row.gradient_error)]
     return (system, str(m), row.how, f"{row.measured:.3f}", spread, f"{row.over_autopar:.2f}", *errors)
 
 
@@ -318,11 +367,12 @@ def _ratio_table(found: Mapping[str, list[Row]]) -> Table:
             gloo = [row for system in GLOO if (row := _find(rows, system, m)) is not None]
             best = min(gloo, key=lambda row: row.over_autopar, default=None)
             which = GLOO[best.system] if best else ""
-            cells = [f"{row.over_autopar:.2f}" if row else "not installed" for row in (*others, best)]
+            named = zip((GPIPE, GPIPE_WORKERS, "pipelining"), (*others, best), strict=True)
+            cells = [f"{row.over_autopar:.2f}" if row else _absent(name) for name, row in named]
             lines.append((title, str(m), *cells, which))
     return Table(
         "Step time / autopar's",
-        ("", "micro-batches", GPIPE, GPIPE_WORKERS, "torch.distributed.pipelining", "by its better schedule"),
+        ("", "micro-batches", GPIPE, GPIPE_WORKERS, "torch.distributed.pipelining", "by its best schedule"),
         tuple(lines),
     )
 

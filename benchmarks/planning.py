@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -26,6 +27,7 @@ from autopar.costs.cost_table import CostTable
 from autopar.costs.operator_cost import OperatorCost, Weight
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from cost_models import Device, Link
 
@@ -80,16 +82,16 @@ QUICK_AHEAD = {"llama_of_4_layers_8_h100": Llama(4, 64, 128, 4, 2, 100, 1, 32)}
 QUICK = {"60_nodes_4_devices_of_two_kinds": Case(5, (2, 2), 16)}
 
 
-def run_planning(quick: bool) -> Report:
+def run_planning(quick: bool, kept: Kept) -> Report:
     """Every case in a process of its own, so that its peak memory is its own."""
     rows, data = [], {}
     for name in [*QUICK, *QUICK_AHEAD] if quick else [*CASES, *AHEAD]:
-        seconds, peak, text = _measured(name)
+        seconds, peak, text = kept.case(name, make=partial(_measured, name))
         data[name] = {"seconds": seconds, "peak_gb": peak}
         rows.append((name.replace("_", " "), f"{seconds:.1f}", f"{peak:.2f}", text))
     columns = ("case", "seconds", "peak GB", "plan")
     note = "Llamas from the model's code to the plan; the made-up ones from a cost graph, the measuring left out."
-    return Report("Planning time", (Table("Planning time", columns, tuple(rows), note),), data, plain=True)
+    return Report("Planning time", (Table("Planning time", columns, tuple(rows), note),), data)
 
 
 def _measured(name: str) -> tuple[float, float, str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from autopar.capture.program import capture
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import choose
 from autopar.sharding.mesh import make_mesh
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from cost_models import Cluster
 
@@ -75,13 +77,11 @@ class Llama(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def run_planning_time(quick: bool) -> Report:
+def run_planning_time(quick: bool, kept: Kept) -> Report:
     """Every case in a process of its own, so that its peak memory is its own."""
     data, rows = {}, []
     for name in QUICK if quick else CASES:
-        code = f"from benchmarks.planning_time import choose_case; choose_case({name!r})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds, peak, text = done.stdout.strip().splitlines()[-1].split("|", 2)
+        seconds, peak, text = kept.case(name, make=partial(_measured, name))
         data[name] = {"seconds": float(seconds), "peak_gb": float(peak)}
         rows.append((name.replace("_", " "), f"{float(seconds):.1f}", f"{float(peak):.2f}", text))
     note = (
@@ -89,7 +89,14 @@ def run_planning_time(quick: bool) -> Report:
         "cluster all of the plan."
     )
     table = Table("Planning", ("case", "seconds", "peak GB", "choice"), tuple(rows), note)
-    return Report("Choosing sharding strategies", (table,), data, plain=True)
+    return Report("Choosing sharding strategies", (table,), data)
+
+
+def _measured(name: str) -> list[str]:
+    """Seconds, peak gigabytes of the process, and the choice in a few words."""
+    code = f"from benchmarks.planning_time import choose_case; choose_case({name!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip().splitlines()[-1].split("|", 2)
 
 
 def choose_case(name: str) -> None:

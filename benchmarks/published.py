@@ -12,14 +12,15 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
-from benchmarks.published_runs.cases import Case
+from benchmarks.published_runs.cases import Case, Degrees
 from benchmarks.published_runs.errors import Errors, regrets
 from benchmarks.published_runs.forms import read_cases
 from benchmarks.published_runs.models import Sizes
@@ -40,11 +41,26 @@ _READING = (
 
 
 @dataclass(frozen=True)
+class Figures:
+    """What a case was priced at, without the plan itself, which is large."""
+
+    seconds: float | None  # of a step; None: no plan
+    memory: float | None  # bytes on the device that needs most
+    degrees: Degrees
+    candidates: int  # plans that were priced
+    why_not: str
+
+    @classmethod
+    def of(cls, priced: Priced) -> Figures:
+        return cls(priced.seconds, priced.memory, dict(priced.degrees), priced.candidates, priced.why_not)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A published figure and what is predicted for it."""
 
     case: Case
-    priced: Priced
+    priced: Figures
 
     @property
     def seconds(self) -> float | None:
@@ -68,7 +84,7 @@ class Outcome:
         return self.priced.memory / self.case.memory - 1
 
 
-def run_published(folder: Path | None, quick: bool) -> Report | None:
+def run_published(folder: Path | None, quick: bool, kept: Kept | None = None) -> Report | None:
     """Every table of `folder`; None without a folder, or if it has none of a known form.
 
     Raises:
@@ -78,13 +94,14 @@ def run_published(folder: Path | None, quick: bool) -> Report | None:
     tables = {name: cases[:QUICK_CASES] if quick else cases for name, cases in read.items() if cases}
     if not tables:
         return None
-    outcomes = {name: evaluate(name, cases) for name, cases in tables.items()}
+    kept = Kept() if kept is None else kept
+    outcomes = {name: evaluate(name, cases, kept=kept.part(name)) for name, cases in tables.items()}
     shown = [_summary(outcomes), *(_table(name, found) for name, found in outcomes.items())]
     data = {name: as_json(found) for name, found in outcomes.items()}
-    return Report("Published training runs, predicted", tuple(shown), data, plain=True)
+    return Report("Published training runs, predicted", tuple(shown), data)
 
 
-def evaluate(name: str, cases: Sequence[Case], processes: int | None = None) -> list[Outcome]:
+def evaluate(name: str, cases: Sequence[Case], processes: int | None = None, kept: Kept | None = None) -> list[Outcome]:
     """The cases of one table. Those of a model share work, so they are priced one after another; models of a long table
     are shared out over `processes` (default: one a core), which changes no price."""
     by_model: dict[Sizes, list[int]] = defaultdict(list)
@@ -93,13 +110,19 @@ def evaluate(name: str, cases: Sequence[Case], processes: int | None = None) -> 
     places = sorted(by_model.values(), key=lambda mine: (-len(mine), mine))  # long ones first
     for mine in places:
         mine.sort(key=lambda place: (str(cases[place].options), cases[place].batch))
-    groups = [[cases[place] for place in mine] for mine in places]
+    kept = Kept() if kept is None else kept
+    missing = [number for number in range(len(places)) if kept.get(number) is None]
+    groups = [[cases[place] for place in places[number]] for number in missing]
     if processes is None:
         processes = (os.cpu_count() or 1) if len(cases) >= _LONG_TABLE else 1
+    for number, priced in zip(missing, _priced(groups, min(processes, len(groups))), strict=True):
+        log.info("%s, model %d of %d: %d rows", name, number + 1, len(places), len(priced))
+        kept.put(number, value=[asdict(Figures.of(one)) for one in priced])
     found: dict[int, Outcome] = {}
-    for number, (mine, priced) in enumerate(zip(places, _priced(groups, min(processes, len(groups))), strict=True)):
-        log.info("%s, model %d of %d: %d rows", name, number + 1, len(places), len(mine))
-        found.update((place, Outcome(cases[place], one)) for place, one in zip(mine, priced, strict=True))
+    for number, mine in enumerate(places):
+        found.update(
+            (place, Outcome(cases[place], Figures(**one))) for place, one in zip(mine, kept.get(number), strict=True)
+        )
     return [found[place] for place in range(len(cases))]
 
 

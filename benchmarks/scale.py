@@ -1,7 +1,7 @@
 """Training of GPT-3, Llama 3 405B and a mixture of experts on 64 to 16,384 H100: planned and simulated.
 
 The batch of a step stays the same, so that more devices have less to do each. Every case is planned in a process of its
-own and written at once to `scale.jsonl`; a run that is interrupted goes on with the cases that are not there.
+own and kept at once; a run that is interrupted goes on with the cases that are not there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import autopar
 from autopar import AutoparError, ClusterComparison, Plan
+from benchmarks.kept import Kept
 from benchmarks.output import Report, Table
 from benchmarks.scale_models import MODELS, QUICK, Training
 
@@ -31,20 +32,8 @@ _HOW: dict[str, Any] = {"precision": "bf16-mixed", "launch": "compiled", "optimi
 TRILLION = 1e12  # tokens, for the cost of a training run
 
 
-def run_scale(quick: bool, folder: Path) -> Report:
-    """`folder`: where the results of cases are kept as they come."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / ("scale-quick.jsonl" if quick else "scale.jsonl")
-    rows = {(row["model"], row["devices"], row["plan"]): row for row in _read(kept)}
-    kept.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))  # without a line that was cut off
-    for case in _cases(quick):
-        if case in rows:
-            continue
-        log.info("%s on %d devices, %s", *case)
-        rows[case] = _in_its_own_process(*case)
-        with kept.open("a") as file:
-            file.write(json.dumps(rows[case]) + "\n")
-    found = [rows[case] for case in _cases(quick)]
+def run_scale(quick: bool, kept: Kept) -> Report:
+    found = [kept.case(*case, make=partial(_in_its_own_process, *case)) for case in _cases(quick)]
     models = {**MODELS, **QUICK}
     tables = [
         _table(models[name].title, [row for row in found if row["model"] == name])
@@ -64,17 +53,9 @@ def _cases(quick: bool) -> list[tuple[str, int, str]]:
     ]
 
 
-def _read(path: Path) -> Iterable[dict[str, Any]]:
-    """The cases in the file. A line that was cut off by an interruption is left out."""
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            log.warning("%s: a line is not complete; its case is planned again", path)
-
-
 def _in_its_own_process(model: str, devices: int, plan: str) -> dict[str, Any]:
     """The row of a case. Raises RuntimeError with its output where the process fails."""
+    log.info("%s on %d devices, %s", model, devices, plan)
     code = f"from benchmarks.scale import print_case; print_case({model!r}, {devices}, {plan!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -10,11 +10,15 @@ from typing import TypeVar
 
 import numpy as np
 
+from benchmarks.kept import Kept
+
 Step = Callable[[], object]
 Name = TypeVar("Name")
 
 
-def interleave(steps: Mapping[Name, Step], rounds: int, before: Step = lambda: None) -> dict[Name, tuple[float, ...]]:
+def interleave(
+    steps: Mapping[Name, Step], rounds: int, before: Step = lambda: None, kept: Kept | None = None
+) -> dict[Name, tuple[float, ...]]:
     """Seconds of every step in each of `rounds` rounds, run in turn:
 
         A B C   C A B   B A C ...
@@ -23,18 +27,38 @@ def interleave(steps: Mapping[Name, Step], rounds: int, before: Step = lambda: N
     Steps of one round meet the same state of the machine, so that their ratio is worth more than that of two times
     taken minutes apart. Their order changes, in the same way in every run: a step that always followed the same one
     would always find the caches as that one leaves them. `before` runs before every step, outside its time.
+
+    A round that `kept` has is not run again; one of other steps is. What is run anew warms up first.
     """
+    kept = Kept() if kept is None else kept
+    names = {str(name) for name in steps}
     seconds: dict[Name, list[float]] = {name: [] for name in steps}
-    order, shuffled = list(steps), random.Random(0)
-    for _ in range(rounds + 1):
-        shuffled.shuffle(order)
-        for name in order:
-            step = steps[name]
-            before()
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: tuple(found[1:]) for name, found in seconds.items()}
+    order, shuffled, warm = list(steps), random.Random(0), False
+    shuffled.shuffle(order)
+    for number in range(rounds):
+        known = kept.get("round", number)
+        if known is None or set(known) != names:
+            if not warm:
+                _round(steps, order, before)
+                warm = True
+            shuffled.shuffle(order)
+            known = _round(steps, order, before)
+            kept.put("round", number, value=known)
+        else:
+            shuffled.shuffle(order)
+        for name in steps:
+            seconds[name].append(known[str(name)])
+    return {name: tuple(found) for name, found in seconds.items()}
+
+
+def _round(steps: Mapping[Name, Step], order: Sequence[Name], before: Step) -> dict[str, float]:
+    seconds = {}
+    for name in order:
+        before()
+        start = time.perf_counter()
+        steps[name]()
+        seconds[str(name)] = time.perf_counter() - start
+    return seconds
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import autopar
-from benchmarks.output import Report, Table
+from benchmarks.kept import Kept, as_row
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import interleave, ratio
 from cost_models.hardware.devices import operator_threads
 
@@ -58,13 +59,26 @@ class Row:
     gradient_error: float  # largest norm of a parameter's difference / largest norm of the plain model's gradients
 
 
-def run_zoo(quick: bool) -> Report:
+def run_zoo(quick: bool, kept: Kept) -> Report:
     rows = []
     for build in BUILDERS:
-        rows.append(measure(build(quick), rounds=1 if quick else 3))
+        found = kept.case(
+            build.__name__,
+            make=lambda b=build: dataclasses.asdict(measure(b(quick), rounds=1 if quick else 3)),  # type: ignore[misc]
+        )
+        rows.append(as_row(Row, found))
         gc.collect()  # modules and graphs refer to each other, and the next model needs the memory
     size = "Tiny models" if quick else "Full-size models"
-    return Report(f"{size} of transformers on two CPU devices", (_table(rows),), {"rows": list(map(_values, rows))})
+    return Report(
+        f"{size} of transformers on two CPU devices",
+        (_table(rows),),
+        {"rows": list(map(_values, rows))},
+        measured=_rounds(rows),
+    )
+
+
+def _rounds(rows: list[Row]) -> tuple[Rounds, ...]:
+    return tuple(Rounds(row.name, {"pipelined": row.steps, "plain model": row.plain_steps}) for row in rows)
 
 
 def measure(subject: Subject, rounds: int) -> Row:

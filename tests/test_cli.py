@@ -180,6 +180,26 @@ def test_a_plan_ahead_limits_shards_and_explains_modules() -> None:
     assert re.search(r"0/linear#0 +stage 0 is not split: all on .*\n +0\.0:H100", out)
 
 
+@pytest.mark.slow
+def test_reports_are_written_for_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "a report.html"
+    words = ("factories:with_args", "--cluster", "2xH100", "--html", str(page))
+    for command, part in (("plan", "predicted"), ("profile", "slowest operator"), ("compare", "fastest that fits")):
+        page.unlink(missing_ok=True)
+        text, _ = run(command, *words)
+        assert page.resolve().as_uri() in text.splitlines()[-1]
+        assert part in page.read_text()
+    monkeypatch.setattr(sys, "argv", ["autopar", "plan", *words])
+    run("plan", *words, "--price-per-device-hour", "2", "--samples-per-epoch", "1000")
+    assert "price per epoch" in page.read_text()
+    assert f"--html &#39;{page}&#39;" in page.read_text(), "the command that made it"
+    out, err = run("plan", *words, "--json")
+    assert json.loads(out)["stages"]
+    assert str(page) in err
+    _, err = run("plan", "factories:with_args", "--html", str(tmp_path / "no folder" / "x.html"), status=2)
+    assert "--html" in err
+
+
 def test_plans_by_hand_are_compared_on_a_cluster() -> None:
     arguments = ("factories:Kinds.with_loss", "--cluster", "2xH100", "--by-hand", "mine=tensor=2", "--by-hand")
     out, _ = run("compare", *arguments, "dp=data=2,zero=1", "--json")
@@ -193,6 +213,19 @@ def test_a_profile_is_printed_as_text_or_json() -> None:
     assert "the whole model" in text
     out, _ = run("profile", "factories:with_args", "--devices", "cpu", "--json", "--no-cache")
     assert {module["name"] for module in json.loads(out)["modules"]} == {"", "0", "1", "2", "3"}
+
+
+@pytest.mark.slow
+def test_splits_by_hand_and_other_systems_are_compared() -> None:
+    modules = ("compare", "factories:with_args", "--devices", "cpu,cpu", "--repeats", "1", "--n-microbatches", "2")
+    out, _ = run(*modules, "--split", "half=0:0,2:1", "--system", "plain", "--json")
+    data = json.loads(out)
+    assert [row["name"] for row in data["rows"]] == ["one device", "auto", "half"]
+    assert data["rows"][2]["stages"] == [["cpu:0"], ["cpu:1"]]
+    assert data["rows"][2]["n_microbatches"] == 2
+    assert [row["name"] for row in data["systems"]] == ["plain"]
+    _, err = run(*modules, "--system", "pipe", status=2)
+    assert "there is no system 'pipe'" in err
 
 
 def test_saved_plans_are_compared_with_the_automatic_one() -> None:
@@ -242,6 +275,8 @@ def test_errors_are_on_stderr_with_a_status_that_says_whose_they_are(
         ("plan", "factories:with_args", "--no-such-option"),
         ("compare", "factories:with_args", "--plan", "hand.json"),
         ("compare", "factories:with_args", "--plan", "hand=no_such_file.json"),
+        ("compare", "factories:with_args", "--split", "half=0"),
+        ("compare", "factories:with_args", "--split", "0:0,1:1"),
         ("demo", "--model", "no_such_model"),
         ("no-such-command",),
     ],
@@ -330,12 +365,17 @@ def test_a_failure_of_autopar_is_one_line_with_status_1(monkeypatch: pytest.Monk
     assert err.count("\n") == 1
 
 
-def test_the_demo_plans_reports_and_compares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     def tiny() -> demo_room.Demo:
         model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
         return demo_room.Demo("tiny", model, {"input": x}, torch.randn(4, 8), nn.functional.mse_loss)
 
     monkeypatch.setitem(demo_room.DEMOS, "tiny", tiny)
+
+
+def test_the_demo_plans_reports_and_compares(tiny_demo: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo_room, "SYSTEMS", ())
     page = tmp_path / "demo.html"
     text, _ = run("demo", "--model", "tiny", "--html", str(page))
     assert str(page) in text.splitlines()[-1], "it ends with the file to open"
@@ -345,6 +385,14 @@ def test_the_demo_plans_reports_and_compares(monkeypatch: pytest.MonkeyPatch, tm
     out, err = run("demo", "--model", "tiny", "--json", "--html", str(page))
     assert [row["name"] for row in json.loads(out)["rows"]] == ["one device", "auto", "max_replicas=1"]
     assert "tiny" in err
+
+
+@pytest.mark.slow
+def test_the_demo_says_what_it_was_measured_on_and_what_the_machine_gives_at_most(tiny_demo: None) -> None:
+    text, _ = run("demo", "--model", "tiny")
+    words = " ".join(text.split())
+    assert re.search(r"ceiling: \S+ ms, \S+x one device \(2 processes, each with 1/2 of the batch", words)
+    assert "measured on 2 x " in words
 
 
 def test_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,9 @@ def test_the_installed_wheel_runs_in_an_empty_folder(installed: Path, tmp_path: 
     (tmp_path / "mine.py").write_text(FACTORY)
     assert '"stages"' in run(installed, tmp_path, "-m", "autopar", "plan", "mine:factory", "--devices", "cpu,cpu",
                              "--tune", "0", "--json")  # fmt: skip
-    shown = run(installed, tmp_path, "-m", "autopar", "plan", "mine:factory", "--cluster", "2xH100")
+    shown = run(installed, tmp_path, "-m", "autopar", "plan", "mine:factory", "--cluster", "2xH100", "--html", "r.html")
     assert "predicted step" in shown, "data sheets are inside the wheel"
+    assert "</html>" in (tmp_path / "r.html").read_text(), "and templates"
 
 
 def test_the_version_stands_in_one_place() -> None:

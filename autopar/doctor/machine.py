@@ -123,7 +123,7 @@ def _torch() -> tuple[Torch | None, str]:
 
 def _python_range() -> str:
     with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.metadata("autopar").get("Requires-Python") or ""
+        return str(metadata.metadata("autopar").json.get("requires_python", ""))
     return ""
 
 

@@ -58,6 +58,12 @@ def snapshotted(value: Any, path: Path) -> None:
 
 
 @singledispatch
+def drawn(value: Any, path: Path) -> None:
+    """Write a figure of the value."""
+    raise NotImplementedError(f"nothing draws {type(value).__name__}")
+
+
+@singledispatch
 def reported(value: Any, **wanted: Any) -> Any:
     """The `Report` of the value."""
     raise NotImplementedError(f"no report is registered for {type(value).__name__}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.analysis.example import Example
@@ -12,7 +13,7 @@ from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import least_seconds, model_flops, tokens_of
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
-from autopar.plan.display import reported, shown
+from autopar.plan.display import drawn, reported, shown
 from autopar.plan.plan import Plan
 from autopar.planner.communication import exposed_communication
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
@@ -99,6 +100,10 @@ class ClusterComparison:
 
     def __str__(self) -> str:
         return shown(self)
+
+    def figure(self, path: str | Path) -> None:
+        """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
+        drawn(self, Path(path))
 
     def report(self) -> Report:
         """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""

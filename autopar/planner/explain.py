@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from autopar.plan.display import explained, shown
@@ -15,7 +16,7 @@ from autopar.plan.stage import Stage
 from autopar.plan.validation import replicas
 from autopar.planner.explainers import explainer_of
 from autopar.planner.inter_op.candidates import Candidate, Searching
-from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.predicted_step import PredictedStep, step_of_plan
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.timeline import Timeline
 
@@ -71,14 +72,15 @@ def explain_plan(plan: Plan) -> Explanation:
     return explain(plan)
 
 
-def own_explanation(plan: Plan) -> Explanation:
-    """The explanation from a plan's own numbers, without a search."""
-    step, larger = step_of_plan(plan), step_of_plan(plan, batch_factor=2)
+def own_explanation(plan: Plan, step: PredictedStep | None = None) -> Explanation:
+    """The explanation from a plan's own numbers, without a search. `step`: that of the plan, where it is known."""
+    step = step_of_plan(plan) if step is None else step
+    larger = None if step is None else step_of_plan(plan, batch_factor=2, barrier=step.barrier)
     if step is None or larger is None:
         return Explanation(plan, None, partial=True)
     bottleneck = _bottleneck(plan, step.timeline(), step.timeline(link_speed=float("inf")))
     rivals = tuple(Change(rival.description, rival.step_time) for rival in plan.runners_up)
-    helps = _helps(plan, bottleneck, step.timeline(link_speed=_MORE_LINK), larger.timeline())
+    helps = _helps(plan, bottleneck, step, larger)
     idle = tuple((name, "; ".join(plan.notes) or "the plan does not use it") for name in _idle(plan))
     return Explanation(plan, bottleneck, rivals, (), helps, idle, partial=True)
 
@@ -89,13 +91,20 @@ def explanation(
     candidates: Sequence[Candidate],
     make_plan: Callable[[Any, SearchOptions], Plan],
 ) -> Callable[[Plan], Explanation]:
-    """A function that explains the plan of `chosen`. It runs further searches, so call it only for a user who asks."""
+    """A function that explains the plan of `chosen`. Its first call runs further searches, so call it only for a user
+    who asks."""
+
+    @cache
+    def searched() -> tuple[list[Change], list[Change]]:
+        return _limits(searching, make_plan), _more_memory(searching, make_plan)
 
     def explain(plan: Plan) -> Explanation:
         known, now = own_explanation(plan), plan.time_scale or 1.0
-        limits = tuple(_limits(searching, plan, make_plan))
-        step = plan.predicted_step_time or 0.0  # which the plan keeps with more memory
-        more = [replace(c, step_time=min(step, c.step_time * now)) for c in _more_memory(searching, make_plan)]
+        step = plan.predicted_step_time or 0.0  # which the plan keeps without a limit, and with more memory
+        limits, more = (
+            tuple(replace(change, step_time=min(step, now * change.step_time)) for change in changes)
+            for changes in searched()
+        )
         helps = [*known.helps, *more]
         bottleneck = known.bottleneck
         memory = [change for change in (*limits, *helps) if "memory" in change.what]
@@ -127,16 +136,16 @@ def _stage_seconds(plan: Plan, stage: int) -> float:
     return forward * (2 if one.recompute else 1) + (one.backward_time or 0.0) + (one.recompute_time or 0.0)
 
 
-def _helps(plan: Plan, bottleneck: Bottleneck, faster: Timeline, larger: Timeline) -> tuple[Change, ...]:
+def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: PredictedStep) -> tuple[Change, ...]:
     one = plan.stages[bottleneck.stage]
     stages = tuple(_quicker(other) if other.devices == one.devices else other for other in plan.stages)
-    compute = step_of_plan(replace(plan, stages=stages))
+    compute = step_of_plan(replace(plan, stages=stages), barrier=step.barrier)
     assert compute is not None, "the plan's own stages have times"
     changes = [Change(f"{replicas(one.devices)} {_FASTER - 1:.0%} faster", compute.timeline().step_time)]
     if plan.transfers:
-        changes.append(Change("links twice as fast", faster.step_time))
+        changes.append(Change("links twice as fast", step.timeline(link_speed=_MORE_LINK).step_time))
     if len(plan.used_devices) > 1:
-        changes.append(Change("a batch twice as large, per half of it", larger.step_time / 2))
+        changes.append(Change("a batch twice as large, per half of it", larger.timeline().step_time / 2))
     return tuple(changes)
 
 
@@ -146,7 +155,7 @@ def _quicker(stage: Stage) -> Stage:
     return replace(stage, forward_time=forward, backward_time=backward, weight_time=weight)
 
 
-def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
+def _limits(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:
     """The step without each of the user's limits and hints."""
     options, costs = searching.options, searching.costs
     lifted: list[tuple[str, SearchOptions]] = [
@@ -167,8 +176,7 @@ def _limits(searching: Searching, plan: Plan, make_plan: Callable[[Any, SearchOp
     ):
         if empty != constraints:
             lifted.append((what, replace(options, constraints=empty)))
-    step, now = plan.predicted_step_time or 0.0, plan.time_scale or 1.0
-    return [Change(f"without {what}", min(step, now * _step(make_plan(costs, free)))) for what, free in lifted]
+    return [Change(f"without {what}", _step(make_plan(costs, free))) for what, free in lifted]
 
 
 def _more_memory(searching: Searching, make_plan: Callable[[Any, SearchOptions], Plan]) -> list[Change]:

@@ -24,6 +24,9 @@ from autopar.schedule.micro_batches import split_sizes
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import StageMemory, Timeline
 
+_SAME = 1e-9  # steps that differ by this share are one step
+_NEARER = 1e-3  # a step is the predicted one if it is this much nearer to it than another
+
 ONE_WORKER = "one worker does all actions: operators take hardly longer than Python needs to call them"
 
 
@@ -118,13 +121,17 @@ class PredictedStep:
         )
 
 
-def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) -> PredictedStep | None:
+def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool | None = None) -> PredictedStep | None:
     """A step from a plan's own numbers; None where it has none (made by hand).
 
     `batch_factor`: the batch is this many times as large, in as many times the micro-batches of the same sizes.
+    `barrier`: as in `PredictedStep`. None: as in the plan's predicted step, so pass that of the plan's own step for a
+    copy with other times.
     """
     if any(stage.forward_time is None or stage.backward_time is None for stage in plan.stages):
         return None
+    if barrier is None:
+        barrier = _was_predicted_with_barrier(plan)
     m = plan.n_microbatches
     sizes = split_sizes(plan.batch_size or m, m)
     share = [size * m / sum(sizes) for size in sizes] * batch_factor  # of the mean micro-batch
@@ -152,6 +159,7 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
         n = len(share)
         each = (link.seconds - back,) * n, (back,) * n
         transfers.append(Transfer(link.source, link.target, *each, overlap=not link.blocking))
+    n_groups = sum(stage.replicas for stage in plan.stages[: plan.ranks])  # a mesh is one group, as in `Arrangement`
     return PredictedStep(
         tuple(stages),
         tuple(transfers),
@@ -160,13 +168,26 @@ def step_of_plan(plan: Plan, *, batch_factor: int = 1, barrier: bool = False) ->
         tuple(stage.replicas for stage in plan.stages[: plan.ranks]),
         plan.chunks,
         plan.training,
-        plain=len(plan.used_devices) == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
+        plain=n_groups == 1 and m == 1 and not any(stage.mode for stage in plan.stages),
         barrier=barrier,
         overhead=ACTION_OVERHEAD * (plan.time_scale or 1.0) if plan.action_time is None else plan.action_time,
         handling=plan.message_time or 0.0,
         hardware=hardware_of(s.devices[i * s.shards] for s in plan.stages[: plan.ranks] for i in range(s.replicas)),
         one_worker=plan.one_worker,
     )
+
+
+def _was_predicted_with_barrier(plan: Plan) -> bool:
+    """Whether the plan's predicted step is one with a barrier, which plans do not record, and not one without."""
+    if plan.predicted_step_time is None or not plan.training or plan.n_microbatches == 1:
+        return False
+    off = []
+    for barrier in (False, True):
+        step = step_of_plan(plan, barrier=barrier)
+        off.append(abs((0.0 if step is None else step.timeline().step_time) - plan.predicted_step_time))
+        if off[0] <= _SAME * plan.predicted_step_time:
+            return False
+    return off[1] < off[0] * _NEARER
 
 
 def _memory(stage: Stage, shares: Sequence[float]) -> StageMemory | None:

@@ -17,6 +17,7 @@ class Pricer:
 
     price: Callable[[Plan], Plan]  # with predictions
     at_zero: Callable[[Plan, int], Plan] | None = None  # with states cut as ZeRO says, without predictions
+    on_networks: Callable[[Plan, float], Plan] | None = None  # on networks this many times as fast
 
 
 _pricers: KeptWithPlans[Pricer] = KeptWithPlans()
@@ -26,6 +27,11 @@ def with_pricer(plan: Plan, pricer: Pricer) -> Plan:
     """The same plan, whose changed copies `pricer` prices."""
     _pricers.keep(plan, pricer)
     return plan
+
+
+def pricer_of(plan: Plan) -> Pricer | None:
+    """None where this process has neither planned nor priced the plan."""
+    return _pricers.of(plan)
 
 
 @priced_like.register

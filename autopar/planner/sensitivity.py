@@ -7,29 +7,34 @@ from dataclasses import replace
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.planner.explain import Change
-from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.predicted_step import PredictedStep, step_of_plan
 
 _LINKS = ((0.5, "links between stages half as fast"), (2.0, "links between stages twice as fast"))
 _COMPUTING = ((1.1, "computing 10% slower"), (1 / 1.1, "computing 10% faster"))
+_MOST_ACTIONS = 20_000  # micro-batches x stages of a larger batch: more take seconds to simulate
 
 
-def sensitivity(plan: Plan) -> tuple[Change, ...]:
+def sensitivity(plan: Plan, step: PredictedStep | None = None) -> tuple[Change, ...]:
     """The step with slower and faster links and devices, and with larger batches; () for a plan without predictions.
 
     A batch of n times the samples has n times the micro-batches; its step counts per n-th of it, so that all steps are
-    for equally many samples.
+    for equally many samples. `step`: that of the plan, where it is known.
     """
-    step = step_of_plan(plan)
+    step = step_of_plan(plan) if step is None else step
     if step is None:
         return ()
     found = []
     if plan.transfers:
         found += [Change(what, step.timeline(link_speed=speed).step_time) for speed, what in _LINKS]
     for factor, what in _COMPUTING:
-        other = step_of_plan(replace(plan, stages=tuple(_slower(stage, factor) for stage in plan.stages)))
+        other = step_of_plan(
+            replace(plan, stages=tuple(_slower(stage, factor) for stage in plan.stages)), barrier=step.barrier
+        )
         found += [Change(what, other.timeline().step_time)] if other is not None else []
     for times in (2, 4) if plan.n_microbatches > 1 else ():
-        larger = step_of_plan(plan, batch_factor=times)
+        if times * plan.n_microbatches * len(plan.stages) > _MOST_ACTIONS:
+            break
+        larger = step_of_plan(plan, batch_factor=times, barrier=step.barrier)
         what = f"a batch {times} times as large, in {times} times the micro-batches"
         found += [Change(what, larger.timeline().step_time / times)] if larger is not None else []
     return tuple(found)

@@ -1,10 +1,17 @@
-"""A comparison of plans as text."""
+"""A comparison of plans and of other systems as text."""
 
 from __future__ import annotations
 
 from autopar.plan.display import shown
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
-from autopar.runtime.comparison import Comparison, Row
+from autopar.runtime.comparison import Comparison, Row, SystemRow
+from cost_models.measuring.intervals import Interval
+
+_FIRST_TO_GO = ("schedule", "peak MB\nmeas-\nured", "peak MB\npredic-\nted", "error")
+_FOOT = (
+    "interval: of the median, by bootstrap over the steps. error: predicted / measured - 1. peak MB: of the device "
+    "with the highest peak, without optimizer state."
+)
 
 
 @shown.register
@@ -14,12 +21,52 @@ def _comparison(comparison: Comparison) -> str:
         f"One {step} of {comparison.batch_size} samples on {', '.join(comparison.devices)}, "
         f"median of {len(comparison.single.steps)} steps, plans in turn"
     )
-    columns = ["plan", "stages", "micro-\nbatches", "schedule", "predic-\nted ms", "meas-\nured ms", "range\nms"]
+    columns = ["plan", "stages", "micro-\nbatches", "schedule", "predic-\nted ms", "meas-\nured ms", "interval\nms"]
     columns += ["error", "speed-up", "peak MB\npredic-\nted", "peak MB\nmeas-\nured"]
-    foot = "error: predicted / measured - 1. peak MB: of the device with the highest peak, without optimizer state."
     rows = [_cells(comparison, row) for row in comparison.rows]
-    shown_table = table(columns, rows, words=2, first_to_go=["schedule", "range\nms"])
-    return "\n\n".join([head, shown_table, paragraph(foot)])
+    parts = [head, table(columns, rows, words=2, first_to_go=_FIRST_TO_GO)]
+    measured = [row for row in comparison.systems if row.steps]
+    if measured:
+        names = ["other system", "how", "meas-\nured ms", "interval\nms", "speed-up"]
+        parts.append(table(names, [_system_cells(comparison, row) for row in measured], words=2))
+    parts += [paragraph(f"{row.name} was not run: {row.refused}") for row in comparison.systems if row.refused]
+    if comparison.ceiling is not None:
+        parts.append(paragraph(ceiling_text(comparison)))
+    if len(comparison.rows) + len(measured) > 1:
+        parts.append(paragraph(verdict_text(comparison)))
+    if comparison.measured_on:
+        parts.append(paragraph(f"measured on {comparison.measured_on}"))
+    return "\n\n".join([*parts, paragraph(_FOOT)])
+
+
+def verdict_text(comparison: Comparison) -> str:
+    """The winner in a sentence, or why there is none."""
+    verdict = comparison.verdict
+    if verdict.interval is None:
+        return f"only {verdict.fastest} was run"
+    low, high = verdict.interval.low, verdict.interval.high
+    ratio = f"{verdict.rival} takes {low:.2f} to {high:.2f} times as long as {verdict.fastest}"
+    if verdict.winner is not None:
+        return f"winner: {verdict.winner}; {ratio} ({verdict.interval.level:.0%} interval over rounds)"
+    if low > 1:
+        n = len(comparison.single.steps)
+        return f"no winner: {n} steps allow an interval of {verdict.interval.level:.0%} only ({ratio})"
+    return f"no winner: the intervals overlap: {ratio} ({verdict.interval.level:.0%} interval over rounds)"
+
+
+def ceiling_text(comparison: Comparison) -> str:
+    """What the machine gave at most while this was measured."""
+    row, gain = comparison.ceiling, comparison.ceiling_speed_up
+    assert row is not None
+    if row.measured is None or gain is None:
+        return f"ceiling was not measured: {row.refused}"
+    text = f"ceiling: {milliseconds(row.measured)} ms, {gain:.2f}x one device ({row.how}, in the same rounds)"
+    if comparison.disturbed:
+        text += (
+            f". Undisturbed devices give nearly {len(comparison.devices)}x: something else uses the cores, or they "
+            "share what bounds this model. Compare plans with the ceiling"
+        )
+    return text
 
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:
@@ -31,9 +78,21 @@ def _cells(comparison: Comparison, row: Row) -> list[str]:
         "-" if single else row.plan.schedule,
         milliseconds(row.predicted),
         milliseconds(row.measured),
-        f"{milliseconds(min(row.steps))}-{milliseconds(max(row.steps))}",
+        _interval(row.interval),
         "-" if row.error is None else f"{row.error:+.1%}",
         f"{comparison.speed_up(row):.2f}x",
         megabytes(max(row.predicted_memory.values(), default=None)),
         megabytes(max(row.measured_memory.values(), default=None)),
     ]
+
+
+def _system_cells(comparison: Comparison, row: SystemRow) -> list[str]:
+    seconds, interval = row.measured, row.interval
+    assert seconds is not None
+    assert interval is not None
+    gain = f"{comparison.single.measured / seconds:.2f}x"
+    return [row.name, row.how, milliseconds(seconds), _interval(interval), gain]
+
+
+def _interval(interval: Interval) -> str:
+    return f"{milliseconds(interval.low)}-{milliseconds(interval.high)}"

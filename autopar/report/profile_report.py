@@ -77,7 +77,7 @@ def _modules(profile: Profile) -> Section:
         inner = tuple(branch(one) for one in inside[cost.name])
         return Branch(cost.name.rpartition(".")[2] or "the model", _note(profile, cost), (), inner, leaves)
 
-    tree = Tree("Time and bytes on the module tree", (branch(profile.model),), open_levels=2)
+    tree = Tree("Time and bytes on the module tree", (branch(profile.model),))
     return Section("Modules", (tree,))
 
 

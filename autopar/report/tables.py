@@ -116,7 +116,7 @@ def bullet(text: str) -> str:
 
 def paragraph(text: str, first: str = "", others: str = "") -> str:
     """Lines of a text, with the indent of the first and of the others."""
-    words = printable(" ".join(text.splitlines()))
+    words = printable(" ".join(text.split("\n")))  # other ends of lines are control characters, and shown as such
     return textwrap.fill(words, WIDTH, initial_indent=first, subsequent_indent=others)
 
 

@@ -1,15 +1,20 @@
-"""A comparison of plans: what was predicted, and what was measured."""
+"""A comparison of plans, and of other systems: what was predicted, and what was measured."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.display import reported, shown
+from autopar.plan.display import drawn, reported, shown
 from autopar.plan.plan import Plan
+from cost_models.measuring.intervals import LEVEL, Interval, median_interval, paired_ratio_interval
+
+_LEAST_LEVEL = 0.9  # of confidence in a winner: five rounds or more
+_ENOUGH = 0.85  # of the devices, for which independent processes are called undisturbed
 
 if TYPE_CHECKING:
     from autopar.report.document import Report
@@ -42,9 +47,50 @@ class Row:
         return median(self.steps)
 
     @property
+    def interval(self) -> Interval:
+        """Of the median: a bootstrap interval."""
+        return median_interval(self.steps)
+
+    @property
     def error(self) -> float | None:
         """Error of the prediction, relative to the measured time; above 0 where the step was faster than predicted."""
         return None if self.predicted is None else self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class SystemRow:
+    """Another system on the same step, in turn with the plans. One that cannot run it has no steps."""
+
+    name: str
+    how: str  # in words, such as "blocks 3 | 4, 8 micro-batches"
+    steps: tuple[float, ...]  # s, one per round
+    refused: str = ""  # why it has no steps
+
+    @property
+    def measured(self) -> float | None:
+        """Seconds per step, the median."""
+        return median(self.steps) if self.steps else None
+
+    @property
+    def interval(self) -> Interval | None:
+        """Of the median: a bootstrap interval."""
+        return median_interval(self.steps) if self.steps else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which row is the fastest, as far as the rounds allow to say."""
+
+    fastest: str  # name of the row with the lowest median
+    rival: str  # the row that comes closest to it; "" if there is none
+    interval: Interval | None  # of the rival's seconds / the fastest's, over rounds
+
+    @property
+    def winner(self) -> str | None:
+        """None where the rival may be as fast, or where the rounds are too few to tell."""
+        if self.interval is None:
+            return self.fastest
+        return self.fastest if self.interval.low > 1 and self.interval.level >= _LEAST_LEVEL else None
 
 
 @dataclass(frozen=True)
@@ -56,6 +102,11 @@ class Comparison:
     devices: tuple[str, ...]
     batch_size: int  # samples
     training: bool  # whether a step has a backward
+    systems: tuple[SystemRow, ...] = ()  # other systems
+    # Independent processes, one a device, each with its part of the batch, in the same rounds: what the machine gives
+    # at most while this is measured. None: not measured.
+    ceiling: SystemRow | None = None
+    measured_on: str = ""  # devices, versions, date, and how busy the machine was before
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -72,8 +123,37 @@ class Comparison:
         """The measured time on the single device over that of `row`."""
         return self.single.measured / row.measured
 
+    @property
+    def ceiling_speed_up(self) -> float | None:
+        """What independent processes make of the devices, over the single one."""
+        seconds = None if self.ceiling is None else self.ceiling.measured
+        return None if seconds is None else self.single.measured / seconds
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether even independent processes made too little of the devices: something else was at work, or the
+        devices share what bounds the model."""
+        found = self.ceiling_speed_up
+        return found is not None and found < _ENOUGH * len(self.devices)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Over the plain model, the plans and the other systems; the intervals of all pairs with the fastest hold
+        together, at 95 % or what the number of rounds allows."""
+        steps = {row.name: row.steps for row in self.rows} | {row.name: row.steps for row in self.systems if row.steps}
+        fastest = min(steps, key=lambda name: median(steps[name]))
+        rivals = [name for name in steps if name != fastest]
+        level = 1 - (1 - LEVEL) / max(1, len(rivals))
+        intervals = {name: paired_ratio_interval(steps[name], steps[fastest], level) for name in rivals}
+        rival = min(rivals, key=lambda name: intervals[name].low, default="")
+        return Verdict(fastest, rival, intervals.get(rival))
+
     def __str__(self) -> str:
         return shown(self)
+
+    def figure(self, path: str | Path) -> None:
+        """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
+        drawn(self, Path(path))
 
     def report(self) -> Report:
         """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
@@ -82,8 +162,18 @@ class Comparison:
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""
-        rows = [self._as_json(row) for row in self.rows]
-        data = {"devices": self.devices, "batch_size": self.batch_size, "training": self.training, "rows": rows}
+        verdict = self.verdict
+        data = {
+            "devices": self.devices,
+            "batch_size": self.batch_size,
+            "training": self.training,
+            "measured_on": self.measured_on,
+            "rows": [self._as_json(row) for row in self.rows],
+            "systems": [_system_as_json(row) for row in self.systems],
+            "ceiling": None if self.ceiling is None else _system_as_json(self.ceiling),
+            "ceiling_speed_up": self.ceiling_speed_up,
+            "verdict": {**asdict(verdict), "winner": verdict.winner},
+        }
         return json.dumps(data, indent=1)
 
     def _as_json(self, row: Row) -> dict[str, Any]:
@@ -94,6 +184,7 @@ class Comparison:
             "schedule": row.plan.schedule,
             "predicted": row.predicted,
             "measured": row.measured,
+            "interval": asdict(row.interval),
             "error": row.error,
             "speed_up": self.speed_up(row),
             "steps": row.steps,
@@ -101,3 +192,8 @@ class Comparison:
             "measured_memory": dict(row.measured_memory),
             "plan": json.loads(row.plan.to_json()),
         }
+
+
+def _system_as_json(row: SystemRow) -> dict[str, Any]:
+    interval = row.interval
+    return {**asdict(row), "measured": row.measured, "interval": None if interval is None else asdict(interval)}

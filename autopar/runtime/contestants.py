@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -60,6 +60,21 @@ class Contestant:
     step: Callable[[], object]
     device_context: Callable[[DeviceContext], AbstractContextManager[object]]  # see PipelinedModule.device_context
     close: Callable[[], None]
+
+    def clear(self) -> None:
+        """No gradients are left."""
+        self.model.zero_grad(set_to_none=True)
+
+
+class Racer(Protocol):
+    """What takes turns: a contestant, or another system."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> Callable[[], object]: ...
+    @property
+    def clear(self) -> Callable[[], None]: ...
 
 
 @contextmanager
@@ -113,7 +128,7 @@ class Rounds(NamedTuple):
 
 
 def steps_in_turn(
-    contestants: Sequence[Contestant], devices: Sequence[Device], rounds: Rounds, progress: Progress
+    contestants: Sequence[Racer], devices: Sequence[Device], rounds: Rounds, progress: Progress
 ) -> list[tuple[float, ...]]:
     """For each contestant, the seconds of its steps that count."""
     steps: list[list[float]] = [[] for _ in contestants]
@@ -195,11 +210,11 @@ def _no_repeated_warnings() -> Iterator[None]:
     issue_again(caught)
 
 
-def timed_step(contestant: Contestant, devices: Sequence[Device]) -> float:
+def timed_step(contestant: Racer, devices: Sequence[Device]) -> float:
     """Seconds of a step that starts without gradients."""
-    contestant.model.zero_grad(set_to_none=True)
+    contestant.clear()
     _, seconds = timed(contestant.step, devices)
-    contestant.model.zero_grad(set_to_none=True)  # the next contestant has gradients of its own
+    contestant.clear()  # the next contestant has gradients of its own
     return seconds
 
 
@@ -226,7 +241,7 @@ def _plain(plan: Plan, call: ComparedCall, device: Device, copies: ParameterCopi
         name="one device",
         plan=plan,
         model=model,
-        step=lambda: _whole_step(model, example),
+        step=lambda: whole_step(model, example),
         device_context=lambda context: context(device.name),
         close=lambda: None,
     )
@@ -255,7 +270,7 @@ def _pipelined(
         elif example.loss is not None:
             module.train_step(*example.args, target=example.target, loss_fn=example.loss, **example.kwargs)
         else:
-            _whole_step(module, example)
+            whole_step(module, example)
 
     def device_context(context: DeviceContext) -> AbstractContextManager[object]:
         return context(plan.used_devices[0]) if _in_callers_thread(plan) else module.device_context(context)
@@ -272,7 +287,7 @@ def _in_callers_thread(plan: Plan) -> bool:
     return len(plan.used_devices) == 1 and plan.n_microbatches == 1
 
 
-def _whole_step(model: nn.Module, example: Example) -> None:
+def whole_step(model: nn.Module, example: Example) -> None:
     """Forward and, in training, backward from the loss of the whole batch."""
     with torch.set_grad_enabled(example.training):
         output = model(*example.args, **example.kwargs)
@@ -281,10 +296,11 @@ def _whole_step(model: nn.Module, example: Example) -> None:
 
 
 def _loss(output: Any, example: Example) -> torch.Tensor:
-    """That of the loss function; without one, the output's `.loss`, or else the sum of the means of all outputs with a
-    gradient."""
-    if example.loss is not None:
-        return example.loss(output, example.target)
+    return without_loss_function(output) if example.loss is None else example.loss(output, example.target)
+
+
+def without_loss_function(output: Any, target: Any = None) -> torch.Tensor:
+    """The output's `.loss`, or else the sum of the means of all outputs with a gradient."""
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own

@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,19 +16,24 @@ from torch import nn
 
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
+from autopar.runtime.other_systems.blocks import block_seconds
+from autopar.runtime.other_systems.independent import CEILING
+from autopar.runtime.other_systems.processes import Processes
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
-from benchmarks import overhead, peer_models, peers, zoo
-from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks import overhead, peer_models, peers, training, zoo
+from benchmarks.__main__ import main
 from benchmarks.bound import lower_bound
+from benchmarks.distributed_systems import STAGES, BenchmarkRank
+from benchmarks.kept import Kept
 from benchmarks.machine import machine_header
 from benchmarks.models import Workload
 from benchmarks.output import Report, Table, to_markdown
-from benchmarks.peer_systems import Rank, Ranks, best_cut, block_seconds
 from benchmarks.peers import AUTOPAR, GLOO, GPIPE, GPIPE_WORKERS, Outcome
-from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Grid, GridPlan, choose_cuts, summary
+from benchmarks.registry import BENCHMARKS
+from benchmarks.sweep import PIPELINE, REPLICAS, SHARES, Final, Grid, GridPlan, choose_cuts, summary
 from benchmarks.timing import interleave, ratio, slope
-from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Scale, run_training
+from benchmarks.training import FREE, PLAIN, PLAIN_THREADS, PURE, PURE_CALL, Scale, report_of
 from cost_models.hardware.devices import operator_threads
 
 COUNTS = (1, 2, 3)
@@ -45,7 +51,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def report(workload: Workload) -> Report:
-    return run_training(workload, Scale(ROUNDS, 1, Grid(CUTS, COUNTS)))
+    return report_of(workload, Scale(ROUNDS, 1, Grid(CUTS, COUNTS)), Kept())
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
@@ -102,7 +108,7 @@ def test_cuts_leave_both_stages_work_and_are_the_nearest_where_modules_do_not_ma
 @pytest.mark.slow
 def test_training_compares_every_way_to_run_the_step(report: Report) -> None:
     rows = {row["name"]: row for row in report.data["rows"]}
-    assert list(rows) == [PLAIN, FREE, PURE, PURE_CALL, PLAIN_THREADS]
+    assert list(rows) == [PLAIN, FREE, PURE, PURE_CALL, CEILING, PLAIN_THREADS]
     for name in (FREE, PURE, PURE_CALL):
         assert rows[name]["predicted"] > 0
     assert rows[PLAIN]["speedup"] == 1
@@ -129,12 +135,44 @@ def test_the_sweep_is_compared_with_the_automatic_plan_round_by_round() -> None:
     plans.append(GridPlan(REPLICAS, None, "", Plan((stage,), 2), 1.0))
     # The second round met a machine half as fast.
     times = [(3.0, 6.0, 3.0), (2.0, 5.0, 2.0), (1.0, 2.0, 1.5)]
-    sweep = summary(plans, dict(zip(map(str, plans), times, strict=True)), auto=(1.0, 2.0, 1.0), pure=(4.0, 10.0, 5.0))
+    sweep = summary(plans, dict(zip(map(str, plans), times, strict=True)), auto=(1.0, 2.0, 1.0))
     assert [point.measured for point in sweep.points] == [3.0, 2.0, 1.5]
     assert [point.over_auto for point in sweep.points] == [3.0, 2.0, 1.0]
-    assert sweep.auto_over_best == 1.0
-    assert sweep.pure_over_best == 2.0
+    assert (sweep.fastest.name, sweep.fastest_pipeline.name) == (str(plans[2]), str(plans[1]))
     assert {m: point.measured for m, point in sweep.best(PIPELINE, lambda p: p.measured).items()} == {2: 3.0, 4: 2.0}
+
+
+def test_the_best_of_the_sweep_races_the_automatic_plan_in_rounds_that_did_not_choose_it() -> None:
+    """Both ratios come from the given rounds alone; one plan under two names ran once."""
+    final = Final.of("a cut", (1.0, 2.0, 1.0, 1.1, 1.0), (2.0, 4.0, 2.0, 2.2, 1.0), same=False)
+    assert (final.over_best, final.interval.low, final.interval.high) == (0.5, 0.5, 1.0)
+    same = Final.of("the same", (1.0, 2.0), (), same=True)
+    assert (same.over_best, same.interval.low, same.interval.high) == (1, 1, 1)
+    assert same.best == same.automatic
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_keeps_its_plans_and_rounds(
+    workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, scale = tmp_path / "x.jsonl", Scale(ROUNDS, 1, Grid(CUTS, COUNTS))
+    wrap = training._wrap_cost
+
+    def interrupted(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "_wrap_cost", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report_of(workload, scale, Kept(path))
+    monkeypatch.setattr(training, "_wrap_cost", wrap)
+    monkeypatch.setattr(training, "_planned", interrupted)  # not again
+    before = Kept(path)
+    found = report_of(workload, scale, Kept(path))
+    (together, finals, _) = found.measured
+    for number in range(ROUNDS):
+        assert before.get("all", "round", number) == {name: taken[number] for name, taken in together.seconds.items()}
+    assert set(finals.seconds) >= {FREE, PURE, CEILING}
+    assert together.ceiling == CEILING
 
 
 def test_training_leaves_parameters_as_they_were(workload: Workload, report: Report) -> None:
@@ -147,7 +185,7 @@ def test_training_leaves_parameters_as_they_were(workload: Workload, report: Rep
 
 
 def test_overhead_has_a_time_for_every_number_of_microbatches() -> None:
-    result = overhead.measure(overhead.Scale((2, 4), 1))
+    result = overhead.measure(overhead.Scale((2, 4), 1), Kept())
     for times in (result.pipeline, result.accumulation):
         assert set(times) == set(overhead.LAYERS)
         assert all(set(t) == {2, 4} and min(t.values()) > 0 for t in times.values())
@@ -217,17 +255,9 @@ def test_blocks_in_a_row_are_the_model(build: peer_models.Builder) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@given(st.lists(st.floats(0, 10), min_size=2, max_size=12))
-def test_best_cut_leaves_the_longer_stage_as_short_as_any_cut(seconds: list[float]) -> None:
-    def longer(cut: int) -> float:
-        return max(sum(seconds[:cut]), sum(seconds[cut:]))
-
-    assert longer(best_cut(seconds)) == pytest.approx(min(map(longer, range(1, len(seconds)))))
-
-
 def test_every_block_is_timed_and_leaves_no_gradient() -> None:
     subject = peer_models.gpt(quick=True)
-    seconds = block_seconds(subject, n_microbatches=4, rounds=1)
+    seconds = block_seconds(subject.training_step, n_microbatches=4, rounds=1)
     assert len(seconds) == len(subject.blocks)
     assert min(seconds) > 0
     assert all(p.grad is None for p in subject.workload.model.parameters())
@@ -257,7 +287,7 @@ def test_errors_are_relative_to_the_reference_and_a_missing_gradient_counts() ->
 
 
 def test_what_is_not_installed_has_no_row_and_is_listed(without_gpipe: None) -> None:
-    title, rows = peers.compare(peer_models.tiny, (2, 4), 1, peers.QUICK, None)
+    title, rows = peers.compare(peer_models.tiny, (2, 4), 1, peers.QUICK, None, Kept())
     assert [(row.system, row.n_microbatches, row.over_autopar) for row in rows] == [
         (AUTOPAR, 2, 1.0),
         (AUTOPAR, 4, 1.0),
@@ -265,14 +295,14 @@ def test_what_is_not_installed_has_no_row_and_is_listed(without_gpipe: None) -> 
     assert all(row.alone is not None and row.alone > 0 for row in rows)
     assert all(row.over_bound is not None and row.over_bound >= 1 - 1e-9 for row in rows)
     for table in (peers._tiny_table(title, rows), peers._model_table(title, rows)):
-        missing = [line[0] for line in table.rows if "not installed" in line]
+        missing = [line[0] for line in table.rows if {"not installed", "not run"} & set(line)]
         assert set(missing) == set(peers.SYSTEMS) - {AUTOPAR}
 
 
 @pytest.mark.slow
 def test_torchgpipe_steps_with_one_worker_and_with_one_a_stage_compute_what_the_plain_model_does() -> None:
     with operator_threads(1):
-        _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None)
+        _, rows = peers.compare(partial(peer_models.gpt, True), (2,), 1, peers.QUICK, None, Kept())
     assert [row.system for row in rows] == [AUTOPAR, GPIPE, GPIPE_WORKERS]
     assert max(error for row in rows for error in (row.loss_error, row.gradient_error)) < 1e-5
 
@@ -281,25 +311,25 @@ def test_a_system_that_computes_something_else_is_found(without_gpipe: None, mon
     honest = peers._train_step
     monkeypatch.setattr(peers, "_train_step", lambda *args: lambda: honest(*args)() * 1.1)
     with pytest.raises(RuntimeError, match=r"autopar, .*: the loss is off by 1\.0e-01"):
-        peers.compare(peer_models.tiny, (2,), 1, peers.QUICK, None)
+        peers.compare(peer_models.tiny, (2,), 1, peers.QUICK, None, Kept())
 
 
 @pytest.mark.slow
 def test_processes_compute_what_the_plain_model_does_and_tell_what_went_wrong(without_gpipe: None) -> None:
-    with operator_threads(1), Ranks() as ranks:
+    with operator_threads(1), Processes(BenchmarkRank, STAGES) as ranks:
         build = partial(peer_models.gpt, True)  # tied: a gradient from both processes
         subject = build()
-        ranks.call(Rank.load, build)
+        ranks.call(BenchmarkRank.load, build)
         names = [name for name, _ in subject.workload.model.named_parameters()]
         systems = peers._gloo(subject, 4, 1, ranks, names)
         assert set(systems) == set(GLOO)
         reference = Outcome(peers._accumulated(subject, 4), peers.gradients_of(subject.workload.model, names))
         for system in systems.values():
-            ranks.call(Rank.clear)
+            ranks.call(BenchmarkRank.clear)
             loss = system.step()
             assert max(Outcome(loss, system.gradients()).errors(reference)) < 1e-5
         with pytest.raises(RuntimeError, match="KeyError: 'nonsense'"):
-            ranks.call(Rank.gradients, ["nonsense"])
+            ranks.call(BenchmarkRank.gradients, next(iter(GLOO)), ["nonsense"])
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -325,7 +355,7 @@ def test_results_are_written_as_json_markdown_and_figure(
     report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: report))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda run: report))
     chosen = tmp_path / "elsewhere" / "data.json"
     assert main(["gpt", "--results", str(tmp_path / "results"), "--json", str(chosen)]) == 0
     data = json.loads(chosen.read_text())
@@ -339,7 +369,7 @@ def test_results_are_written_as_json_markdown_and_figure(
 
 
 def test_quick_results_do_not_replace_full_ones(report: Report, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: Report("R", report.tables, report.data)))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda run: Report("R", report.tables, report.data)))
     assert main(["gpt", "--quick", "--results", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt-quick.json", "gpt-quick.md"]
 
@@ -349,7 +379,7 @@ def test_without_matplotlib_the_figure_is_skipped_with_a_message(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib.figure"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda quick, _: report))
+    monkeypatch.setitem(BENCHMARKS, "gpt", ("", lambda run: report))
     assert main(["gpt", "--results", str(tmp_path)]) == 0
     assert "no figure" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt.json", "gpt.md"]

@@ -12,10 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.runtime.other_systems.blocks import balanced
+from autopar.runtime.other_systems.pipelining import PER_RANK
+from autopar.runtime.other_systems.processes import Processes
 from benchmarks import peer_models, scale
-from benchmarks.distributed import AUTOPAR, DATA, SHARDED, THREADS, balanced, compare
-from benchmarks.distributed_systems import PIPELINES, SystemRank
-from benchmarks.peer_systems import STAGES, Ranks
+from benchmarks.distributed import AUTOPAR, DATA, SHARDED, THREADS, compare
+from benchmarks.distributed_systems import STAGES, BenchmarkRank
+from benchmarks.kept import Kept
 from benchmarks.scale_models import QUICK, ExpertModel, Experts
 from cost_models.hardware.devices import operator_threads
 
@@ -38,11 +41,11 @@ def test_blocks_are_cut_so_that_the_longest_stage_is_as_short_as_any(seconds: li
 def test_every_system_computes_what_the_plain_model_does(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of autopar; what another system computes wrongly has no times."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(STAGES))
-    with operator_threads(1), Ranks(SystemRank) as ranks:
-        _, rows = compare(build, 2, ranks)
+    with operator_threads(1), Processes(BenchmarkRank, STAGES) as ranks:
+        _, rows = compare(build, 2, ranks, Kept())
     timed = {row.system: row for row in rows if row.steps}
     wanted = [f"{system}, {kind}" for system in (AUTOPAR, THREADS) for kind in ("automatic", "pipeline", "replicas")]
-    assert {*wanted, DATA, SHARDED, *(f"pipelining, {name}" for name in PIPELINES)} <= set(timed)
+    assert {*wanted, DATA, SHARDED, *(f"pipelining, {name}" for name in PER_RANK)} <= set(timed)
     pipeline = timed[f"{AUTOPAR}, pipeline"]
     assert pipeline.predicted is not None
     assert pipeline.sent == pipeline.planned  # bytes between stages
@@ -60,14 +63,14 @@ def test_an_interrupted_run_goes_on_with_the_cases_that_are_missing(
         return {**dict(zip(("model", "devices", "plan"), case, strict=True)), "refused": "too large", "planning": 1.0}
 
     monkeypatch.setattr(scale, "_in_its_own_process", row)
+    path = tmp_path / "scale-quick.partial.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        scale.run_scale(True, tmp_path)
-    kept = tmp_path / "scale-quick.jsonl"
-    kept.write_text(kept.read_text() + '{"model": "cut o')
-    report = scale.run_scale(True, tmp_path)
+        scale.run_scale(True, Kept(path))
+    path.write_text(path.read_text() + '{"key": ["cut o')
+    report = scale.run_scale(True, Kept(path))
     assert planned == [scale._cases(True)[0], *scale._cases(True)[1:2], *scale._cases(True)[1:]]
-    assert len(report.data["cases"]) == len(scale._cases(True)) == len(kept.read_text().splitlines())
-    assert all(json.loads(line) for line in kept.read_text().splitlines())
+    assert len(report.data["cases"]) == len(scale._cases(True)) == len(path.read_text().splitlines()) - 1
+    assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
 @pytest.mark.slow

@@ -316,6 +316,14 @@ def test_a_plan_is_explained_by_its_search_as_long_as_it_lives() -> None:
     assert searching() is None, "the search is freed with its plan"
 
 
+def test_a_second_explanation_searches_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(costs_of(6, (2,)), dataclasses.replace(STEP, n_microbatches=2))
+    first = plan.explain()
+    monkeypatch.setattr("autopar.planner.search.find_plans", lambda *args: pytest.fail("it searches again"))
+    assert plan.explain() == first
+    assert first.limits
+
+
 def test_an_idle_device_is_named_with_the_reason() -> None:
     costs = costs_of(1, (2,), 1)
     slow = {pair: Link(1.0, 1e3) for pair in costs.links}

@@ -42,9 +42,10 @@ def _why_not(plan: Plan, seconds: float) -> str:
 def sensitivity(subject: Subject) -> Section:
     """The step if links, devices or the batch were others."""
     plan, title = subject.plan, "Sensitivity"
-    changes = list(changes_of(plan))
+    changes = list(changes_of(plan, subject.step))
     if not changes:
         return Section(title, (Paragraph("The plan has no predictions to vary."),))
+    changes += subject.on_other_networks
     blocks: list[Block] = [_table(plan, "The same plan under other conditions", changes)]
     explained = subject.explanation
     searched = [*explained.limits, *(change for change in explained.helps if "memory" in change.what)]
@@ -53,12 +54,12 @@ def sensitivity(subject: Subject) -> Section:
     if not subject.wanted.search:
         blocks.append(
             Paragraph(
-                "What more memory would gain and what each limit costs takes new searches: report(search=True) makes "
-                "them, for a plan that was searched in this process."
+                "What more memory and other networks would gain, and what each limit costs, takes new searches and "
+                "prices: report(search=True) makes them, for a plan that was made in this process."
             )
         )
     elif explained.partial:
-        blocks.append(Paragraph("The search behind this plan is not at hand, so nothing was searched again."))
+        blocks.append(Paragraph("No search of this process made this plan, so nothing was searched again."))
     return Section(title, tuple(blocks))
 
 

@@ -34,9 +34,9 @@ def _plan(plan: Plan, **wanted: object) -> Report:
 def plan_report(subject: Subject) -> Report:
     """The report of a plan, section by section."""
     plan = subject.plan
-    kinds = list(dict.fromkeys(plan.device_kinds)) or ["devices of an unknown kind"]
+    kinds = ", ".join(dict.fromkeys(plan.device_kinds))
     step = "training step" if plan.training else "forward pass"
-    title = f"Plan of a {step} on {count(subject.n_devices, 'device')}: {', '.join(kinds)}"
+    title = f"Plan of a {step} on {count(subject.n_devices, 'device')}" + (f": {kinds}" if kinds else "")
     sections = [make(subject) for make in _SECTIONS]
     return Report(title, verdict(plan), tuple(sections), tuple(_notes(subject)))
 

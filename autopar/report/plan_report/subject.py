@@ -14,8 +14,9 @@ from autopar.costs.prediction_error import Accuracy
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.planner.device_memory import DeviceMemory, device_memory
-from autopar.planner.explain import Explanation, own_explanation
-from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.explain import Change, Explanation, own_explanation
+from autopar.planner.other_networks import network_sensitivity
+from autopar.planner.predicted_step import PredictedStep, step_of_plan
 from autopar.runtime.step_profile import StepProfile
 from autopar.schedule.timeline import Timeline
 
@@ -48,10 +49,14 @@ class Subject:
     modules: Sequence[fx.GraphModule] = ()  # of every stage, where they are built
 
     @cached_property
+    def step(self) -> PredictedStep | None:
+        """From the plan's own numbers; None for a plan without predictions."""
+        return step_of_plan(self.plan)
+
+    @cached_property
     def timeline(self) -> Timeline | None:
-        """The predicted step; None for a plan without predictions."""
-        step = step_of_plan(self.plan)
-        return None if step is None else step.timeline()
+        """The predicted step laid out in time."""
+        return None if self.step is None else self.step.timeline()
 
     @cached_property
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -65,8 +70,13 @@ class Subject:
     @cached_property
     def explanation(self) -> Explanation:
         """From the plan's own numbers, or with further searches where the user asks for them."""
-        explained: Explanation = self.plan.explain() if self.wanted.search else own_explanation(self.plan)
+        explained: Explanation = self.plan.explain() if self.wanted.search else own_explanation(self.plan, self.step)
         return explained
+
+    @cached_property
+    def on_other_networks(self) -> tuple[Change, ...]:
+        """The step on faster and slower networks, priced anew; () unless the user asks for searches."""
+        return network_sensitivity(self.plan) if self.wanted.search else ()
 
     @property
     def measured(self) -> float | None:

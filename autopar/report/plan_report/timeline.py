@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.report.document import Block, Lane, Lanes, Paragraph, Section, Span
+from autopar.report.document import Block, Code, Fold, Lane, Lanes, Paragraph, Section, Span, Table
 from autopar.report.plan_report.subject import Subject
 from autopar.report.quantities import count, percent, seconds_text, ticks
 from autopar.runtime.step_profile import StepProfile
@@ -14,6 +14,7 @@ from autopar.schedule.clock import Phase
 from autopar.schedule.timeline import Timeline
 
 _MOST_LANES = 24
+_MOST_ROWS = 400  # of the same as a table
 _MOST_TITLES = 1500  # spans that say what they are; more would make the file large
 
 _LEGEND = ("forward", "backward", "backward to parameters", "gradient reduction", "optimizer step", "sending")
@@ -28,10 +29,10 @@ def timeline(subject: Subject) -> Section:
     if predicted is None:
         counts = [stage.replicas for stage in plan.stages]
         schedule = make_schedule(plan.schedule, plan.n_microbatches, counts, training=plan.training)
-        drawing = f"Schedule, drawn as if all stages took equally long\n\n{schedule}"
         text = "The plan does not say how long its stages take, so there is no timeline."
-        measured = _measured_alone(profile)
-        return Section(title, (Paragraph(text), *measured), "\n\n".join([text, drawing]))
+        drawing = Code("The schedule, drawn as if all stages took equally long:", str(schedule))
+        plain = "\n\n".join([text, drawing.label, str(schedule)])
+        return Section(title, (Paragraph(text), drawing, *_measured_alone(profile)), plain)
     end = max(predicted.step_time, profile.seconds if profile is not None else 0.0)
     slots = _shown_slots(predicted)
     several = profile is not None and bool(profile.actions)
@@ -39,6 +40,7 @@ def timeline(subject: Subject) -> Section:
     if several and profile is not None:
         lanes += _measured_lanes(profile, end, "measured")
     blocks: list[Block] = [_drawing(lanes, end, _description(subject), f"Predicted timeline\n\n{predicted}")]
+    blocks += _as_table(lanes, end)
     hidden = predicted.schedule.n_slots - len(slots)
     if hidden:
         blocks.append(Paragraph(f"{count(hidden, 'replica')} that do the same work at the same times are not drawn."))
@@ -47,6 +49,18 @@ def timeline(subject: Subject) -> Section:
             Paragraph("Nothing was measured. A step with train_step(..., profile=True) is drawn below the prediction.")
         )
     return Section(title, tuple(blocks))
+
+
+def _as_table(lanes: Sequence[Lane], end: float) -> list[Block]:
+    """The same for those who cannot see the drawing, where it is not too long to be read."""
+    spans = [(lane, span) for lane in lanes for span in sorted(lane.spans, key=lambda span: span.start)]
+    if not 0 < len(spans) <= _MOST_ROWS:
+        return []
+    rows = tuple(
+        (f"{lane.label}{f', {lane.group}' if lane.group else ''}", span.title, seconds_text(span.start * end))
+        for lane, span in spans
+    )
+    return [Fold("The timeline as a table", (Table("What starts when", ("device", "what", "start"), rows, words=2),))]
 
 
 def _measured_alone(profile: StepProfile | None) -> tuple[Block, ...]:

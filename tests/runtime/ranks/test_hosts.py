@@ -77,7 +77,7 @@ def test_hosts_train_as_one_process_does(script: Path, n: int, per_host: int) ->
 @exhaustive  # what it measures must not be disturbed
 def test_a_network_ten_times_slower_changes_the_plan(tmp_path: Path) -> None:
     """Replicas, which add up gradients, where the network is fast; a pipeline cut at the waist where it is slow. The
-    second plan is made although the cache knows the fast network. `python -m benchmarks network` measures both."""
+    second plan is made although the cache knows the fast network. `python -m benchmarks run network` measures both."""
     with hosts(2, FAST) as network:
         for attempt in range(3):  # where other programs use a core meanwhile, one rank is measured to be the fastest
             folder = tmp_path / str(attempt)

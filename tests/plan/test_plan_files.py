@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from autopar.sharding.stage_sharding import (
 from autopar.sharding.strategies import OperatorPlacements
 
 Data = dict[str, Any]
+serialization: Any = importlib.import_module("autopar.plan.serialization")  # `autopar.plan` is the call
 
 # Names that a file must not confuse with its own: layers of layers, ranges, "@", numbers with leading zeros.
 PARENTS = ["model.layers", "", "encoder.stages.1.blocks", "a.@", "a.0-1", "x.01"]
@@ -223,6 +225,14 @@ def test_a_layer_that_lacks_rows_in_the_middle_has_parts_of_the_others() -> None
     )
     plan = Plan((Stage(("a", "b"), keys, sharding=sharding),), 1)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_file_that_would_not_read_as_the_plan_is_written_without_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, whole = layered_plan(), serialization.layered
+    monkeypatch.setattr(serialization, "layered", lambda flat: {**whole(flat), "n_microbatches": 3})
+    text = plan.to_json()
+    assert json.loads(text)["autopar_plan"] == 2
+    assert Plan.from_json(text) == plan
 
 
 @pytest.mark.slow

@@ -47,9 +47,13 @@ _VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})")
 
 
 def write(plan: Any) -> str:
-    """The JSON of a Plan."""
+    """The JSON of a Plan, in format 2 where its names look like those of folded layers: it reads as the same Plan."""
     flat = plain(plan)
-    return json_text({"autopar_plan": f"{FORMAT}.{ADDITION}", "checksum": _checksum(flat), **layered(flat)})
+    text = json_text({"autopar_plan": f"{FORMAT}.{ADDITION}", "checksum": _checksum(flat), **layered(flat)})
+    found = read(text, type(plan))
+    if not found.problems and all(value == getattr(plan, name) for name, value in found.values.items()):
+        return text
+    return json.dumps({"autopar_plan": _FLAT, "checksum": _checksum(flat), **flat}, indent=1, allow_nan=False)
 
 
 def checksum(plan: Any) -> str:

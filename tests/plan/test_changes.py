@@ -290,4 +290,5 @@ def test_plans_of_devices_at_hand_are_priced_again_too() -> None:
         found = plan.with_(n_microbatches=4)
         assert found.n_microbatches == 4
         assert found.predicted_step_time is not None
-        assert autopar.plan(model, ["cpu", "cpu"], plan=found, example_args=(x,)).stages == found.stages
+        again = autopar.plan(model, ["cpu", "cpu"], plan=found, example_args=(x,))
+        assert again.predicted_step_time == found.predicted_step_time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from autopar.sharding.stage_sharding import (
 from autopar.sharding.strategies import OperatorPlacements
 
 Data = dict[str, Any]
+serialization: Any = importlib.import_module("autopar.plan.serialization")  # `autopar.plan` is the call
 
 # Names that a file must not confuse with its own: layers of layers, ranges, "@", numbers with leading zeros.
 PARENTS = ["model.layers", "", "encoder.stages.1.blocks", "a.@", "a.0-1", "x.01"]
@@ -212,6 +214,25 @@ def test_a_layer_that_differs_is_an_exception_and_a_stage_may_end_inside_of_one(
     assert stages[0]["operators"] == ["model.layers.0-2", "model.layers.3 before mlp.down/linear#0"]
     assert stages[1]["operators"][0] == "model.layers.3 from mlp.down/linear#0"
     assert Plan.from_json(cut.to_json()) == cut
+
+
+def test_a_layer_that_lacks_rows_in_the_middle_has_parts_of_the_others() -> None:
+    keys = tuple(f"layers.{i}.{part}/linear#0" for i in range(4) for part in "abcdefghi")
+    lacking = [key for key in keys if not key.startswith(("layers.2.d", "layers.2.e", "layers.2.f"))]
+    texts = dict.fromkeys(lacking, "S0 R -> S0")
+    sharding = StageSharding.from_texts(
+        (2,), ("data",), texts, {key.replace("/linear#0", ".w"): "S0" for key in lacking}
+    )
+    plan = Plan((Stage(("a", "b"), keys, sharding=sharding),), 1)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_file_that_would_not_read_as_the_plan_is_written_without_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, whole = layered_plan(), serialization.layered
+    monkeypatch.setattr(serialization, "layered", lambda flat: {**whole(flat), "n_microbatches": 3})
+    text = plan.to_json()
+    assert json.loads(text)["autopar_plan"] == 2
+    assert Plan.from_json(text) == plan
 
 
 @pytest.mark.slow

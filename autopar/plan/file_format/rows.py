@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from autopar.plan.file_format.fields import OPERATOR_LINE, operator_lines
-from autopar.plan.file_format.folding import Definitions, Folded, Item, Row
+from autopar.plan.file_format.folding import Definitions, Folded, Item, Row, unfolded
 
 _DEFAULT = "A"
 REFERENCE = re.compile(r"(?:(?P<parent>.+)\.)?(?P<first>0|[1-9]\d{0,8})(?:-(?P<last>\d{1,9}))?")
@@ -104,7 +104,9 @@ def _write_pairs(items: Sequence[Item], definitions: dict[str, Definitions]) -> 
     found: dict[str, str] = {}
     for (module, text), run in itertools.groupby(items, key=_module_and_value):
         for item in run if module is None else ():
-            if isinstance(item, Folded):
+            if isinstance(item, Folded) and item.path in found:  # another part of the layer: a name stands once
+                found |= dict(unfolded(item, definitions[item.parent].rows[item.definition]))
+            elif isinstance(item, Folded):
                 found[item.path] = f"as {item.definition}{_ends(item, definitions)}"
             else:
                 found[item[0]] = item[1]

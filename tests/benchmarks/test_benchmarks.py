@@ -329,7 +329,7 @@ def test_processes_compute_what_the_plain_model_does_and_tell_what_went_wrong(wi
             loss = system.step()
             assert max(Outcome(loss, system.gradients()).errors(reference)) < 1e-5
         with pytest.raises(RuntimeError, match="KeyError: 'nonsense'"):
-            ranks.call(BenchmarkRank.gradients, next(iter(GLOO)), ["nonsense"])
+            ranks.call(BenchmarkRank.gradients, "nonsense", names)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

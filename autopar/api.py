@@ -285,7 +285,7 @@ def plan(
     finally:
         module.close()
     # It holds the user's own objects: the captured program is gone with the module.
-    kept = {name: value for name, value in options.items() if name not in _OF_SEARCHES}
+    kept: dict[str, Any] = {name: value for name, value in options.items() if name not in _OF_SEARCHES}
     return with_pricer(found, Pricer(lambda other: _plan(model, devices, plan=other, **call, **kept)))
 
 

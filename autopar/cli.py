@@ -347,7 +347,7 @@ def diff(
     after: Annotated[Path, typer.Argument(help="Another saved plan.", metavar="AFTER.json")],
     json: AsJson = False,
 ) -> None:
-    """Show the differences between two saved plans. Exit status: 0 with or without differences, 1 for invalid files."""
+    """Say how two saved plans differ, and why one is slower. Exit status: 2 for invalid files, else 0."""
     result = Plan.load(before).diff(Plan.load(after))
     typer.echo(result.to_json() if json else result)
 

@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace, own_process: bool) -> int:
         print(error, file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        print(f"{error}; the benchmarks need it: pip install transformers matplotlib", file=sys.stderr)
+        print(f'{error}; the benchmarks need it: pip install -e ".[bench]"', file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         where = f"{kept.count} results are kept in {stem}.partial.jsonl" if kept.count else "nothing is kept"
@@ -177,7 +177,7 @@ def _write(report: Report, header: dict[str, str], options: argparse.Namespace, 
         try:
             report.draw(figure)
         except ImportError as error:
-            console.print(f"no figure: {error}; pip install matplotlib", markup=False)
+            console.print(f'no figure: {error}; pip install -e ".[bench]"', markup=False)
             figure = None
     text = to_json(report, header)
     data.write_text(text)

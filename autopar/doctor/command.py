@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as to_json
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from autopar.doctor.machine import Machine, this_machine
 from autopar.version import __version__
 
 WIDTH = 80
+_MOST_LINKS = 6  # lines of links
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [f"autopar {__version__}, Python {self.machine.python}, {_torch_text(self.machine)}"]
         lines += [f"{d.name}: {d.kind}, {d.memory / 1e9:.1f} GB free" for d in self.devices]
-        lines += [_link_text(link) for link in self.links]
+        lines += _link_texts(self.links)
         lines += _cache_text(self.machine)
         for extra, names in missing_extras(self.machine).items():
             lines.append(f'not installed: {", ".join(names)} (pip install "autopar[{extra}]")')
@@ -107,9 +109,19 @@ def _torch_text(machine: Machine) -> str:
     return version if supported is None else f"{version} (supported: {supported})"
 
 
-def _link_text(link: LinkFact) -> str:
-    speed = "by reference" if link.bandwidth is None else f"{link.bandwidth / 1e9:.3g} GB/s"
-    return f"{link.source} -> {link.target}: {link.latency * 1e6:.3g} us, {speed}"
+def _link_texts(links: Sequence[LinkFact]) -> list[str]:
+    """A line for links that are alike; of many different ones, the slowest."""
+    alike: dict[tuple[float, float | None], list[LinkFact]] = {}
+    for link in links:
+        alike.setdefault((link.latency, link.bandwidth), []).append(link)
+    kinds = sorted(alike.items(), key=lambda kind: (kind[0][1] or math.inf, -kind[0][0]))
+    lines = []
+    for (latency, bandwidth), same in kinds[:_MOST_LINKS]:
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        speed = "by reference" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
+        lines.append(f"{same[0].source} -> {same[0].target}{more}: {latency * 1e6:.3g} us, {speed}")
+    left = sum(len(same) for _, same in kinds[_MOST_LINKS:])
+    return [*lines, f"{left} faster links"] if left else lines
 
 
 def _cache_text(machine: Machine) -> list[str]:

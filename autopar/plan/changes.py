@@ -64,7 +64,8 @@ def _recomputing(stages: Sequence[Stage], wanted: str | Mapping[int, str]) -> It
         if name not in RECOMPUTE:
             raise PlanError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {name!r}")
     for number, stage in enumerate(stages):
-        yield replace(stage, **recompute_flags(names[number])) if number in names else stage
+        flags: dict[str, Any] = recompute_flags(names[number]) if number in names else {}
+        yield replace(stage, **flags) if flags else stage
 
 
 def moved(plan: Plan, path: str, stage: int) -> Plan:
@@ -130,7 +131,7 @@ def _layers_in(path: str) -> list[str]:
     return [f"{match[1]}{number}" for number in range(first, last + 1)]
 
 
-def _whole_path(path: str, asked: str, modules: Collection[str], listed: Collection[str]) -> str:
+def _whole_path(path: str, asked: str, modules: set[str], listed: Collection[str]) -> str:
     """The module at `path`, or the only one whose path ends so."""
     if path in modules:
         return path
@@ -192,7 +193,7 @@ def _stages_of_layers(stage_of: Mapping[str, int]) -> dict[str, dict[int, set[in
     for key, stage in stage_of.items():
         layer = layer_of(key, 0)
         if layer is not None:
-            found.setdefault(layer.parent, {}).setdefault(layer.index, set()).add(stage)
+            found.setdefault(layer.parent, {}).setdefault(layer.number, set()).add(stage)
     return found
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from autopar.plan.display import reported
 
 if TYPE_CHECKING:
     from autopar.report.document import Report
+
+
+class ReportKeywords(TypedDict, total=False):
+    """The arguments of `Plan.report`."""
+
+    samples_per_epoch: float | None
+    price_per_device_hour: float | None
+    currency: str
+    search: bool
+    command: str | None
 
 
 class PlanReport:
@@ -28,7 +38,7 @@ class PlanReport:
 
         Args:
             samples_per_epoch: samples of the data set, for the time of an epoch. Without, for models with token inputs,
-                the time of 1T tokens is shown.
+                the time of 1T tokens is shown, or of fewer where that takes more than ten years.
             price_per_device_hour: for the price of that time on all devices offered, in `currency`.
             search: search again for what each limit costs and what more memory would gain, and price the plan on
                 faster and slower networks of its cluster. Each of them takes about as long as planning did. Without,

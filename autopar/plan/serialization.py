@@ -17,9 +17,9 @@ To move a layer, edit the ranges of layers: `layers.0-8` and `layers.9-15`. To m
 module, `layers.8.attention.q: linear#0`, or say where the stage ends, `layers.8 before mlp/mul#0` (and `layers.8 from
 mlp/mul#0` in the next stage). Layers that are equal share an entry under "layers" (`file_format/folding.py`).
 
-Other keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding`, `Assumptions`,
-`StepWork` and `RunnerUp`. The checksum shows that a plan was edited, whose predictions no longer belong to it; editors
-need not update it.
+"every_stage" has fields of all stages. Other keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`,
+`StageSharding` and what these hold. The checksum tells a plan that was edited, whose predictions no longer belong to
+it; editors need not update it.
 
 The version is "format.addition". An addition only has fields that older readers can leave out: they say so in a note.
 Another format is refused. Format 2, without layers, can still be read.

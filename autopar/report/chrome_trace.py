@@ -5,7 +5,7 @@ and which Holistic Trace Analysis reads, one file a rank.
     tid   stream: computing; sends, one stream for each stage that they go to, as they may run at once
     X     an action, a send that takes time, what a stage does once a step
     s, f  a value or gradient on its way from the action that makes it to the one that reads it
-    C     bytes that the slot holds: parameters, and activations in flight
+    C     bytes that the slot holds: parameters, and activations in flight; of a measured step, tensors on the GPU
 
 Fields are those of the Trace Event Format (Google, "Trace Event Format", revision of 2016) and of torch.profiler's
 exports, where `distributedInfo` names the rank, and a kernel has its stream, device and correlation among its args.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,9 @@ def _measured(profile: StepProfile, rank: int | None) -> dict[str, Any]:
         for (_, start), (end, _) in itertools.pairwise(one.spans):
             times = {"ts": start * _US, "dur": (end - start) * _US}
             events.append({**place, "cat": "user_annotation", "name": "waiting for a message", **times, "args": about})
+    if rank is None:
+        events += _measured_flows(profile, devices)
+    events += _measured_memory(profile, devices)
     return {
         "schemaVersion": 1,
         "distributedInfo": {"rank": rank or 0, "world_size": len(devices)},
@@ -213,6 +216,26 @@ def _measured(profile: StepProfile, rank: int | None) -> dict[str, Any]:
         "traceName": f"measured step of {profile.seconds} s, {profile.schedule}",
         "traceEvents": [event for event in events if rank is None or event["pid"] == rank],
     }
+
+
+def _measured_flows(profile: StepProfile, devices: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """An arrow for each value and gradient, from when it was sent to when its receiver went on."""
+    ran_on = {(one.stage, one.microbatch): devices.index(one.device) for one in profile.actions}
+    for number, send in enumerate(profile.sends, 1):
+        name = "gradient" if send.gradient else "value"
+        ends = (send.stage, send.sent), (send.to, send.received)
+        for phase, (stage, time) in zip("sf", ends, strict=True):
+            place = {"pid": ran_on[stage, send.microbatch], "tid": COMPUTING, "ts": time * _US}
+            bound = {"bp": "e"} if phase == "f" else {}
+            yield {"ph": phase, "id": number, "cat": "send", "name": name, **place, **bound}
+
+
+def _measured_memory(profile: StepProfile, devices: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Bytes of tensors on each GPU, as its actions ended."""
+    for one in profile.actions:
+        if one.allocated is not None:
+            place = {"pid": devices.index(one.device), "tid": 0, "ts": one.spans[-1][1] * _US}
+            yield {"ph": "C", "name": "bytes allocated", **place, "args": {"tensors": one.allocated}}
 
 
 def _target(send: Send) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.plan.diff import PlanDiff
 from autopar.plan.display import reported
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
@@ -25,14 +27,13 @@ from autopar.report.document import (
 from autopar.report.plan_report.verdict import verdict
 from autopar.report.quantities import (
     count,
-    digits,
     largest_text,
     percent,
     rate_text,
     seconds_text,
     share_of_text,
 )
-from autopar.runtime.comparison import Comparison, Row
+from autopar.runtime.comparison import Comparison, Row, SystemRow
 from cost_models.measuring.intervals import Interval
 
 _PARTS = ("computing", "communication", "waiting")
@@ -134,32 +135,44 @@ def _diff(difference: PlanDiff) -> Code:
 
 @reported.register
 def comparison_report(comparison: Comparison) -> Report:
-    """Measured steps of several plans beside their predictions."""
+    """Measured steps of several plans and of other systems, beside predictions and the ceiling of the machine."""
     step = "training step" if comparison.training else "forward pass"
-    fastest = min(comparison.rows, key=lambda row: row.measured)
     rounds = len(comparison.single.steps)
+    fastest = min(comparison.rows, key=lambda row: row.measured)
     figures = [
-        Figure("shortest median step", seconds_text(fastest.measured), fastest.name),
-        Figure("beside one device", f"{digits(comparison.speed_up(fastest))}x", comparison.single.name),
-        Figure("rounds", f"{rounds}", "plans took turns in each"),
+        Figure("shortest median step of autopar", seconds_text(fastest.measured), fastest.name),
+        Figure("beside one device", f"{comparison.speed_up(fastest):.2f}x", comparison.single.name),
+        Figure("rounds", f"{rounds}", "everything took its turn in each"),
     ]
-    if comparison.ceiling_speed_up is not None:
-        note = "other work may use the cores" if comparison.disturbed else "independent processes, same rounds"
-        figures.append(Figure("the machine's ceiling", f"{digits(comparison.ceiling_speed_up)}x", note))
-    blocks: list[Block] = [Figures(tuple(figures)), _measured_table(comparison), _measured_bars(comparison)]
-    if comparison.systems:
-        blocks.append(_systems_table(comparison))
+    if comparison.ceiling_speed_up is not None and comparison.ceiling is not None:
+        figures.append(Figure("ceiling", f"{comparison.ceiling_speed_up:.2f}x", comparison.ceiling.how))
+    blocks: list[Block] = [Figures(tuple(figures)), _measured_bars(comparison), _measured_table(comparison)]
+    measured = [row for row in comparison.systems if row.steps]
+    if measured:
+        blocks.append(_systems_table(comparison, measured))
+    remarks = [f"{row.name} was not run: {row.refused}" for row in comparison.systems if row.refused]
     if comparison.ceiling is not None:
-        blocks.append(Paragraph(_sentence(ceiling_text(comparison))))
+        remarks.append(_sentence(ceiling_text(comparison)))
+    blocks += [Points(tuple(remarks))] if remarks else []
     plans = tuple(f"{row.name}: {verdict(row.plan)}" for row in comparison.plans)
+    sections = [Section("Comparison", tuple(blocks)), Section("Plans", (Points(plans),))]
+    where = comparison.measured_on or ", ".join(comparison.devices)
+    sections.append(Section("Environment", (Paragraph(f"Measured on {where}."),)))
     return Report(
-        f"{count(len(comparison.rows), 'plan')} for a {step} of {count(comparison.batch_size, 'sample')} on "
-        f"{', '.join(comparison.devices)}",
-        f"{fastest.name} has the shortest median step of the plans, {seconds_text(fastest.measured)}. "
-        f"{_sentence(verdict_text(comparison))}",
-        (Section("Comparison", tuple(blocks)), Section("Plans", (Points(plans),))),
-        tuple(fact for fact in ("measured", f"{rounds} rounds", comparison.measured_on) if fact),
+        f"{count(len(comparison.rows) + len(measured), 'way', 'ways')} to run a {step} of "
+        f"{count(comparison.batch_size, 'sample')} on {', '.join(comparison.devices)}",
+        _sentence(verdict_text(comparison)),
+        tuple(sections),
+        ("measured", count(rounds, "round"), *(("the machine was busy",) if comparison.disturbed else ())),
     )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _interval_text(interval: Interval) -> str:
+    return f"{seconds_text(interval.low)} to {seconds_text(interval.high)}"
 
 
 def _measured_table(comparison: Comparison) -> Table:
@@ -168,10 +181,10 @@ def _measured_table(comparison: Comparison) -> Table:
             row.name,
             row.plan.places,
             seconds_text(row.measured),
-            _interval(row.interval),
+            _interval_text(row.interval),
             "-" if row.predicted is None else seconds_text(row.predicted),
             "-" if row.error is None else percent(row.error, "+"),
-            f"{digits(comparison.speed_up(row))}x",
+            f"{comparison.speed_up(row):.2f}x",
             largest_text(row.predicted_memory.values()),
             largest_text(row.measured_memory.values()),
         )
@@ -182,35 +195,35 @@ def _measured_table(comparison: Comparison) -> Table:
         *("peak predicted", "peak measured"),
     )
     caption = (
-        "Measured steps. Interval: of the median, by bootstrap. Error: predicted / measured - 1. Peaks are those of "
-        "the fullest device, without optimizer state."
+        "Plans. Intervals are those of the median, by bootstrap over the steps. Error: predicted / measured - 1. Peaks "
+        "are those of the fullest device, without optimizer state."
     )
     return Table(caption, columns, rows, words=2)
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _systems_table(comparison: Comparison) -> Table:
+def _systems_table(comparison: Comparison, measured: Sequence[SystemRow]) -> Table:
     rows = []
-    for row in comparison.systems:
-        if row.measured is None or row.interval is None:
-            rows.append((row.name, f"not run: {row.refused}", "-", "-", "-"))
-        else:
-            gain = f"{digits(comparison.single.measured / row.measured)}x"
-            rows.append((row.name, row.how, seconds_text(row.measured), _interval(row.interval), gain))
+    for row in measured:
+        seconds, interval = row.measured, row.interval
+        assert seconds is not None
+        assert interval is not None
+        gain = f"{comparison.single.measured / seconds:.2f}x"
+        rows.append((row.name, row.how, seconds_text(seconds), _interval_text(interval), gain))
     columns = ("system", "how", "median step", "interval", "speed-up")
-    return Table("Other systems, in turn with the plans", columns, tuple(rows), words=2)
-
-
-def _interval(interval: Interval) -> str:
-    return f"{seconds_text(interval.low)} to {seconds_text(interval.high)}"
+    return Table("Other systems, in the same rounds", columns, tuple(rows), words=2)
 
 
 def _measured_bars(comparison: Comparison) -> Bars:
-    longest = max([row.measured for row in comparison.rows] + [row.predicted or 0.0 for row in comparison.rows]) or 1.0
+    """A bar for each median, and one for each prediction."""
+    systems = [row for row in (*comparison.systems, comparison.ceiling) if row is not None and row.measured is not None]
+    seconds = [row.measured for row in comparison.rows] + [row.predicted or 0.0 for row in comparison.rows]
+    longest = max([*seconds, *(row.measured or 0.0 for row in systems)]) or 1.0
     bars = [bar for row in comparison.rows for bar in _pair(row, longest)]
+    bars += [
+        Bar(row.name, seconds_text(s), (Part(_TIMES[0], s / longest, seconds_text(s)),))
+        for row in systems
+        if (s := row.measured) is not None
+    ]
     return Bars("Steps", "A bar for the median of measured steps, and one for the prediction.", _TIMES, tuple(bars))
 
 

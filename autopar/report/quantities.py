@@ -9,6 +9,8 @@ from cost_models import bytes_text
 
 _MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 365.25 * 86400.0
 _DURATIONS = ((_YEAR, "years"), (_DAY, "days"), (_HOUR, "hours"), (_MINUTE, "minutes"))
+_ROOM = 0.95  # share of an axis from where on a text in the middle would stick out
+_ROUNDING = 1e-9
 _SHORT = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -34,12 +36,14 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def ticks(seconds: float, most: int = 6) -> tuple[tuple[float, str], ...]:
-    """Round times from 0 to `seconds`, at most `most` of them after 0: (share of `seconds`, text)."""
+    """Round times from 0 to `seconds`, at most `most` of them after 0: (share of `seconds`, text). None lies so near to
+    the end that its text would stick out."""
     if not seconds > 0:
         return ((0.0, "0 s"),)
     power = 10.0 ** math.floor(math.log10(seconds / most))
     step = next(power * n for n in (1, 2, 5, 10) if seconds / (power * n) <= most)
-    return tuple((n * step / seconds, seconds_text(n * step)) for n in range(int(seconds / step * (1 + 1e-9)) + 1))
+    places = [n * step / seconds for n in range(int(seconds / step * (1 + _ROUNDING)) + 1)]
+    return tuple((place, seconds_text(place * seconds)) for place in places if place <= _ROOM or place >= 1 - _ROUNDING)
 
 
 def duration_text(seconds: float) -> str:

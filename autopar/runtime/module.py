@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import fx, nn
@@ -18,6 +18,7 @@ from autopar.costs.history import Record, costs_of, remember
 from autopar.errors import InputError, warn
 from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
+from autopar.plan.plan_report import ReportKeywords
 from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.call_checks import Pipelined, check_process, check_tensors
 from autopar.runtime.call_runner import CallRunner
@@ -172,7 +173,7 @@ class PipelinedModule(Pipelined, nn.Module):
         head = f"plan of {plan.places}, {plan.schedule}" if plan is not None else f"no plan yet: {PLAN_COMES}"
         return f"{PipelinedModule.__name__}({printable(head)})\n{self.unwrap()!r}"
 
-    def report(self, **wanted: Any) -> Report:
+    def report(self, **wanted: Unpack[ReportKeywords]) -> Report:
         """The plan in force as a `Report`, with the last profiled step beside its prediction. `wanted`: as for
         `Plan.report`."""
         # A plain call of `reported` would look for reports on the model's class.

@@ -38,6 +38,19 @@ class MeasuredAction:
     microbatch: int
     device: str  # name
     spans: tuple[tuple[float, float], ...]  # s from the start of the first action: start and end; a wait lies between
+    allocated: int | None = None  # bytes of tensors on its GPU at its end
+
+
+@dataclass(frozen=True)
+class MeasuredSend:
+    """A value, or a gradient, that one stage's action passed to another's."""
+
+    stage: int
+    to: int  # stage
+    microbatch: int
+    gradient: bool
+    sent: float  # s from the start of the first action
+    received: float  # s, as the receiver went on with it
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ class StepProfile:
     one_worker: bool  # one thread did the actions of several devices, one after another
     synchronized: bool  # workers waited for their GPU after every action
     actions: tuple[MeasuredAction, ...] = ()  # by start
+    sends: tuple[MeasuredSend, ...] = ()  # by when they were sent
 
     @property
     def error(self) -> float | None:

@@ -26,7 +26,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.stage_replica import StageReplica
-from autopar.runtime.step_profile import MeasuredAction, StageStep, StepProfile
+from autopar.runtime.step_profile import MeasuredAction, MeasuredSend, StageStep, StepProfile
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device, synchronize
 
@@ -50,6 +50,9 @@ class StepRecorder:
         self.times: dict[Action, ActionTimes] = {}
         self.spans: dict[Action, tuple[tuple[float, float], ...]] = {}  # s of the clock: when an action did not wait
         self.threads: set[int] = set()  # those that did the actions
+        self.allocated: dict[Action, int] = {}  # bytes of tensors on a GPU, at an action's end
+        self.sent: dict[Address, float] = {}  # s of the clock
+        self.received: dict[Address, float] = {}  # s of the clock
         self._current = threading.local()  # the thread's current action: device, seconds of waiting and of loss, waits
 
     @contextmanager
@@ -61,6 +64,8 @@ class StepRecorder:
         yield
         _finish(device)
         end = time.perf_counter()
+        if device.torch_device.type == "cuda":
+            self.allocated[action] = torch.cuda.memory_allocated(device.torch_device)
         seconds = end - start - current.waiting
         edges = [start, *itertools.chain.from_iterable(current.waits), end]
         self.spans[action] = tuple(zip(edges[::2], edges[1::2], strict=True))
@@ -94,7 +99,7 @@ class StepRecorder:
 
     def mailbox(self, n_slots: int) -> Mailbox:
         """A mailbox that records how long actions wait for messages."""
-        return _TimedMailbox(n_slots, self._current)
+        return _TimedMailbox(n_slots, self._current, self)
 
     def seconds(self) -> dict[Action, float]:
         """Seconds of every action, without waiting."""
@@ -127,12 +132,13 @@ class StepRecorder:
             ),
             one_worker=len(self.threads) == 1 and len(devices) > 1,
             actions=self._measured_actions(),
+            sends=self._measured_sends(),
             synchronized=any(device.torch_device.type == "cuda" for device in devices.values()),
         )
 
     def _measured_actions(self) -> tuple[MeasuredAction, ...]:
         """All actions by their start, in seconds from the first one's."""
-        first = min((spans[0][0] for spans in self.spans.values()), default=0.0)
+        first = self._first()
         found = [
             MeasuredAction(
                 phase=action.phase.value,
@@ -140,21 +146,44 @@ class StepRecorder:
                 microbatch=action.microbatch,
                 device=self.times[action].device.name,
                 spans=tuple((start - first, end - first) for start, end in spans),
+                allocated=self.allocated.get(action),
             )
             for action, spans in self.spans.items()
         ]
         return tuple(sorted(found, key=lambda one: one.spans))
 
+    def _measured_sends(self) -> tuple[MeasuredSend, ...]:
+        """All messages that arrived, by when they were sent."""
+        first = self._first()
+        found = [
+            MeasuredSend(
+                address.sender,
+                address.receiver,
+                address.microbatch,
+                address.direction is not Phase.FORWARD,
+                sent - first,
+                self.received[address] - first,
+            )
+            for address, sent in self.sent.items()
+            if address in self.received
+        ]
+        return tuple(sorted(found, key=lambda one: one.sent))
+
+    def _first(self) -> float:
+        """s of the clock, when the first action started."""
+        return min((spans[0][0] for spans in self.spans.values()), default=0.0)
+
 
 class _TimedMailbox(Mailbox):
     """Adds the time that a thread waits for a message to its current action."""
 
-    def __init__(self, n_slots: int, current: threading.local) -> None:
+    def __init__(self, n_slots: int, current: threading.local, recorder: StepRecorder) -> None:
         super().__init__(n_slots)
-        self._current = current
+        self._current, self._recorder = current, recorder
 
     def send(self, slot: int, address: Address, message: Any) -> None:
         _finish(self._current.device)
+        self._recorder.sent[address] = time.perf_counter()
         super().send(slot, address, message)
 
     def receive(self, slot: int, address: Address) -> Any:
@@ -165,6 +194,7 @@ class _TimedMailbox(Mailbox):
             end = time.perf_counter()
             self._current.waiting += end - start
             self._current.waits.append((start, end))
+            self._recorder.received[address] = end
 
 
 def timed(step: Callable[[], T], devices: Sequence[Device]) -> tuple[T, float]:

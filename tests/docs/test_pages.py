@@ -104,6 +104,18 @@ def test_links_lead_to_pages_and_headings() -> None:
     assert not problems
 
 
+def test_files_that_pages_name_exist() -> None:
+    """Also in the reasons why a block is not run, which name the test that covers it."""
+    name = re.compile(r"(?<![\w/.])((?:tests|examples|autopar|cost_models|benchmarks|docs)/[\w/.-]+\w/?)(?![\w*])")
+    missing = [
+        f"{name_of(page)}: {path}"
+        for page in PAGES
+        for path in name.findall(re.sub(r"\]\([^)]*\)", "", page.read_text()))
+        if not (ROOT / path).exists()
+    ]
+    assert not missing
+
+
 MADE = {"contributing.md", "changelog.md"}  # docs/hooks.py makes them of files in the root
 
 
@@ -167,9 +179,9 @@ assert y == 2
 assert printed == "cpu\\n"
 -->
 
-<!-- run with: 4 => 5 -->
+<!-- run with: 4 => 5; six => 6 -->
 ```python
-assert 4 == 5
+assert 4 + 1 == six
 ```
 
 <!-- not run: needs a cluster -->

@@ -175,6 +175,18 @@ def test_the_text_has_versions_devices_links_cache_and_missing_extras(monkeypatc
     assert "someone" not in json.dumps(found).replace("/home/someone/.cache", ""), "no environment variables"
 
 
+def test_many_links_are_summed_up() -> None:
+    names = [f"cuda:{i}" for i in range(4)]
+    pairs = [(a, b) for a in names for b in names if a != b]
+    alike = [LinkFact(a, b, 9e-6, None) for a, b in pairs]
+    assert command._link_texts(alike) == ["cuda:0 -> cuda:1 and 11 more: 9 us, by reference"]
+    different = [LinkFact(a, b, 9e-6, (i + 1) * 1e9) for i, (a, b) in enumerate(pairs)]
+    lines = command._link_texts(different)
+    assert lines[0] == "cuda:0 -> cuda:1: 9 us, 1 GB/s"
+    assert lines[-1] == "6 faster links"
+    assert len(lines) == 7
+
+
 def test_a_machine_without_torch_gets_its_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_devices(_: Any) -> Any:
         raise AssertionError("devices are not looked at without torch")

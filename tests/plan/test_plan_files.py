@@ -309,6 +309,8 @@ SHARDING = ("stages", 1, "sharding")
             "stages[1].sharding.layers must be like 'model.layers.0-7 as A'",
         ),
         (put(*SHARDING, "layers", "model.layers.4-7 as C"), "'layers' defines nothing 'C' of these layers"),
+        (put("every_stage", 3), "every_stage must be an object of fields that all stages have, got 3"),
+        (put("every_stage", {"speed": 3}), "stages[0].speed is unknown"),
         (put("collectives", [[1]]), "collectives[0] must be [collective, axis, nbytes, seconds, flags]"),
     ],
 )

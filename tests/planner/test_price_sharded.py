@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,10 +81,17 @@ def test_what_is_stored_whole_instead_of_cut_needs_more_memory(found: list[Plan]
     assert sharding is not None
     cut = parts(sharding.stored[name].layout, sharding.mesh)
     assert cut > 1
-    data = json.loads(plan.to_json())
-    (stage,) = data["stages"]
-    del stage["sharding"]["parameters"][name], stage["sharding"]["strategies"][operator]
-    priced = autopar.plan(layers(4), CLUSTER, plan=Plan.from_json(json.dumps(data)), **CALL)
+    whole = replace(
+        sharding,
+        parameters=tuple(pair for pair in sharding.parameters if pair[0] != name),
+        strategies=tuple(pair for pair in sharding.strategies if pair[0] != operator),
+    )
+    assert (len(whole.parameters), len(whole.strategies)) == (
+        len(sharding.parameters) - 1,
+        len(sharding.strategies) - 1,
+    )
+    edited = replace(plan.without_predictions("for the test"), stages=(replace(plan.stages[0], sharding=whole),))
+    priced = autopar.plan(layers(4), CLUSTER, plan=Plan.from_json(edited.to_json()), **CALL)
     before, after = (p.stages[0].parameter_bytes or 0 for p in (plan, priced))
     assert after - before == pytest.approx(4 * 4 * WIDTH * WIDTH * (1 - 1 / cut), rel=1e-6)
     assert (priced.predicted_step_time or 0) > (plan.predicted_step_time or 0)
@@ -93,7 +101,8 @@ def test_strategies_that_do_not_exist_and_batches_that_do_not_divide_are_refused
     plan = found[0]
     data = json.loads(plan.to_json())
     axes = len(data["stages"][0]["sharding"]["mesh"])
-    data["stages"][0]["sharding"]["strategies"]["0.0/linear#0"] = " ".join(["S1" + "R" * (axes - 1)] * 3) + " -> P"
+    wrong = " ".join(["S1" + "R" * (axes - 1)] * 3) + " -> P"
+    data["stages"][0]["sharding"].setdefault("strategies", {})["0.0/linear#0"] = wrong
     with pytest.raises(PlanError, match=r"0\.0/linear#0"):
         autopar.plan(layers(4), CLUSTER, plan=Plan.from_json(json.dumps(data)), **CALL)
     with pytest.raises(PlanError, match="7 micro-batches do not divide the batch of 64"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_format import assert_well_formed
 
 from autopar import InputError, Plan
 from autopar.plan.stage import Stage, StageTransfer
@@ -77,6 +78,12 @@ def test_a_trace_has_every_action_of_the_timeline_at_its_time(plan: Plan, tmp_pa
     assert found == wanted
     assert max(e["ts"] + e["dur"] for e in slices) == pytest.approx(timeline.step_time * 1e6)
     assert sum("send" in e["name"] for e in slices) == len(timeline.sends)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_trace_follows_the_format(plan: Plan, tmp_path: Path) -> None:
+    assert_well_formed(traced(plan, tmp_path / "t.json"))
+    assert_well_formed(traced(plan, tmp_path / "u.json", rank=0))
 
 
 @pytest.mark.parametrize("plan", PLANS)

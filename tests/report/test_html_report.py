@@ -118,6 +118,13 @@ def test_time_and_price_of_an_epoch_follow_the_size_of_the_data_set(tmp_path: Pa
     assert number(figures["price per epoch"][0]) == pytest.approx(seconds / 3600 * 8 * 3.0, rel=0.006)
 
 
+def test_a_slow_machine_shows_the_time_of_fewer_tokens(tmp_path: Path) -> None:
+    plan = priced(predicted_step_time=60.0)
+    seconds = 1e9 / (16 * 4096) * 60.0
+    figures = page_of(plan.report(), tmp_path).figures
+    assert number(figures["time per 1B tokens"][0]) == pytest.approx(seconds, rel=0.006)
+
+
 @pytest.mark.parametrize("wrong", [{"samples_per_epoch": 0}, {"price_per_device_hour": float("nan")}])
 def test_sizes_and_prices_must_be_positive_numbers(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
@@ -212,6 +219,7 @@ def test_every_plan_has_a_report(plan: Plan) -> None:
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+@pytest.mark.slow
 @given(st.integers(1, 12), st.integers(1, 40))
 def test_the_legend_of_many_devices_stays_short(replicas: int, microbatches: int) -> None:
     """However many devices a plan has, lanes and bars are few; the text says how many are left out."""

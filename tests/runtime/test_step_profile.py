@@ -16,6 +16,7 @@ from models import assert_same_gradients, gradients
 from pretend_gpus import PretendGpus, pipelined
 from torch import nn
 from torch.nn.functional import mse_loss
+from trace_format import assert_well_formed
 
 import autopar
 from autopar import PipelinedModule, Plan
@@ -246,7 +247,12 @@ def test_a_profiled_step_has_a_trace_of_its_actions(tmp_path: Path) -> None:
     profile = pm.last_profile
     assert profile is not None
     profile.trace(tmp_path / "t.json")
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    trace = json.loads((tmp_path / "t.json").read_text())
+    assert_well_formed(trace)
+    events = trace["traceEvents"]
+    arrows = [(event["name"], event["ph"]) for event in events if event["ph"] in "sf"]
+    assert sorted(arrows) == sorted([("value", "s"), ("value", "f"), ("gradient", "s"), ("gradient", "f")] * 2)
+    assert len(profile.sends) == 4, "two micro-batches, there and back"
     kernels = [event for event in events if event.get("cat") == "kernel"]
     found = {(e["name"], e["args"]["micro-batch"]) for e in kernels}
     assert found == {(f"{phase} of stage {s}", m) for phase in ("forward", "backward") for s in (0, 1) for m in (0, 1)}

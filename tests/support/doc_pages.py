@@ -6,7 +6,7 @@ A page marks its blocks with HTML comments, which readers do not see:
     <!-- check ... -->          code that runs where it stands: checks; `printed` is the page's output so far
     <!-- not run: REASON -->    the next block is left out
     <!-- output -->             the next block, of text, is what the blocks before it print
-    <!-- run with: A => B -->   in the next block the tests write B for A: a smaller model or cluster
+    <!-- run with: A => B; C => D -->   in the next block the tests write B for A and D for C: a smaller cluster
 
 Blocks of Python and of commands (sh) run; a Python block with a title is a file of that name.
 """
@@ -88,9 +88,10 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
         title = re.search(r'title="([^"]*)"', match["attributes"] or "")
         written = code = match["hidden"] if hidden else match["shown"]
         if remark.startswith(_RUN_WITH):
-            shown, _, instead = remark.removeprefix(_RUN_WITH).partition(" => ")
-            assert shown in code, f"{page}: {shown!r} is not in the block after the remark"
-            code = code.replace(shown, instead)
+            for replacement in remark.removeprefix(_RUN_WITH).split("; "):
+                shown, _, instead = replacement.partition(" => ")
+                assert shown in code, f"{page}: {shown!r} is not in the block after the remark"
+                code = code.replace(shown, instead)
         found.append(
             Block(
                 page,

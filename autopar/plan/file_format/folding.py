@@ -35,10 +35,10 @@ class Layer(NamedTuple):
     """`model.layers.3`; `parent` is "" for the layers of a Sequential."""
 
     parent: str
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.parent}.{self.index}" if self.parent else str(self.index)
+        return f"{self.parent}.{self.number}" if self.parent else str(self.number)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _match(
     """The layer's rows with what definitions have of them, and rows that replace some of a definition."""
     if known is None or len(rows) < _FEWEST:
         return rows, []
-    whole = {name: Folded(layer.parent, layer.index, layer.index, name) for name in known.rows}
+    whole = {name: Folded(layer.parent, layer.number, layer.number, name) for name in known.rows}
     for name, others in known.rows.items():
         if others == rows:
             return [whole[name]], []
@@ -200,7 +200,7 @@ def _blocks(rows: tuple[Row, ...], known: Definitions) -> tuple[str, list[tuple[
     parts = []
     for name, others in itertools.islice(known.rows.items(), _MOST_COMPARED):
         blocks = difflib.SequenceMatcher(None, rows, others, autojunk=False).get_matching_blocks()
-        parts.append((name, [tuple(block) for block in blocks if block.size >= _FEWEST]))
+        parts.append((name, [(b.a, b.b, b.size) for b in blocks if b.size >= _FEWEST]))
     return max(parts, key=lambda part: sum(size for _, _, size in part[1]))
 
 
@@ -222,7 +222,7 @@ def _relative(text: str, layer: Layer) -> str:
     match = _of_parent(layer.parent).match(text)
     if match is None:
         return text
-    apart = int(match[1]) - layer.index
+    apart = int(match[1]) - layer.number
     return f"@{apart:+d}{text[match.end() :]}" if apart else f"@{text[match.end() :]}"
 
 
@@ -230,4 +230,4 @@ def _absolute(text: str, layer: Layer) -> str:
     match = _LAYER.match(text)
     if match is None:
         return text
-    return f"{Layer(layer.parent, layer.index + int(match[1] or 0))}{text[match.end() :]}"
+    return f"{Layer(layer.parent, layer.number + int(match[1] or 0))}{text[match.end() :]}"

@@ -1,5 +1,5 @@
-"""JSON as people read it: what fits a line stands in one; long lists of texts or numbers, and numbers that follow each
-other in an object, fill their lines."""
+"""JSON as people read it: what fits a line stands in one; what is longer fills its lines with texts, numbers and short
+lists."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ def json_text(value: Any, depth: int = 0) -> str:
         return line
     if isinstance(value, dict):
         parts = []
-        for numbers, run in itertools.groupby(value.items(), key=lambda pair: isinstance(pair[1], (int, float))):
+        for short, run in itertools.groupby(value.items(), key=lambda pair: _is_short(pair[1])):
             some = [f"{json.dumps(name)}: {json_text(item, depth + 1)}" for name, item in run]
-            parts += _filled(some, depth) if numbers else some
+            parts += _filled(some, depth) if short else some
         return _block("{", parts, "}", depth)
     parts = [json_text(item, depth + 1) for item in value]
-    if not any(isinstance(item, (dict, list)) for item in value):
+    if all(map(_is_short, value)):
         parts = _filled(parts, depth)
     return _block("[", parts, "]", depth)
+
+
+def _is_short(value: Any) -> bool:
+    """Whether others may stand beside it: a text, a number, or a list of some."""
+    if isinstance(value, list):
+        return not any(isinstance(item, (dict, list)) for item in value)
+    return not isinstance(value, dict)
 
 
 def _block(opening: str, parts: list[str], closing: str, depth: int) -> str:

@@ -21,8 +21,9 @@ from autopar.report.quantities import (
     size_text,
 )
 
-_TRILLION = 1e12  # tokens
+_AMOUNTS = ((1e12, "1T tokens"), (1e9, "1B tokens"), (1e6, "1M tokens"))
 _HOUR = 3600.0
+_LONG = 10 * 365.25 * 86400.0  # s: nobody trains for longer, so a smaller amount says more
 _WORTH = 0.005  # gains below this share of the step help nobody
 _MOST_HELPS = 3
 _ROOM = 1.02  # the drawing is this much wider than what it shows
@@ -112,7 +113,9 @@ def _duration(subject: Subject, step: float | None) -> Iterator[Figure]:
         seconds, label = wanted.samples_per_epoch / subject.samples * step, "time per epoch"
         note = f"{digits(wanted.samples_per_epoch)} samples"
     elif tokens and step:
-        seconds, label, note = _TRILLION / tokens * step, "time per 1T tokens", "without restarts and evaluations"
+        times = [(amount / tokens * step, what) for amount, what in _AMOUNTS]
+        seconds, what = next((one for one in times if one[0] < _LONG), times[-1])
+        label, note = f"time per {what}", "without restarts and evaluations"
     if seconds is None:
         return
     yield Figure(label, duration_text(seconds), note)

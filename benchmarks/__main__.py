@@ -21,7 +21,7 @@ from rich.console import Console
 
 from autopar import AutoparWarning, DeviceError, keep_freed_memory
 from benchmarks import gpu
-from benchmarks.every import RESULTS, STDOUT, run_all
+from benchmarks.every import INTERRUPTED, RESULTS, STDOUT, run_all
 from benchmarks.kept import Kept, depends_on
 from benchmarks.machine import CHANGING, machine_header
 from benchmarks.output import Report, show, to_json, to_markdown
@@ -29,7 +29,6 @@ from benchmarks.published_runs.tables import TableError
 from benchmarks.registry import BENCHMARKS, WITHOUT_KEPT_MEMORY, Run
 
 _COMMANDS = ("list", "run", "all", "diff")
-INTERRUPTED = 130  # exit status, as of a shell
 
 
 def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -> int:

@@ -15,6 +15,7 @@ from benchmarks.registry import IN_README
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 STDOUT = Path("-")
+INTERRUPTED = 130  # exit status, as of a shell
 
 
 def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> int:
@@ -34,11 +35,14 @@ def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> in
             continue
         command = [sys.executable, "-m", "benchmarks", "run", one, "--results", str(results)]
         command += ["--quick"] * quick + ["--fresh"] * fresh
-        done = subprocess.run(command, stdout=sys.stderr if data == STDOUT else None, check=False).returncode
+        try:
+            done = subprocess.run(command, stdout=sys.stderr if data == STDOUT else None, check=False).returncode
+        except KeyboardInterrupt:
+            done = INTERRUPTED
         if done:
             print(f"{one} ended with exit status {done}", file=sys.stderr)
             status = status or done
-            if done < 0 or done == 130:  # a signal: the user's
+            if done < 0 or done == INTERRUPTED:
                 return status
             continue
         kept.put(one, value=True)

@@ -167,6 +167,8 @@ def test_all_goes_on_with_the_benchmark_that_was_interrupted(
     def run(line: list[str], **_: object) -> Done:
         ran.append(line[4])
         done = Done()
+        if ran == ["tutorial", "gpt", "gpt"]:
+            raise KeyboardInterrupt
         done.returncode = INTERRUPTED if ran == ["tutorial", "gpt"] else 0
         (tmp_path / f"{line[4]}.json").write_text(json.dumps({"title": line[4]}))
         return done
@@ -175,9 +177,10 @@ def test_all_goes_on_with_the_benchmark_that_was_interrupted(
     monkeypatch.setattr(every, "machine_header", lambda: {"torch": "2.13"})
     monkeypatch.setattr(every, "IN_README", ("tutorial", "gpt", "peers"))
     assert main(["all", "--results", str(tmp_path)]) == INTERRUPTED
+    assert main(["all", "--results", str(tmp_path)]) == INTERRUPTED
     capsys.readouterr()
     assert main(["all", "--results", str(tmp_path), "--json"]) == 0
-    assert ran == ["tutorial", "gpt", "gpt", "peers"]
+    assert ran == ["tutorial", "gpt", "gpt", "gpt", "peers"]
     assert list(json.loads(capsys.readouterr().out)) == ["tutorial", "gpt", "peers"]
 
 

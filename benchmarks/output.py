@@ -52,6 +52,7 @@ class Report:
     data: dict[str, Any]  # JSON values, in seconds
     draw: Callable[[Path], None] | None = None  # writes the figure; raises ImportError without matplotlib
     measured: tuple[Rounds, ...] = ()  # all times, for `diff`
+    by_case: bool = False  # the JSON file has a key for each case, and no other; the page names the machine
 
 
 def show(report: Report, header: Mapping[str, str], console: Console) -> None:
@@ -81,7 +82,7 @@ def to_markdown(report: Report, header: Mapping[str, str], figure: str | None = 
 
 
 def to_json(report: Report, header: Mapping[str, str]) -> str:
-    head = {"title": report.title, "machine": dict(header)}
+    head = {} if report.by_case else {"title": report.title, "machine": dict(header)}
     measured = {"measured": [rounds.to_data() for rounds in report.measured]} if report.measured else {}
     return json.dumps({**head, **report.data, **measured}, indent=1) + "\n"
 

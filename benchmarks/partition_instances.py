@@ -84,7 +84,7 @@ def run_partition_instances(folder: Path | None) -> Report | None:
         "gap: to a bound that no convex stages are below."
     )
     title = "Public pipeline-partitioning instances"
-    return Report(title, (Table("Largest load", columns, tuple(rows), note),), data)
+    return Report(title, (Table("Largest load", columns, tuple(rows), note),), data, by_case=True)
 
 
 def solve_instance(instance: dict[str, Any]) -> PartitionResult:

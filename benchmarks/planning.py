@@ -91,7 +91,7 @@ def run_planning(quick: bool, kept: Kept) -> Report:
         rows.append((name.replace("_", " "), f"{seconds:.1f}", f"{peak:.2f}", text))
     columns = ("case", "seconds", "peak GB", "plan")
     note = "Llamas from the model's code to the plan; the made-up ones from a cost graph, the measuring left out."
-    return Report("Planning time", (Table("Planning time", columns, tuple(rows), note),), data)
+    return Report("Planning time", (Table("Planning time", columns, tuple(rows), note),), data, by_case=True)
 
 
 def _measured(name: str) -> tuple[float, float, str]:

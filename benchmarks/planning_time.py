@@ -89,7 +89,7 @@ def run_planning_time(quick: bool, kept: Kept) -> Report:
         "cluster all of the plan."
     )
     table = Table("Planning", ("case", "seconds", "peak GB", "choice"), tuple(rows), note)
-    return Report("Choosing sharding strategies", (table,), data)
+    return Report("Choosing sharding strategies", (table,), data, by_case=True)
 
 
 def _measured(name: str) -> list[str]:

@@ -98,7 +98,7 @@ def run_published(folder: Path | None, quick: bool, kept: Kept | None = None) ->
     outcomes = {name: evaluate(name, cases, kept=kept.part(name)) for name, cases in tables.items()}
     shown = [_summary(outcomes), *(_table(name, found) for name, found in outcomes.items())]
     data = {name: as_json(found) for name, found in outcomes.items()}
-    return Report("Published training runs, predicted", tuple(shown), data)
+    return Report("Published training runs, predicted", tuple(shown), data, by_case=True)
 
 
 def evaluate(name: str, cases: Sequence[Case], processes: int | None = None, kept: Kept | None = None) -> list[Outcome]:

@@ -131,7 +131,9 @@ def test_a_missing_optional_package_names_the_extra(monkeypatch: pytest.MonkeyPa
     import autopar
     from autopar.demo import run_demo
 
-    for name in ("transformers", "safetensors", "safetensors.torch", "lightning", "lightning.pytorch"):
+    packages = ("transformers", "safetensors", "lightning")
+    loaded = [name for name in sys.modules if name.startswith(tuple(f"{package}." for package in packages))]
+    for name in (*packages, "safetensors.torch", "lightning.pytorch", *loaded):
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
     monkeypatch.delitem(sys.modules, "autopar.integrations.lightning", raising=False)
     with pytest.raises(autopar.AutoparError, match=r'pip install "autopar\[demo\]"'):

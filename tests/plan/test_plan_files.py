@@ -323,7 +323,10 @@ SHARDING = ("stages", 1, "sharding")
         (put(*SHARDING, "strategies", {"model.layers.4-7": "as C"}), "defines no strategies 'C'"),
         (put(*SHARDING, "strategies", {"model.layers.5/x#0": "Q"}), "model.layers.5/x#0: 'Q' is no strategy"),
         (put(*SHARDING, "exchanges", [["a", "b", 3]]), "'a' has collective 3, but there are 0 collectives"),
-        (put(*SHARDING, "exchanges", [["a"]]), "stages[1].sharding.exchanges[0] must be a list of 2 values"),
+        (
+            put(*SHARDING, "exchanges", [["a"]]),
+            "stages[1].sharding.exchanges[0] must be [operator, tensor, numbers ..]",
+        ),
         (put(*SHARDING, "redistributions", [["a", "R", "R", 1]]), "redistributions[0] has a value of a wrong type, 1"),
         (
             put(*SHARDING, "layers", "model.layers.4-7"),

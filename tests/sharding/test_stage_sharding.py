@@ -92,8 +92,8 @@ def test_what_is_wrong_with_a_sharded_stage_is_reported_with_its_name(changes, m
     [
         ("strategies", {"fc/linear#0": "S0R"}, "fc/linear#0: 'S0R' is no strategy"),
         ("parameters", {"fc.weight": "QR"}, "fc.weight: 'QR' is no list of placements"),
-        ("redistributions", [["fc/linear#0", "", "S0P > S0R"]], "must be [tensor, reader, shared steps, own steps]"),
-        ("redistributions", [["fc/linear#0", "", "S0P", "x"]], "own: 'x' is no list of placements"),
+        ("redistributions", [["fc/linear#0", "S0P > S0R", ""]], "must be [tensor, shared steps, own steps, readers"),
+        ("redistributions", [["fc/linear#0", "S0P", "x", ""]], "own: 'x' is no list of placements"),
     ],
 )
 def test_what_a_file_says_wrong_of_a_sharded_stage_is_named(field, value, message):

@@ -158,9 +158,9 @@ def _row_reference(row: Any) -> Reference | None:
 
 
 def _lists(
-    *types: type | tuple[type, ...], more: type | None = None
+    what: str, *types: type | tuple[type, ...], more: type | None = None
 ) -> Callable[[Any], Iterator[Row | Reference | str]]:
-    """Reads rows of these types, and of any number of values of the type `more`."""
+    """Reads rows of these types, and of any number of values of the type `more`. `what`: the values, for errors."""
 
     def read(value: Any) -> Iterator[Row | Reference | str]:
         for index, row in enumerate(value if isinstance(value, list) else ()):
@@ -169,7 +169,7 @@ def _lists(
                 yield reference
             elif not isinstance(row, list) or len(row) < len(types) or (len(row) > len(types) and more is None):
                 example = "['model.layers.0-7', 'as A']"
-                yield f"[{index}] must be a list of {len(types)} values, or layers such as {example}, got {row!r}"
+                yield f"[{index}] must be [{what}], or layers such as {example}, got {row!r}"
             else:
                 each = [*types, *[more or object] * (len(row) - len(types))]
                 wrong = [cell for cell, kind in zip(row, each, strict=True) if not isinstance(cell, kind)]
@@ -197,7 +197,7 @@ def _write_redistributions(items: Sequence[Item], definitions: Any) -> list[list
 
 
 def _read_redistributions(value: Any) -> Iterator[Row | Reference | str]:
-    for entry in _lists(str, str, str, str, more=str)(value):
+    for entry in _lists("tensor, shared steps, own steps, readers ..", str, str, str, str, more=str)(value):
         if isinstance(entry, tuple) and not isinstance(entry, Reference):
             tensor, shared, own, *readers = entry
             yield from ((tensor, reader, shared, own) for reader in readers)
@@ -218,7 +218,7 @@ def _write_repeated(items: Sequence[Item], definitions: Any) -> list[list[Any]]:
 
 
 def _read_repeated(value: Any) -> Iterator[Row | Reference | str]:
-    each = _lists(str, _NUMBER)
+    each = _lists("operators, seconds ..", str, _NUMBER)
     for index, row in enumerate(value if isinstance(value, list) else ()):
         line = OPERATOR_LINE.fullmatch(row[0]) if isinstance(row, list) and row and isinstance(row[0], str) else None
         names = [f"{line[1]}/{name}" for name in line[2].split(" ")] if line is not None else []
@@ -267,7 +267,7 @@ KINDS = (
         lambda rows: [list(row) for row in rows],
         lambda row: str(row[0]),
         _write_lists,
-        _lists(str, str, more=int),
+        _lists("operator, tensor, numbers ..", str, str, more=int),
     ),
     Kind(
         "repeated",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-import traceback
 import warnings
 from collections.abc import Callable
 from json import dumps
@@ -19,57 +18,21 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from typer.core import TyperGroup
 
 import autopar
-from autopar import AutoparError, Cluster, DeviceError, InputError, Plan, PlanError
+from autopar import Cluster, InputError, Plan
 from autopar.analysis.user_factory import load_call
-from autopar.cli_entries import named_degrees, named_plan, named_split
-from autopar.cli_report import save_report, typed_command
+from autopar.cli.entries import named_degrees, named_plan, named_split
+from autopar.cli.errors import ErrorGroup
+from autopar.cli.report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
-from autopar.errors import each_warning_once, first_line, users_line
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
-from autopar.plan.display import printable
 from autopar.plan.exits.tools import TOOLS, configuration_for
 from autopar.runtime.other_systems.catalogue import SYSTEMS
 
-# What typer handles itself: it brings its own click, or uses click.
-_OF_TYPER: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, *typer.BadParameter.__bases__)
-_TRACEBACK = "AUTOPAR_TRACEBACK"  # environment variable: print the traceback of every error
-
-
-class _Group(TyperGroup):
-    """Prints errors without a traceback, and exits with the status that says whose they are."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            with each_warning_once(set()):
-                return super().invoke(ctx)
-        except _OF_TYPER:
-            raise
-        except Exception as error:
-            if os.environ.get(_TRACEBACK):
-                traceback.print_exc()
-            message, status = _message_and_status(error)
-            typer.echo(f"error: {message}", err=True)
-            raise typer.Exit(status) from error
-
-
-def _message_and_status(error: Exception) -> tuple[str, int]:
-    if isinstance(error, (AutoparError, DeviceError)):
-        wrote = isinstance(error, (InputError, PlanError, DeviceError))
-        return "\n".join(map(printable, str(error).splitlines())), 2 if wrote else 1
-    where = users_line(error)
-    if where is not None:  # the user's model or loss function raised it
-        return f"{where}: {printable(first_line(error))}", 2
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(frame.filename).name}:{frame.lineno}"
-    return f"inside autopar: {printable(first_line(error))} ({place}); {_TRACEBACK}=1 shows the traceback", 1
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=ErrorGroup,
     rich_markup_mode=None,
     help="Pipeline PyTorch models over several devices by a plan that measurement and search choose.",
     no_args_is_help=True,

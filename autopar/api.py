@@ -10,7 +10,8 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
+from autopar.analysis.example import LossFunction, capture_example, example_ahead
+from autopar.cluster_plans import cluster_pricer, priced_on_cluster
 from autopar.costs.estimated import estimate_costs
 from autopar.costs.history import recall
 from autopar.costs.measured import measure_costs
@@ -18,12 +19,10 @@ from autopar.costs.prediction_error import Accuracy
 from autopar.costs.profile import Profile, summarize, training_step
 from autopar.errors import InputError, each_warning_once
 from autopar.options import BatchDim, CompareKeywords, Data, Dynamic, PlanKeywords, PlanOptions, Tune
-from autopar.plan.display import by_hand, priced_for
+from autopar.plan.display import priced_for
 from autopar.plan.plan import Plan
 from autopar.planner.cluster_comparison import ClusterComparison, compare_ahead
-from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
-from autopar.planner.other_networks import with_networks
-from autopar.planner.plan_ahead import at_zero_ahead, plan_ahead, priced_ahead
+from autopar.planner.plan_ahead import plan_ahead
 from autopar.planner.pricers import Pricer, with_pricer
 from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
@@ -253,9 +252,9 @@ def plan(
         if plan is not None and plan.assumed is not None and "optimizer" not in options:
             chosen = dataclasses.replace(chosen, optimizer=plan.assumed.optimizer)
         if plan is not None:
-            return _priced_on_cluster(plan, example, devices, chosen)
+            return priced_on_cluster(plan, example, devices, chosen)
         with progress_bar() as progress:
-            return with_pricer(plan_ahead(example, devices, chosen, progress), _pricer(example, devices, chosen))
+            return with_pricer(plan_ahead(example, devices, chosen, progress), cluster_pricer(example, devices, chosen))
     refuse_estimated(options)
     world = joined() if devices is None else None
     parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
@@ -291,21 +290,6 @@ def plan(
 
 _OF_SEARCHES = ("tune", "candidates", "n_microbatches", "schedule", "max_replicas", "max_shards")
 """Options that say nothing to the price of a plan."""
-
-
-def _priced_on_cluster(plan: Plan, example: Example, cluster: Cluster, options: PlanOptions) -> Plan:
-    with progress_bar() as progress:
-        priced = priced_ahead(plan, example, cluster, options, progress)
-    return with_pricer(priced, _pricer(example, cluster, options))
-
-
-def _pricer(example: Example, cluster: Cluster, options: PlanOptions) -> Pricer:
-    """For plans on a cluster that is not at hand."""
-    return Pricer(
-        lambda plan: _priced_on_cluster(plan, example, cluster, options),
-        lambda plan, zero: at_zero_ahead(plan, zero, example, cluster, options),
-        lambda plan, factor: _priced_on_cluster(plan, example, with_networks(cluster, factor), options),
-    )
 
 
 _plan = plan  # in whose own body the name is an argument
@@ -414,37 +398,6 @@ def compare(
             model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
         )
         return compare_at_hand(example, parsed, plans, chosen, repeats, progress, systems)
-
-
-@by_hand.register
-def _by_hand(
-    model: nn.Module,
-    devices: Devices,
-    degrees: Mapping[str, Any],
-    *,
-    example_args: tuple[Any, ...] | None,
-    example_kwargs: dict[str, Any] | None,
-    target: Any,
-    loss_fn: LossFunction | None,
-    optimizer: str,
-    **how: Any,
-) -> Plan:
-    """See `Plan.by_hand`. `how`: `launch`, `precision`, `optimizer_step` and `overlap`."""
-    check_module(model)
-    options = PlanOptions(optimizer=optimizer, **how)
-    args, kwargs = need_example("a plan by hand", example_args, example_kwargs)
-    need_target(loss_fn, target)
-    with progress_bar() as progress:
-        if isinstance(devices, Cluster) and not devices.at_hand:
-            example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
-            return with_pricer(
-                plan_by_hand(example, devices, options, degrees, progress), _pricer(example, devices, options)
-            )
-        parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
-        example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
-        if all(device.torch_device.type == "cpu" for device in parsed):
-            return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
-        return plan_by_hand(example, Cluster.from_devices(list(parsed)), options, degrees, progress)
 
 
 @priced_for.register

@@ -9,10 +9,11 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from autopar.errors import PlanError
 from autopar.hints.module_paths import ancestors, near, nearest
+from autopar.plan.display import priced_like
 from autopar.plan.file_format.folding import Layer, layer_of
 from autopar.plan.recompute import RECOMPUTE, recompute_flags
 from autopar.sharding.stage_sharding import StageSharding
@@ -22,6 +23,55 @@ if TYPE_CHECKING:
     from autopar.plan.stage import Stage
 
 _RANGE = re.compile(r"(.*?)(\d+)-(\d+)")
+
+
+class PlanChanges:
+    """What changes a plan; `Plan` has these methods."""
+
+    def move(self, path: str, stage: int) -> Plan:
+        """The plan with a module, or an operator, on another stage, with its price.
+
+        What enclosing modules do between, such as residual sums, moves along.
+
+        A plan that this process planned or priced is priced again, for the same model, call and devices. A plan that
+        was loaded loses its predictions, and a note says so.
+
+        Args:
+            path: of a module (`model.layers.8`, or its end if that is unique, `layers.8`), of layers in a row
+                (`model.layers.8-11`), or an operator's key (`model.layers.8.mlp/mul#0`).
+
+        Raises:
+            PlanError: no operator runs there (the message has similar names), there is no such stage, or values would
+                flow to an earlier stage.
+        """
+        plan = cast("Plan", self)
+        found: Plan = priced_like(plan, moved(plan, path, stage))
+        return found
+
+    def with_(
+        self,
+        *,
+        n_microbatches: int | None = None,
+        schedule: str | None = None,
+        recompute: str | Mapping[int, str] | None = None,
+        zero: int | None = None,
+    ) -> Plan:
+        """The plan with other decisions, with its price as for `move`.
+
+        Args:
+            recompute: "none", "selective", "full", "selective-op" or "stage", as for `by_hand`; or by stage:
+                {0: "full"}.
+            zero: what is cut over replicas, as for `by_hand`: 0 nothing, 1 the optimizer's state, 2 gradients as well,
+                3 parameters as well. It needs meshes with an axis of replicas, and a plan for a cluster that this
+                process planned or priced.
+
+        Raises:
+            PlanError: decisions that contradict each other; all are listed.
+        """
+        plan = cast("Plan", self)
+        other = changed(plan, n_microbatches=n_microbatches, schedule=schedule, recompute=recompute)
+        found: Plan = priced_like(plan, other) if zero is None else priced_like(plan, other, zero=zero)
+        return found
 
 
 def changed(

@@ -19,14 +19,13 @@ from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan import serialization
 from autopar.plan.assignment import Storages, by_modules, by_operators, check_listed, operators_of_stages
 from autopar.plan.assumptions import Assumptions
-from autopar.plan.changes import changed, moved
+from autopar.plan.changes import PlanChanges
 from autopar.plan.display import (
     by_hand,
     compared,
     explained,
     inside_explained,
     priced_for,
-    priced_like,
     printable,
     shown,
 )
@@ -50,7 +49,7 @@ DROPPED = ", so its predictions were dropped"  # ends a note of a plan without p
 
 
 @dataclass(frozen=True)
-class Plan(PlanExits, PlanReport):
+class Plan(PlanExits, PlanReport, PlanChanges):
     """How to run a model. A plan made by hand has `split` (module path -> stage) instead of operators in its stages."""
 
     stages: tuple[Stage, ...]
@@ -315,47 +314,6 @@ class Plan(PlanExits, PlanReport):
             return self
         stages = tuple(replace(stage, operators=mine) for stage, mine in zip(self.stages, operators, strict=True))
         return replace(self, stages=stages)
-
-    def move(self, path: str, stage: int) -> Plan:
-        """The plan with a module, or an operator, on another stage, with its price.
-
-        What enclosing modules do between, such as residual sums, moves along.
-
-        A plan that this process planned or priced is priced again, for the same model, call and devices. A plan that
-        was loaded loses its predictions, and a note says so.
-
-        Args:
-            path: of a module (`model.layers.8`, or its end if that is unique, `layers.8`), of layers in a row
-                (`model.layers.8-11`), or an operator's key (`model.layers.8.mlp/mul#0`).
-
-        Raises:
-            PlanError: no operator runs there (the message has similar names), there is no such stage, or values would
-                flow to an earlier stage.
-        """
-        return priced_like(self, moved(self, path, stage))
-
-    def with_(
-        self,
-        *,
-        n_microbatches: int | None = None,
-        schedule: str | None = None,
-        recompute: str | Mapping[int, str] | None = None,
-        zero: int | None = None,
-    ) -> Plan:
-        """The plan with other decisions, with its price as for `move`.
-
-        Args:
-            recompute: "none", "selective", "full", "selective-op" or "stage", as for `by_hand`; or by stage:
-                {0: "full"}.
-            zero: what is cut over replicas, as for `by_hand`: 0 nothing, 1 the optimizer's state, 2 gradients as well,
-                3 parameters as well. It needs meshes with an axis of replicas, and a plan for a cluster that this
-                process planned or priced.
-
-        Raises:
-            PlanError: decisions that contradict each other; all are listed.
-        """
-        plan = changed(self, n_microbatches=n_microbatches, schedule=schedule, recompute=recompute)
-        return priced_like(self, plan) if zero is None else priced_like(self, plan, zero=zero)
 
     def with_decision(self, why: str, **changes: Any) -> Plan:
         """The plan with other decisions, such as `n_microbatches=4`, and without the predictions for the old ones.

@@ -24,8 +24,6 @@ def _step_profile(profile: StepProfile) -> str:
                 "One thread ran the actions of all devices in turn: the operators are too small for more threads."
             )
         )
-    if profile.synchronized:
-        parts.append(paragraph("Profiling waits for the GPU after every action: an ordinary step is faster."))
     return "\n\n".join(parts)
 
 

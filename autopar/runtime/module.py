@@ -356,12 +356,12 @@ class PipelinedModule(Pipelined, nn.Module):
         """A training step whose times go to `last_profile`."""
         bound = self._calls.prepare(call)  # so that the time of a step does not include capture and planning
         assert self.plan is not None
-        recorder = StepRecorder()
+        recorder = StepRecorder(self._devices)
         with self.recording(recorder):
             result, seconds = timed(lambda: self._calls.train_step(call), self._devices)
         self.last_profile = recorder.profile(self.plan, seconds, bound.batch_size)
         profile = self.last_profile
-        if self._record and profile.predicted is not None and not profile.synchronized:
+        if self._record and profile.predicted is not None:
             costs = costs_of(self.plan)
             remember([Record.of(self.plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
         return result

@@ -124,7 +124,8 @@ class Run:
         n_slots = len(executable.workers)
         mailbox = self._mailbox(training, only_backward) if recorder is None else recorder.mailbox(n_slots)
         loss = self.call.loss if recorder is None or self.call.loss is None else recorder.timed_loss(self.call.loss)
-        transfers = Transfers(self.call.state.streams)
+        streams = self.call.state.streams
+        transfers = Transfers(streams) if recorder is None else recorder.transfers(streams)
         acts = Passes(executable, self.call, self.tensors, mailbox, transfers, loss, keep_graph=keep_graph).acts()
         if recorder is not None:
             acts = recorder.timed_acts(acts)

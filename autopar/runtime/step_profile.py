@@ -64,7 +64,6 @@ class StepProfile:
     schedule: str
     stages: tuple[StageStep, ...]  # by stage, then in the order of its devices in the plan
     one_worker: bool  # one thread did the actions of several devices, one after another
-    synchronized: bool  # workers waited for their GPU after every action
     actions: tuple[MeasuredAction, ...] = ()  # by start
     sends: tuple[MeasuredSend, ...] = ()  # by when they were sent
 

@@ -1,12 +1,17 @@
 """Times of the actions of one call. A call without a recorder reads no clock.
 
 ```
-    worker's time     | waits for a message | computes ........ the loss ....... | waits ...
+    device's time     | waits for a message | computes ........ the loss ....... | waits ...
     recorded as         waiting               seconds           loss, part of seconds
 ```
-An action only queues the kernels that it runs on a GPU. To count them in that action, the worker of a GPU waits for
-them at the end of every action, around the loss, and before it sends a message (otherwise the receiver would wait for
-them and count that as computing).
+The clock is the device's (`device_clock.py`). An action only queues the kernels that it runs on a GPU: there its
+instants are events in the GPU's own queue, and no thread waits for a GPU before the step has ended.
+
+```
+    host    | action 0 | action 1 | ...                    end of the step: reads all events
+    GPU          | kernels of 0 ..... | waits for a copy | kernels of 1 .....
+    events       ^start            end^ ^                ^                end^
+```
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,8 +33,10 @@ from autopar.plan.stage import Stage
 from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.stage_replica import StageReplica
 from autopar.runtime.step_profile import MeasuredAction, MeasuredSend, StageStep, StepProfile
+from autopar.runtime.transfers import PushedTensor, Transfers
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device, synchronize
+from cost_models.measuring.device_clock import DeviceClock, device_clock
 
 T = TypeVar("T")
 Act = Callable[[StageReplica, int], None]  # does an action's phase on a stage, for a micro-batch
@@ -43,34 +51,133 @@ class ActionTimes(NamedTuple):
     loss: float  # s in the loss function, part of `seconds`
 
 
+class _DeviceTime:
+    """Instants on one device, in seconds of the host's clock."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.clock: DeviceClock = device_clock(place)
+        self._host, self._origin = 0.0, 0.0
+        if place.type == "cuda":
+            self.clock.wait()  # then the GPU is idle, and reaches its first mark as the host makes it
+            self._host, self._origin = time.perf_counter(), self.clock.mark()
+
+    def at(self, mark: Any) -> float:
+        """Only once the device has reached the mark."""
+        return self._host + self.clock.between(self._origin, mark)
+
+
+@dataclass
+class _Marks:
+    """The instants of an action, on the clock of its device."""
+
+    device: Device
+    time: _DeviceTime
+    start: Any
+    end: Any = None
+    waits: list[tuple[Any, Any]] = field(default_factory=list)  # for messages: start and end
+    losses: list[tuple[Any, Any]] = field(default_factory=list)  # in the loss function: start and end
+
+    def seconds(self, parts: Sequence[tuple[Any, Any]]) -> float:
+        return sum(self.time.clock.between(start, end) for start, end in parts)
+
+
+class _Current(threading.local):
+    """Of one thread."""
+
+    marks: _Marks | None = None  # of the action that it does
+
+
 class StepRecorder:
     """Records the times of one call's actions. This costs some microseconds per action."""
 
-    def __init__(self) -> None:
-        self.times: dict[Action, ActionTimes] = {}
-        self.spans: dict[Action, tuple[tuple[float, float], ...]] = {}  # s of the clock: when an action did not wait
+    def __init__(self, devices: Sequence[Device] = ()) -> None:
+        """`devices`: those of the call. A GPU that is not among them is waited for at its first action."""
         self.threads: set[int] = set()  # those that did the actions
         self.allocated: dict[Action, int] = {}  # bytes of tensors on a GPU, at an action's end
-        self.sent: dict[Address, float] = {}  # s of the clock
-        self.received: dict[Address, float] = {}  # s of the clock
-        self._current = threading.local()  # the thread's current action: device, seconds of waiting and of loss, waits
+        self._times: dict[torch.device, _DeviceTime] = {}
+        self._lock = threading.Lock()
+        self._marks: dict[Action, _Marks] = {}
+        self._sent: dict[Address, tuple[_DeviceTime, Any]] = {}
+        self._received: dict[Address, tuple[_DeviceTime, Any]] = {}
+        self._current = _Current()
+        for device in devices:
+            self._time_of(device.torch_device)
 
     @contextmanager
     def action(self, action: Action, device: Device) -> Iterator[None]:
         """Time what a worker of `device` does inside as `action`."""
-        current = self._current
-        current.device, current.waiting, current.loss, current.waits = device, 0.0, 0.0, []
-        start = time.perf_counter()
-        yield
-        _finish(device)
-        end = time.perf_counter()
+        of_device = self._time_of(device.torch_device)
+        self._current.marks = marks = _Marks(device, of_device, of_device.clock.mark())
+        try:
+            yield
+        finally:
+            self._current.marks = None
+        marks.end = of_device.clock.mark()
         if device.torch_device.type == "cuda":
             self.allocated[action] = torch.cuda.memory_allocated(device.torch_device)
-        seconds = end - start - current.waiting
-        edges = [start, *itertools.chain.from_iterable(current.waits), end]
-        self.spans[action] = tuple(zip(edges[::2], edges[1::2], strict=True))
-        self.times[action] = ActionTimes(device, seconds, current.waiting, current.loss)
+        self._marks[action] = marks
         self.threads.add(threading.get_ident())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the thread's current action, if it is in one, waits for a message."""
+        marks = self._current.marks
+        if marks is None:
+            yield
+            return
+        start = marks.time.clock.mark()
+        try:
+            yield
+        finally:
+            marks.waits.append((start, marks.time.clock.mark()))
+
+    def sends(self, address: Address) -> None:
+        """The thread's current action sends a message."""
+        marks = self._current.marks
+        assert marks is not None, "actions send"
+        self._sent[address] = marks.time, marks.time.clock.mark()
+
+    def receives(self, address: Address) -> None:
+        """The thread's current action has a message that it waited for."""
+        marks = self._current.marks
+        assert marks is not None, "actions receive"
+        self._received[address] = marks.time, marks.waits[-1][1]
+
+    @property
+    def times(self) -> dict[Action, ActionTimes]:
+        """Of every action. Waits for the devices."""
+        self._wait()
+        found = {}
+        for action, marks in self._marks.items():
+            waiting = marks.seconds(marks.waits)
+            seconds = marks.seconds([(marks.start, marks.end)]) - waiting
+            found[action] = ActionTimes(marks.device, seconds, waiting, marks.seconds(marks.losses))
+        return found
+
+    @property
+    def spans(self) -> dict[Action, tuple[tuple[float, float], ...]]:
+        """For every action, when it did not wait: start and end in s of the host's clock. Waits for the devices."""
+        self._wait()
+        found = {}
+        for action, marks in self._marks.items():
+            edges = [marks.start, *itertools.chain.from_iterable(marks.waits), marks.end]
+            at = list(map(marks.time.at, edges))
+            found[action] = tuple(zip(at[::2], at[1::2], strict=True))
+        return found
+
+    def transfers(self, streams: Sequence[torch.cuda.Stream]) -> Transfers:
+        """Transfers that record how long actions wait for copies."""
+        return _TimedTransfers(streams, self)
+
+    def _time_of(self, place: torch.device) -> _DeviceTime:
+        with self._lock:
+            if place not in self._times:
+                self._times[place] = _DeviceTime(place)
+            return self._times[place]
+
+    def _wait(self) -> None:
+        for one in self._times.values():
+            one.clock.wait()
 
     def timed_acts(self, acts: Mapping[Phase, Act]) -> dict[Phase, Act]:
         """The same acts, recorded."""
@@ -88,18 +195,18 @@ class StepRecorder:
         """The same loss function, recorded."""
 
         def timed(output: Any, target: Any) -> torch.Tensor:
-            _finish(self._current.device)
-            start = time.perf_counter()
+            marks = self._current.marks
+            assert marks is not None, "a forward computes the loss"
+            start = marks.time.clock.mark()
             result = function(output, target)
-            _finish(self._current.device)
-            self._current.loss += time.perf_counter() - start
+            marks.losses.append((start, marks.time.clock.mark()))
             return result
 
         return timed
 
     def mailbox(self, n_slots: int) -> Mailbox:
         """A mailbox that records how long actions wait for messages."""
-        return _TimedMailbox(n_slots, self._current, self)
+        return _TimedMailbox(n_slots, self)
 
     def seconds(self) -> dict[Action, float]:
         """Seconds of every action, without waiting."""
@@ -107,18 +214,19 @@ class StepRecorder:
 
     def profile(self, plan: Plan, seconds: float, batch_size: int) -> StepProfile:
         """The call as a training step that took `seconds`, and what `plan` predicts if that is for this batch."""
+        recorded = self.times
         batch_size = max(batch_size, 1)  # inputs without a batch count as one sample, as in the plan
-        n_microbatches = 1 + max(action.microbatch for action in self.times)
+        n_microbatches = 1 + max(action.microbatch for action in recorded)
         is_predicted = (
             plan.predicted_step_time is not None
             and plan.training
             and (plan.batch_size, plan.n_microbatches) == (batch_size, n_microbatches)
         )
         actions: dict[tuple[int, str], list[tuple[Action, ActionTimes]]] = defaultdict(list)
-        for action, times in self.times.items():
+        for action, times in recorded.items():
             actions[action.stage, times.device.name].append((action, times))
         places = [(index, name) for index, stage in enumerate(plan.stages) for name in stage.devices]
-        devices = {times.device.name: times.device for times in self.times.values()}
+        devices = {times.device.name: times.device for times in recorded.values()}
         return StepProfile(
             seconds=seconds,
             predicted=plan.predicted_step_time if is_predicted else None,
@@ -133,7 +241,6 @@ class StepRecorder:
             one_worker=len(self.threads) == 1 and len(devices) > 1,
             actions=self._measured_actions(),
             sends=self._measured_sends(),
-            synchronized=any(device.torch_device.type == "cuda" for device in devices.values()),
         )
 
     def _measured_actions(self) -> tuple[MeasuredAction, ...]:
@@ -144,7 +251,7 @@ class StepRecorder:
                 phase=action.phase.value,
                 stage=action.stage,
                 microbatch=action.microbatch,
-                device=self.times[action].device.name,
+                device=self._marks[action].device.name,
                 spans=tuple((start - first, end - first) for start, end in spans),
                 allocated=self.allocated.get(action),
             )
@@ -155,18 +262,13 @@ class StepRecorder:
     def _measured_sends(self) -> tuple[MeasuredSend, ...]:
         """All messages that arrived, by when they were sent."""
         first = self._first()
-        found = [
-            MeasuredSend(
-                address.sender,
-                address.receiver,
-                address.microbatch,
-                address.direction is not Phase.FORWARD,
-                sent - first,
-                self.received[address] - first,
-            )
-            for address, sent in self.sent.items()
-            if address in self.received
-        ]
+        found = []
+        for address, (of_sender, sent) in self._sent.items():
+            if address in self._received:
+                of_receiver, received = self._received[address]
+                times = of_sender.at(sent) - first, of_receiver.at(received) - first
+                backward = address.direction is not Phase.FORWARD
+                found.append(MeasuredSend(address.sender, address.receiver, address.microbatch, backward, *times))
         return tuple(sorted(found, key=lambda one: one.sent))
 
     def _first(self) -> float:
@@ -175,26 +277,35 @@ class StepRecorder:
 
 
 class _TimedMailbox(Mailbox):
-    """Adds the time that a thread waits for a message to its current action."""
+    """Counts the time until a message is here as waiting."""
 
-    def __init__(self, n_slots: int, current: threading.local, recorder: StepRecorder) -> None:
+    def __init__(self, n_slots: int, recorder: StepRecorder) -> None:
         super().__init__(n_slots)
-        self._current, self._recorder = current, recorder
+        self._recorder = recorder
 
     def send(self, slot: int, address: Address, message: Any) -> None:
-        _finish(self._current.device)
-        self._recorder.sent[address] = time.perf_counter()
+        self._recorder.sends(address)
         super().send(slot, address, message)
 
     def receive(self, slot: int, address: Address) -> Any:
-        start = time.perf_counter()
-        try:
-            return super().receive(slot, address)
-        finally:
-            end = time.perf_counter()
-            self._current.waiting += end - start
-            self._current.waits.append((start, end))
-            self._recorder.received[address] = end
+        with self._recorder.waiting():
+            message = super().receive(slot, address)
+        self._recorder.receives(address)
+        return message
+
+
+class _TimedTransfers(Transfers):
+    """Counts the time until a copy has arrived as waiting."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream], recorder: StepRecorder) -> None:
+        super().__init__(streams)
+        self._recorder = recorder
+
+    def arrived(self, value: Any, device: torch.device) -> Any:
+        if not isinstance(value, PushedTensor):
+            return value
+        with self._recorder.waiting():
+            return super().arrived(value, device)
 
 
 def timed(step: Callable[[], T], devices: Sequence[Device]) -> tuple[T, float]:
@@ -204,12 +315,6 @@ def timed(step: Callable[[], T], devices: Sequence[Device]) -> tuple[T, float]:
     result = step()
     synchronize(*devices)
     return result, time.perf_counter() - start
-
-
-def _finish(device: Device) -> None:
-    """Wait for the kernels on this thread's current stream of a GPU (other threads may have queued some of them)."""
-    if device.torch_device.type == "cuda":
-        torch.cuda.current_stream(device.torch_device).synchronize()
 
 
 def _stage_step(

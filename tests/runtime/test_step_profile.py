@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from autopar.runtime.mailbox import Address, Mailbox
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models import parse_devices
+from cost_models.measuring import device_clock
 
 CPUS = parse_devices(["cpu", "cpu"])
 
@@ -116,7 +118,6 @@ def test_a_profile_has_every_stage_with_its_microbatches_and_no_device_busy_for_
         assert one.forward >= one.loss
     for device in {one.device for one in found.stages}:
         assert sum(one.busy + one.waiting for one in found.stages if one.device == device) <= found.seconds
-    assert not found.synchronized
     assert (found.predicted, found.error) == (None, None)  # a plan made by hand
 
 
@@ -143,9 +144,10 @@ def test_a_profile_shows_the_plans_predictions_and_is_recorded_beside_them(own_h
     assert [one["waiting"] for one in data["stages"]] == [one.waiting for one in found.stages]
 
 
-def test_a_step_that_waited_for_its_gpu_is_not_recorded_beside_the_prediction(
+def test_a_profiled_step_on_gpus_waits_for_none_of_them_before_it_has_ended(
     own_history: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its times are those of events."""
     before = len(recall())
     plan = Plan.from_split(SPLIT, n_microbatches=4, devices=["cuda:0", "cuda:1"])
     plan = dataclasses.replace(plan, predicted_step_time=0.01, batch_size=8, training=True)
@@ -153,12 +155,18 @@ def test_a_step_that_waited_for_its_gpu_is_not_recorded_beside_the_prediction(
     pm = pipelined(net().eval(), plan, record=True)
     with gpus.recording():
         pm.train_step(X, target=Y, loss_fn=mse_loss, profile=True)
+    here = f" in {threading.current_thread().name}: "
+    assert [wait for wait in gpus.waits if here not in wait] == [], "only the caller waits, before and after the step"
+    gpus.check()
     pm.close()
     gpus.close()
-    assert pm.last_profile is not None
-    assert pm.last_profile.synchronized
-    assert pm.last_profile.predicted is not None
-    assert len(recall()) == before
+    found = pm.last_profile
+    assert found is not None
+    assert found.predicted is not None
+    assert min(one.forward for one in found.stages) > 0
+    assert min(one.backward for one in found.stages) > 0
+    assert len(found.sends) == 2 * 4, "values and gradients of four micro-batches"
+    assert len(recall()) == before + 1
 
 
 def test_a_prediction_for_another_batch_is_not_compared(own_history: Path) -> None:
@@ -212,7 +220,7 @@ class Clock:
 
 def test_waiting_for_messages_is_no_work_and_the_loss_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, recorder = Clock(), StepRecorder()
-    monkeypatch.setattr(step_recorder, "time", clock)
+    monkeypatch.setattr(device_clock, "time", clock)
     monkeypatch.setattr(Mailbox, "receive", lambda mailbox, slot, address: clock.spend(5))
     mailbox = recorder.mailbox(1)
     loss = recorder.timed_loss(lambda output, target: clock.spend(2))  # type: ignore[arg-type, return-value]
@@ -237,6 +245,65 @@ def test_waiting_for_messages_is_no_work_and_the_loss_is_part_of_it(monkeypatch:
     assert recorder.seconds()[Action(Phase.FORWARD, 1, 0)] == 5
     assert recorder.spans[Action(Phase.FORWARD, 1, 0)] == ((0, 0), (5, 5), (10, 15))
     assert recorder.spans[Action(Phase.BACKWARD, 1, 0)] == ((15, 19),)
+
+
+class QueueClock:
+    """A GPU's clock and the host's. A mark is reached when all that was queued before is done."""
+
+    def __init__(self) -> None:
+        self.host = self.queued = 0.0  # s: now; when the GPU will have done all
+        self.waits = 0
+
+    def perf_counter(self) -> float:
+        return self.host
+
+    def launch(self, seconds: float) -> None:
+        self.host += 1
+        self.queued = max(self.queued, self.host) + seconds
+
+    def mark(self) -> float:
+        self.queued = max(self.queued, self.host)
+        return self.queued
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.host = max(self.host, self.queued)
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+
+def test_on_a_gpu_actions_take_as_long_as_their_kernels_and_wait_where_the_gpu_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """
+    host   | wait ..... | launches 10 | launches 20 | wait ..... | launches 10 |
+    GPU    |            idle 5 + 1    | 10 ........ | 20 .................... | 10 ...
+    """
+    clock = QueueClock()
+    monkeypatch.setattr(step_recorder, "device_clock", lambda place: clock)
+    monkeypatch.setattr(step_recorder, "time", clock)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda place: 64)
+    monkeypatch.setattr(Mailbox, "receive", lambda *_: setattr(clock, "host", clock.host + 5))
+    gpu: Any = SimpleNamespace(torch_device=torch.device("cuda", 0), name="cuda:0")
+    recorder = StepRecorder([gpu])
+    mailbox = recorder.mailbox(1)
+
+    def forward(replica: object, microbatch: int) -> None:
+        mailbox.receive(0, Address(Phase.FORWARD, 0, 1, microbatch))
+        clock.launch(10)
+
+    acts = recorder.timed_acts({Phase.FORWARD: forward, Phase.BACKWARD: lambda replica, i: clock.launch(20)})
+    replica: Any = SimpleNamespace(stage=SimpleNamespace(index=1), worker=SimpleNamespace(device=gpu))
+    for phase, microbatch in ((Phase.FORWARD, 0), (Phase.BACKWARD, 0), (Phase.FORWARD, 1)):
+        acts[phase](replica, microbatch)
+    assert clock.waits == 1, "for an idle GPU, before the step"
+    first, backward, second = recorder.times.values()
+    assert (first.seconds, first.waiting) == (1 + 10, 5), "the first kernels wait for their launch"
+    assert (backward.seconds, backward.waiting) == (20, 0)
+    assert (second.seconds, second.waiting) == (10, 0), "the GPU was busy while the host waited"
+    assert list(recorder.spans.values()) == [((0, 0), (5, 16)), ((16, 36),), ((36, 36), (36, 46))]
+    assert set(recorder.allocated.values()) == {64}
 
 
 @pytest.mark.slow
@@ -267,7 +334,7 @@ def test_a_profiled_step_has_a_trace_of_its_actions(tmp_path: Path) -> None:
 
 def test_a_call_without_a_recorder_reads_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     pm = recording(net(), hand_plan())
-    monkeypatch.setattr(step_recorder, "time", None)
+    monkeypatch.setattr(device_clock, "time", None)
     pm.train_step(X, target=Y, loss_fn=mse_loss)
     pm.close()
 

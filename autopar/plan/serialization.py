@@ -48,7 +48,7 @@ _VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})")
 
 def write(plan: Any) -> str:
     """The JSON of a Plan, in format 2 where its names look like those of folded layers: it reads as the same Plan."""
-    flat = plain(plan)
+    flat = plain(_saved(plan))
     text = json_text({"autopar_plan": f"{FORMAT}.{ADDITION}", "checksum": _checksum(flat), **layered(flat)})
     found = read(text, type(plan))
     if not found.problems and all(value == getattr(plan, name) for name, value in found.values.items()):
@@ -58,7 +58,14 @@ def write(plan: Any) -> str:
 
 def checksum(plan: Any) -> str:
     """A checksum of everything in a Plan."""
-    return _checksum(plain(plan))
+    return _checksum(plain(_saved(plan)))
+
+
+def _saved(plan: Any) -> Any:
+    """A Plan without the memory that was free on devices at hand."""
+    if plan.assumed is not None:
+        return plan
+    return dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, usable_memory=None) for s in plan.stages))
 
 
 def _checksum(flat: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.plan.recompute import Recompute
 from autopar.sharding.stage_sharding import StageSharding
@@ -33,7 +33,9 @@ class Stage:
     gradient_bytes: int | None = None  # of all its parameters
     optimizer_bytes: int | None = None  # of the optimizer's state
     transient_bytes: int | None = None  # while an action runs
-    usable_memory: int | None = None  # bytes on the device that has least, for all its stages
+    # Bytes on the device that has least, for all its stages. At hand it is what was free when the plan was priced: that
+    # changes from moment to moment, makes no other plan, and is not saved.
+    usable_memory: int | None = field(default=None, compare=False)
 
     @property
     def mode(self) -> Recompute:

@@ -191,14 +191,29 @@ def bytes_received() -> list[int]:
     _, pm, x = ready(Job("mlp", "chain"), data="per-rank")
     own, counts = own_rows((4, 4)), []
     from autopar.runtime.ranks import channels
+    from autopar.runtime.ranks.shares import SharedCall
 
     before = channels.TaggedChannel.receive
 
     def receive(self: Any, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        if tensor.dtype == torch.uint8:
+        if is_sharing and tensor.dtype == torch.uint8:
             counts.append(tensor.nbytes)
         return before(self, tensor, source, tag)
 
+    def fetch(self: SharedCall, *args: Any, **kwargs: Any) -> None:
+        nonlocal is_sharing
+        is_sharing = True
+        fetched(self, *args, **kwargs)
+        is_sharing = False  # stages send each other rows of bytes as well
+
+    def complete(self: SharedCall, *args: Any, **kwargs: Any) -> None:
+        nonlocal is_sharing
+        is_sharing = True
+        completed(self, *args, **kwargs)
+        is_sharing = False
+
+    is_sharing, fetched, completed = False, SharedCall.fetch, SharedCall.complete
+    SharedCall.fetch, SharedCall.complete = fetch, complete  # type: ignore[method-assign]
     channels.TaggedChannel.receive = receive
     try:
         found = []
@@ -208,6 +223,7 @@ def bytes_received() -> list[int]:
             counts.clear()
     finally:
         channels.TaggedChannel.receive = before
+        SharedCall.fetch, SharedCall.complete = fetched, completed  # type: ignore[method-assign]
     return found
 
 

@@ -287,6 +287,7 @@ def test_errors_are_relative_to_the_reference_and_a_missing_gradient_counts() ->
     assert np.isnan(Outcome(2.0, {"a": np.array([np.nan, 4.0]), "b": np.array([2.0])}).errors(reference)[1])
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_has_no_row_and_is_listed(without_gpipe: None) -> None:
     title, rows = peers.compare(peer_models.tiny, (2, 4), 1, peers.QUICK, None, Kept())
     assert [(row.system, row.n_microbatches, row.over_autopar) for row in rows] == [

@@ -319,6 +319,7 @@ def test_a_case_has_the_price_of_the_plan_by_hand() -> None:
         assert pricer.price(mine).seconds == wanted.predicted_step_time
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_sample_is_captured_by_itself() -> None:
     one = case(batch=1, plans=(degrees(4, 2, 1),))
     assert Pricer([one, case(batch=16)]).price(one).plan is not None

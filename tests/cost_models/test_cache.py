@@ -283,6 +283,7 @@ def test_without_the_environment_the_file_is_in_the_users_cache(monkeypatch: pyt
     assert "autopar" in str(cache.default_cache_path())
 
 
+@pytest.mark.slow
 def test_keys_are_equal_in_every_process() -> None:
     parts = ("aten.mm", [[2, 3], [3, 4]], {"b": 1, "a": None})
     script = f"from cost_models import signature_key; print(signature_key(*{parts!r}))"

@@ -147,6 +147,7 @@ def test_interleaved_stages_may_be_sharded() -> None:
     assert_same_step(model, pipelined(model, plan), inputs)
 
 
+@pytest.mark.slow
 def test_a_trained_step_with_the_loss_inside_is_the_originals() -> None:
     case, shared, inputs, program = case_of("gpt2")
     model, original = copy.deepcopy(shared), copy.deepcopy(shared)

@@ -266,6 +266,7 @@ def test_a_model_that_mixes_samples_is_not_split_over_replicas() -> None:
         Plan.by_hand(Clip(), Cluster.preset("2xH100"), example_args=(torch.randn(8, 8),), data=2)
 
 
+@pytest.mark.slow
 def test_a_stage_on_devices_of_several_types_is_refused() -> None:
     cluster = Cluster.preset("2xH100+2xT4")
     with pytest.raises(PlanError, match="stage 0 would have devices of several types, H100, T4"):
@@ -395,6 +396,7 @@ class Shifted(Language):
         return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@pytest.mark.slow
 def test_zero_cuts_parameters_and_no_buffers() -> None:
     plan = by_hand(Cluster.preset("2xH100"), Shifted(), zero=3)
     assert plan.stages[0].sharding is not None

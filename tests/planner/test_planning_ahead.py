@@ -185,6 +185,7 @@ def test_layers_called_with_something_else_are_looked_into() -> None:
     assert torch.equal(program.graph_module(x)[0], model(x))
 
 
+@pytest.mark.slow
 def test_a_plan_made_ahead_runs_where_such_devices_are(tmp_path: Path) -> None:
     model, inputs = gpt2().train(), call_of(gpt2)
     target = torch.randn_like(model(**inputs).logits)

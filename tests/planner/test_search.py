@@ -342,6 +342,7 @@ def test_memory_is_what_bounds_a_plan_that_more_of_it_would_change() -> None:
     assert explained.bottleneck.bound == "memory"
 
 
+@pytest.mark.slow
 def test_tuning_follows_the_plan_that_was_fastest_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4)))

@@ -225,6 +225,7 @@ def test_a_selective_plan_has_one_price_made_loaded_and_priced_again(degrees: di
     assert [stage.peak_memory for stage in again.stages] == [stage.peak_memory for stage in plan.stages]
 
 
+@pytest.mark.slow
 def test_plans_say_that_they_recompute_attention() -> None:
     none, selective = plan_with("none", {}), plan_with("selective", {})
     assert "recomputing attention of stage 0" in " ".join(str(selective).split())

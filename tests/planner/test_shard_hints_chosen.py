@@ -94,6 +94,7 @@ def test_parameters_are_stored_as_planned_and_tied_ones_are_one() -> None:
     assert cut_into(stored.layout, found, 2) == (2, 1)
 
 
+@pytest.mark.slow
 def test_what_is_not_asked_for_costs_no_more_than_the_best_of_all_that_is() -> None:
     """The constraint is none but that: the least over all ways to ask is the least without asking."""
     x = torch.randn(8, 8)

@@ -166,7 +166,7 @@ def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path: Path) -> Non
         StageStep(s, plan.stages[s].devices[0], 4, 0.04, 0.0, 0.08, 0.01, None, None) for s in range(len(plan.stages))
     )
     actions = tuple(MeasuredAction("F", s, 0, one.device, ((0.1 * s, 0.1 * s + 0.05),)) for s, one in enumerate(stages))
-    profile = StepProfile(0.4, 0.31, 16, 8, "1f1b", stages, False, False, actions)
+    profile = StepProfile(0.4, 0.31, 16, 8, "1f1b", stages, False, actions)
     report = plan_report(Subject(plan, profile))
     page = page_of(report, tmp_path)
     assert number(page.figures["step time"][0]) == pytest.approx(0.4)

@@ -74,6 +74,7 @@ def pair(model: nn.Module, **options: Any) -> tuple[PipelinedModule, nn.Module]:
     return autopar.parallelize(model, ["cpu", "cpu"], **(SPLIT | options)), original
 
 
+@pytest.mark.slow
 def test_one_more_capture_serves_every_other_length(traced: list[str]) -> None:
     pm, original = pair(Tagger())
     for batch, length in [(4, 6), (4, 9), (4, 31), (6, 12), (4, 6), (3, 40), (4, 3)]:

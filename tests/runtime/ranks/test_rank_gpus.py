@@ -74,6 +74,7 @@ def test_the_oracle_finds_a_seeded_fault(ranks: RankPool, fault: str, said: str)
     assert any(said in one for faults in found for one in faults)
 
 
+@pytest.mark.slow
 def test_ranks_that_would_share_a_gpu_without_being_asked_are_refused_by_name(ranks: RankPool) -> None:
     first, second = ranks.run(refused_sharing, 2)
     assert first == second

@@ -49,6 +49,7 @@ def test_the_first_two_ranks_measure_what_a_message_takes(ranks: RankPool) -> No
     assert third == 0.0
 
 
+@pytest.mark.slow
 def test_a_plan_made_ahead_is_followed_by_ranks_and_theirs_in_one_process(ranks: RankPool) -> None:
     for n in (2, 3):
         for plain, on_ranks, in_threads in ranks.run(followed, n):

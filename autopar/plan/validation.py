@@ -19,6 +19,7 @@ INTERLEAVED = "interleaved-1f1b"
 _MOST_NAMED = 4  # devices of a stage, or operators, that a text lists in full
 _OTHER_RULES = ("n_microbatches", "source", "target")  # numbers that have their own lower bound
 _LARGEST = 1e18  # s, bytes or pieces: products and sums of larger numbers could overflow a float
+_MOST_FLOPS = 1e30  # of a step: a step of 405B parameters on a batch of thousands of sequences takes more than 1e19
 
 
 def violations(plan: Any) -> list[str]:
@@ -76,8 +77,8 @@ def _numbers(item: Any, where: str) -> Iterator[str]:
             continue
         elif name not in _OTHER_RULES and not 0 <= value < math.inf:
             yield f"{where}{name} must be a finite number of at least 0, got {value}"
-        elif value > _LARGEST:
-            yield f"{where}{name} must be at most {_LARGEST:g}, got {value:g}"
+        elif value > (largest := _MOST_FLOPS if name == "flops" else _LARGEST):
+            yield f"{where}{name} must be at most {largest:g}, got {value:g}"
 
 
 def _devices(plan: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ from autopar import Cluster, Plan, PlanError
 from autopar.plan.file_format.fields import plain
 from autopar.plan.recompute import RECOMPUTE, recompute_flags
 from autopar.plan.stage import Stage, StageTransfer
+from autopar.plan.step_work import StepWork
 from autopar.sharding.stage_sharding import (
     Exchange,
     Passage,
@@ -144,8 +145,16 @@ def layered_plans(draw: st.DrawFn) -> Plan:
         training=draw(st.booleans()),
         one_worker=draw(st.booleans()),
         predicted_step_time=seconds,
+        work=draw(st.none() | step_works()),
         notes=tuple(draw(st.lists(st.text(max_size=9), max_size=2))),
     )
+
+
+@st.composite
+def step_works(draw: st.DrawFn) -> StepWork:
+    """Up to a step of the largest models on the largest batches: more than 1e19 FLOPs."""
+    tokens, flops = draw(st.none() | st.integers(1, 1 << 30)), draw(st.none() | st.floats(0, 1e24))
+    return StepWork(tokens, flops, None if flops is None else flops / 1e18)
 
 
 @settings(deadline=None, max_examples=examples(60))

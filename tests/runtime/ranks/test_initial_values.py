@@ -111,7 +111,8 @@ def test_one_process_takes_the_same_sources(tmp_path: Path) -> None:
             empty = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         autopar.plan(empty, autopar.Cluster.preset("2xH100"), example_args=(x,), cache=False)
         before = torch.optim.SGD(empty.parameters(), lr=0.1)  # of parameters that cannot learn
-        pm = autopar.parallelize(empty, ["cpu"], weights=tmp_path / weights, cache=False, tune=0)
+        options = {"n_microbatches": 1, "cache": False, "tune": 0}  # the batch norm sees the whole batch
+        pm = autopar.parallelize(empty, ["cpu"], weights=tmp_path / weights, **options)
         found = trained(pm, before, x)
         assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
 

@@ -152,7 +152,9 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 backward,
                 weight,
                 recompute,
-                tied[number] + content.once + collectives_once(costs, content.gradients, arrangement, number, tuple(mine.values())),
+                tied[number]
+                + content.once
+                + collectives_once(costs, content.gradients, arrangement, number, tuple(mine.values())),
                 optimizer=stepping[number],
                 sends_gradient=content.received_gradient > 0,
                 memory=content.memory(atoms.of(names[number]), inside, recompute, shares),

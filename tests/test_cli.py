@@ -95,6 +95,7 @@ def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.modules.pop("factories", None)
 
 
+ON_CPU = ("plan", "factories:with_args", "--devices", "cpu")
 ON_CLUSTER = ("compare", "factories:with_args", "--cluster", "2xH100")
 
 
@@ -249,7 +250,10 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         (("compare", "factories:with_args", "--devices", "cpu", "--plan", "bad=factories.py"), "not a plan", 2),
         (("plan", "factories:with_args", "--cluster", "H100x8"), "did you mean '8xH100'?", 2),
         (("plan", "factories:with_args", "--cluster", "factories.toml"), "no file", 2),
-        (("diff", "no_such_file.json", "no_such_file.json"), "no_such_file.json", 2),
+        (("diff", "no.json", "no.json"), "error: no.json: it cannot be read: No such file or directory\n", 2),
+        (("export", "no_such_folder", "a.safetensors"), "there is no directory 'no_such_folder'", 2),
+        ((*ON_CPU, "--html", "r.html", "--samples-per-epoch", "-5"), "samples_per_epoch must be a finite number", 2),
+        ((*ON_CPU, "--price-per-device-hour", "2"), "it is for the report: give --html as well", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean tensor?", 2),
         ((*ON_CLUSTER, "--by-hand", "tensor"), "is not NAME=DEGREE=VALUE", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=two,zero=4"), "zero must be one of 0, 1, 2, 3, got 4", 2),

@@ -29,6 +29,7 @@ from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.exits.tools import TOOLS, configuration_for
+from autopar.report.plan_report.subject import Wanted
 from autopar.runtime.other_systems.catalogue import SYSTEMS
 
 app = typer.Typer(
@@ -186,10 +187,12 @@ def plan(
     ] = None,
     html: Html = None,
     samples_per_epoch: Annotated[
-        float | None, typer.Option(help="Samples of the data set, for the report's time of an epoch.")
+        float | None,
+        typer.Option(help="Samples of the data set: the report of --html then shows the time of an epoch."),
     ] = None,
     price_per_device_hour: Annotated[
-        float | None, typer.Option(help="For the report's price of an epoch, or of 1T tokens.")
+        float | None,
+        typer.Option(help="In dollars: the report of --html then shows the price of an epoch, or of 1T tokens."),
     ] = None,
     json: AsJson = False,
     *,
@@ -200,6 +203,11 @@ def plan(
         _check_writable(save)  # before the search, which may take minutes
     if html is not None:
         _check_writable(html, "--html ")
+    for_report = {"--samples-per-epoch": samples_per_epoch, "--price-per-device-hour": price_per_device_hour}
+    for name, value in for_report.items():
+        if value is not None and html is None:
+            raise typer.BadParameter("it is for the report: give --html as well", param_hint=name)
+    Wanted(samples_per_epoch=samples_per_epoch, price_per_device_hour=price_per_device_hour)  # checks both
     place, given_plan = _devices(devices, cluster, nodes), None if given is None else Plan.load(given)
     best = autopar.plan(devices=place, plan=given_plan, **options, **load_call(factory))
     if save is not None:
@@ -256,7 +264,7 @@ def compare(
         list[str] | None,
         typer.Option(metavar="SYSTEM", help=f"Another system ({', '.join(SYSTEMS[:6])}:SCHEDULE); may be repeated."),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Number of measured steps per plan.")] = 7,
+    repeats: Annotated[int, typer.Option(help="Number of measured steps per plan; a winner needs five or more.")] = 7,
     figure: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the comparison into this file.")] = None,
     html: Html = None,
     json: AsJson = False,
@@ -352,6 +360,8 @@ def export(
     from autopar.runtime.checkpoints.export import export as write
 
     _check_writable(file, "")
+    if not directory.is_dir():
+        raise InputError(f"there is no directory {str(directory)!r}; give the one that autopar.save wrote to")
     folder = write(directory, file, step=step)
     size = file.stat().st_size
     found = {"checkpoint": str(folder), "file": str(file), "bytes": size}

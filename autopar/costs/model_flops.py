@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -12,17 +14,20 @@ from autopar.analysis.operators import on_device
 from autopar.capture.repeated_layers.fold import fold
 from autopar.costs.cost_table import Calls
 from autopar.plan.step_work import StepWork
-from cost_models import Cluster
+from cost_models import Cluster, Device
 from cost_models.graphs import on_meta, private_copy
-from cost_models.hardware.device_specs import rates_of
+from cost_models.hardware.device_specs import DeviceSpec, data_sheet_of, rates_of
+from cost_models.hardware.devices import gpu_of
+from cost_models.kernels.autocast_casts import AutocastCasts
 from cost_models.kernels.operator_work import count
 
 
-def model_flops(example: Example) -> Mapping[torch.dtype, float]:
+def model_flops(example: Example, device_type: str | None = None) -> Mapping[torch.dtype, float]:
     """FLOPs of a step on the whole batch by the dtype of the products: forward and, in training, backward.
 
     Two for each multiplication and addition, of products alone; nothing is counted twice for recomputation, and a loss
-    outside of the model does not count.
+    outside of the model does not count. `device_type`: that of the devices at hand, on which torch.autocast of this
+    thread, if it is on, casts products; None: the products of the program as it is.
     """
     program, meta = example.program, torch.device("meta")
     calls = Calls(program, [on_meta(x) for x in example.leaves])
@@ -30,7 +35,9 @@ def model_flops(example: Example) -> Mapping[torch.dtype, float]:
         module = private_copy(on_device(program.graph_module, program.device, meta), meta)
     folded = fold(module)
     rows = max(1, program.batch_size)
-    work = count(folded.module, rows, training=example.training, inputs=calls.inputs(rows))
+    casts: AbstractContextManager[object] = nullcontext() if device_type is None else AutocastCasts(device_type)
+    with casts:
+        work = count(folded.module, rows, training=example.training, inputs=calls.inputs(rows))
     found: dict[torch.dtype, float] = defaultdict(float)
     for name, one in work.items():
         for kernel in (*one.forward, *one.backward):
@@ -41,20 +48,42 @@ def model_flops(example: Example) -> Mapping[torch.dtype, float]:
 
 def least_seconds(flops: Mapping[torch.dtype, float], cluster: Cluster) -> float:
     """Seconds that all devices of a cluster need for these FLOPs at the peaks of their data sheets."""
-    rates = [rates_of(spec) for spec in cluster.node]
-    together = {dtype: cluster.nodes * sum(rate.peak(dtype) for rate in rates) for dtype in flops}
-    return sum(n / together[dtype] for dtype, n in flops.items())
+    return _at_peaks(flops, cluster.node) / cluster.nodes
 
 
-def step_work(
-    example: Example, cluster: Cluster | None = None, flops: Mapping[torch.dtype, float] | None = None
-) -> StepWork:
-    """What a step of the example's call does. `cluster`: the devices, where data sheets give their peaks; without,
-    FLOPs are not counted. `flops`: those of the model, where they are known."""
-    if cluster is None:
-        return StepWork(tokens=tokens_of(example))
+def _at_peaks(flops: Mapping[torch.dtype, float], specs: Sequence[DeviceSpec]) -> float:
+    """Seconds that devices need for these FLOPs together. Raises ValueError for a dtype without a peak."""
+    rates = [rates_of(spec) for spec in specs]
+    return sum(n / sum(rate.peak(dtype) for rate in rates) for dtype, n in flops.items())
+
+
+def step_work(example: Example, cluster: Cluster, flops: Mapping[torch.dtype, float] | None = None) -> StepWork:
+    """What a step of the example's call does on a cluster. `flops`: those of the model, where they are known."""
     flops = model_flops(example) if flops is None else flops
     return StepWork(tokens_of(example), sum(flops.values()), least_seconds(flops, cluster))
+
+
+def step_work_at_hand(example: Example, devices: Sequence[Device]) -> StepWork:
+    """What a step of the example's call does on devices at hand.
+
+    The least time needs the data sheet of every device (`data_sheet_of`): no CPU has one. Workers that share a GPU
+    have its peak together. FLOPs are not counted where code runs uncaptured, whose operators cannot be seen, and where
+    an operator has no result without values.
+    """
+    work = StepWork(tokens_of(example))
+    if example.program.uncaptured:
+        return work
+    types = {device.torch_device.type for device in devices}
+    try:
+        flops = model_flops(example, types.pop() if len(types) == 1 else None)
+    except (RuntimeError, ValueError):  # of torch for what has no result without values; sizes that depend on data
+        return work
+    work = replace(work, flops=sum(flops.values()))
+    gpus = {gpu_of(device.name): device.kind for device in devices}
+    specs = [spec for kind in gpus.values() if (spec := data_sheet_of(kind)) is not None]
+    if len(specs) < len(gpus) or any(dtype not in rates_of(spec).peak_flops for dtype in flops for spec in specs):
+        return work
+    return replace(work, least_time=_at_peaks(flops, specs))
 
 
 def tokens_of(example: Example) -> int | None:

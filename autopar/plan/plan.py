@@ -405,7 +405,9 @@ class Plan(PlanExits, PlanReport, PlanChanges):
         """
         try:
             plan = cls.from_json(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, PlanError) as error:
+        except OSError as error:
+            raise PlanError(f"{path}: it cannot be read: {error.strerror or error}") from error
+        except (UnicodeDecodeError, PlanError) as error:
             raise PlanError(f"{path}: {error}") from error
         if model is None:
             return plan

@@ -11,7 +11,8 @@ class StepWork:
 
     tokens: int | None = None  # entries of the token inputs; None: the model has no such inputs
     flops: float | None = None  # that the model needs, without recomputation; None: not counted
-    least_time: float | None = None  # s: all devices offered at the peaks of their data sheets; None: no data sheet
+    # s: all devices offered at the peaks of their data sheets; None: a device without one, as every CPU at hand
+    least_time: float | None = None
 
     def utilisation(self, seconds: float) -> float | None:
         """Model FLOPs utilisation of a step that takes `seconds`; None where the peaks of devices are unknown."""

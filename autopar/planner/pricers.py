@@ -44,7 +44,8 @@ def _(before: Plan, after: Plan, *, zero: int | None = None) -> Plan:
             raise PlanError(
                 "zero can be changed in a plan that this process planned or priced for a cluster, because the sizes of "
                 "the parameters decide how they are cut: Plan.load(path, model, cluster, ...), or autopar.plan(model, "
-                "cluster, plan=plan, ...)"
+                "cluster, plan=plan, ...). For devices at hand, make the plan again: Plan.by_hand(model, devices, "
+                f"zero={zero}, ...)"
             )
         after = pricer.at_zero(after, zero)
     elif after is before:

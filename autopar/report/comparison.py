@@ -24,6 +24,12 @@ def _comparison(comparison: Comparison) -> str:
     columns = ["plan", "stages", "micro-\nbatches", "schedule", "predic-\nted ms", "meas-\nured ms", "interval\nms"]
     columns += ["error", "speed-up", "peak MB\npredic-\nted", "peak MB\nmeas-\nured"]
     rows = [_cells(comparison, row) for row in comparison.rows]
+    foot = _FOOT
+    if all(comparison.utilisation(row) is not None for row in comparison.rows):
+        columns.append("MFU")
+        for cells, row in zip(rows, comparison.rows, strict=True):
+            cells.append(f"{comparison.utilisation(row) or 0:.1%}")
+        foot += " MFU: model FLOPs utilisation of all devices, used or not."
     parts = [head, table(columns, rows, words=2, first_to_go=_FIRST_TO_GO)]
     measured = [row for row in comparison.systems if row.steps]
     if measured:
@@ -36,7 +42,7 @@ def _comparison(comparison: Comparison) -> str:
         parts.append(paragraph(verdict_text(comparison)))
     if comparison.measured_on:
         parts.append(paragraph(f"measured on {comparison.measured_on}"))
-    return "\n\n".join([*parts, paragraph(_FOOT)])
+    return "\n\n".join([*parts, paragraph(foot)])
 
 
 def verdict_text(comparison: Comparison) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.plan.diff import PlanDiff
 from autopar.plan.display import reported
@@ -27,7 +27,9 @@ from autopar.report.document import (
 from autopar.report.plan_report.verdict import verdict
 from autopar.report.quantities import (
     count,
+    digits,
     largest_text,
+    no_data_sheet,
     percent,
     rate_text,
     seconds_text,
@@ -144,6 +146,7 @@ def comparison_report(comparison: Comparison) -> Report:
         Figure("beside one device", f"{comparison.speed_up(fastest):.2f}x", comparison.single.name),
         Figure("rounds", f"{rounds}", "everything took its turn in each"),
     ]
+    figures += _utilisation(comparison, fastest)
     if comparison.ceiling_speed_up is not None and comparison.ceiling is not None:
         figures.append(Figure("ceiling", f"{comparison.ceiling_speed_up:.2f}x", comparison.ceiling.how))
     blocks: list[Block] = [Figures(tuple(figures)), _measured_bars(comparison), _measured_table(comparison)]
@@ -165,6 +168,16 @@ def comparison_report(comparison: Comparison) -> Report:
         tuple(sections),
         ("measured", count(rounds, "round"), *(("the machine was busy",) if comparison.disturbed else ())),
     )
+
+
+def _utilisation(comparison: Comparison, fastest: Row) -> Iterator[Figure]:
+    work = comparison.work
+    if work is None or work.flops is None:
+        return
+    share = comparison.utilisation(fastest)
+    rate = f"{digits(work.flops / fastest.measured / 1e12 / len(comparison.devices))} TFLOP/s a device"
+    why = "" if share is not None else f"{no_data_sheet(comparison.device_kinds)}; "
+    yield Figure("its model FLOPs utilisation", "unknown" if share is None else percent(share), f"{why}{rate}")
 
 
 def _sentence(text: str) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from cost_models import bytes_text
+from cost_models.hardware.device_specs import data_sheet_of
 
 _MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 365.25 * 86400.0
 _DURATIONS = ((_YEAR, "years"), (_DAY, "days"), (_HOUR, "hours"), (_MINUTE, "minutes"))
@@ -86,3 +87,9 @@ def percent(share: float, sign: str = "") -> str:
 def count(number: int, one: str, many: str | None = None) -> str:
     """`1 stage`, `4 stages`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def no_data_sheet(device_kinds: Iterable[str]) -> str:
+    """Why the peaks of devices are not known: `no data sheet for AMD EPYC, 1 thread`."""
+    without = [kind for kind in dict.fromkeys(device_kinds) if data_sheet_of(kind) is None]
+    return f"no data sheet for {' and '.join(without)}" if without else "no data sheet has a peak for these products"

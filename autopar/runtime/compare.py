@@ -15,6 +15,7 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.history import Record, remember
 from autopar.costs.measured import measure_costs, with_shards
+from autopar.costs.model_flops import step_work_at_hand
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
@@ -123,8 +124,18 @@ def _run_comparison(
     names = tuple(device.name for device in devices)
     ceiling = next((row for row in apart if row.name == CEILING), None)
     rest = tuple(sorted((row for row in apart if row is not ceiling), key=lambda row: systems.index(row.name)))
-    plans_rows = tuple(rows[1:])
-    return Comparison(rows[0], plans_rows, names, costs.batch_size, example.training, rest, ceiling, measured_on)
+    return Comparison(
+        rows[0],
+        tuple(rows[1:]),
+        names,
+        costs.batch_size,
+        example.training,
+        rest,
+        ceiling,
+        measured_on,
+        step_work_at_hand(example, devices),
+        tuple(device.kind for device in devices),
+    )
 
 
 def _this_machine(devices: Sequence[Device]) -> str:

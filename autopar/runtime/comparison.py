@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.plan.display import drawn, reported, shown
 from autopar.plan.plan import Plan
+from autopar.plan.step_work import StepWork
 from cost_models.measuring.intervals import LEVEL, Interval, median_interval, paired_ratio_interval
 
 _LEAST_LEVEL = 0.9  # of confidence in a winner: five rounds or more
@@ -107,6 +108,8 @@ class Comparison:
     # at most while this is measured. None: not measured.
     ceiling: SystemRow | None = None
     measured_on: str = ""  # devices, versions, date, and how busy the machine was before
+    work: StepWork | None = None  # FLOPs and tokens of a step
+    device_kinds: tuple[str, ...] = ()  # of `devices`
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -122,6 +125,10 @@ class Comparison:
     def speed_up(self, row: Row) -> float:
         """The measured time on the single device over that of `row`."""
         return self.single.measured / row.measured
+
+    def utilisation(self, row: Row | SystemRow) -> float | None:
+        """Model FLOPs utilisation of all devices, used or not; None without steps, or without a device's data sheet."""
+        return self.work.utilisation(row.measured) if self.work is not None and row.measured else None
 
     @property
     def ceiling_speed_up(self) -> float | None:
@@ -168,6 +175,7 @@ class Comparison:
             "batch_size": self.batch_size,
             "training": self.training,
             "measured_on": self.measured_on,
+            "work": None if self.work is None else asdict(self.work),
             "rows": [self._as_json(row) for row in self.rows],
             "systems": [_system_as_json(row) for row in self.systems],
             "ceiling": None if self.ceiling is None else _system_as_json(self.ceiling),
@@ -187,6 +195,7 @@ class Comparison:
             "interval": asdict(row.interval),
             "error": row.error,
             "speed_up": self.speed_up(row),
+            "utilisation": self.utilisation(row),
             "steps": row.steps,
             "predicted_memory": dict(row.predicted_memory),
             "measured_memory": dict(row.measured_memory),

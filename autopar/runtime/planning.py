@@ -11,7 +11,7 @@ from autopar.analysis.example import Example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.measured import measure_costs, with_shards
-from autopar.costs.model_flops import step_work
+from autopar.costs.model_flops import step_work_at_hand
 from autopar.costs.rank_costs import RankMeasurements
 from autopar.options import PlanOptions
 from autopar.plan.fingerprint import fingerprint
@@ -52,7 +52,8 @@ def plan_at_hand(
     checked_alone(example, tune=tries, candidates=options.candidates, calibrate=options.calibrate)
     check_max_shards(options.max_shards, devices)
     if asks_for_sharding(example):
-        return checked_width(plan_as_sharded(example, devices, search), options.max_shards)
+        sharded = checked_width(plan_as_sharded(example, devices, search), options.max_shards)
+        return replace(sharded, work=step_work_at_hand(example, devices))
     # Candidates may split the batch differently from the options: then every size is measured.
     only = None if options.candidates else search.n_microbatches
     costs = _measured(example, devices, options, only, progress, ranks)
@@ -71,7 +72,7 @@ def plan_at_hand(
     if options.calibrate and best.time_scale is None:
         best = calibrated(best, call, costs, search, progress)
     best = _noted(with_shard_notes(best, at_hand), compiled)
-    return replace(best, model=fingerprint(example.model), work=step_work(example))
+    return replace(best, model=fingerprint(example.model), work=step_work_at_hand(example, devices))
 
 
 def priced_at_hand(
@@ -93,7 +94,8 @@ def priced_at_hand(
     priced = predict_any(plan, example, costs, search.conditions)
     if options.calibrate:
         priced = calibrated(priced, call, costs, search, progress)
-    return replace(_noted(priced, compiled), model=fingerprint(example.model), work=step_work(example))
+    work = step_work_at_hand(example, devices)
+    return replace(_noted(priced, compiled), model=fingerprint(example.model), work=work)
 
 
 def _measured(

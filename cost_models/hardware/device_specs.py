@@ -169,6 +169,32 @@ def read_devices(tables: Any) -> tuple[dict[str, DeviceSpec], list[str]]:
     return read_tables(tables, _RULES, DeviceSpec)
 
 
+def data_sheet_of(kind: str) -> DeviceSpec | None:
+    """The known device kind whose data sheet holds the peaks of a present GPU of `kind` (`Device.kind`, the driver's
+    name); None for a GPU without one, and for every CPU: the known "cpu" is an example, no product.
+
+    Stricter than `describes`: other forms of a chip, such as "NVIDIA H100 PCIe", "NVIDIA H200 NVL", a laptop's GPU or a
+    part of a GPU (MIG), have other peaks. Every word of `kind` that does not name the chip must be one that leaves the
+    peaks as they are.
+    """
+    for name, spec in known_devices().items():
+        if spec.device_type == "cpu" or not describes(name, kind):
+            continue
+        chip = name.partition("-")[0]
+        rest = re.sub(re.sub(r"(?<=[A-Z])(?=\d)", " ?", chip), " ", kind, count=1)
+        same = _SAME_PEAKS + _ALSO.get(chip, ())
+        if all(re.fullmatch("|".join(same), word, re.IGNORECASE) for word in re.split(r"[\s-]+", rest) if word):
+            return spec
+    return None
+
+
+# Words of drivers that leave the peaks of a chip as they are: makers, sockets, and memories.
+_SAME_PEAKS = ("NVIDIA", "Tesla", "GeForce", r"SXM\d*", r"HBM\d\w*", r"\d+GB")
+# The PCIe card of an A100 has the peaks of the SXM module (NVIDIA A100 data sheet, 2021-06). Those of V100 and H100
+# have lower ones: 112 of 125 and 756 of 989 TFLOP/s of float16 (data sheets of NVIDIA, 2020-01 and 2023).
+_ALSO = {"A100": ("PCIE",)}
+
+
 def describes(name: str, kind: str) -> bool:
     """Whether the known device kind `name` may describe a present device of `kind` (`Device.kind`, the driver's name).
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public 
 from torch.fx.node import map_aggregate
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # no public ones either
 
 from cost_models.graphs import storage_key
 
@@ -154,7 +154,8 @@ def _observed(func: Callable[..., Any], args: Any, kwargs: Any, device_type: str
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device_type)
 
     try:
-        with FakeTensorMode(), torch.no_grad():
+        # Outside of all modes of the caller, which would count this call's kernels as its own.
+        with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
             args, kwargs = map_aggregate((args, kwargs), fake)
             tensors = _tensors_in((args, kwargs))
             with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import networkx as nx
@@ -11,6 +12,7 @@ from report_plans import Page, priced
 
 from autopar import Comparison, Plan, Profile
 from autopar.costs.profile import Cost, Pass
+from autopar.plan.step_work import StepWork
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
 from autopar.report.comparison import verdict_text
 from autopar.runtime.comparison import Row, SystemRow
@@ -55,6 +57,22 @@ def test_a_measured_comparison_shows_every_row_and_the_winner(tmp_path: Path) ->
     assert comparison.verdict.winner == NAMES[0]
     assert "<b>one" not in (tmp_path / "r.html").read_text()
     assert page.figures["beside one device"][0] == "2.00x"
+
+
+def test_utilisation_is_shown_where_the_peaks_are_known_and_the_missing_data_sheet_otherwise(tmp_path: Path) -> None:
+    works = {"NVIDIA H200": StepWork(None, 4e12, 0.02), "some CPU, 1 thread": StepWork(None, 4e12)}
+    shown = {}
+    for kind, work in works.items():
+        comparison = dataclasses.replace(measured(FASTER, SLOWER), work=work, device_kinds=(kind, kind))
+        page = page_of(comparison.report(), tmp_path)
+        shown[kind] = (*page.figures["its model FLOPs utilisation"], "MFU" in str(comparison))
+        assert json.loads(comparison.to_json())["rows"][1]["utilisation"] == work.utilisation(
+            comparison.plans[0].measured
+        )
+    seconds = comparison.plans[0].measured
+    each = f"{4 / seconds / 2:.3g} TFLOP/s a device"
+    assert shown["NVIDIA H200"] == (f"{0.02 / seconds:.1%}", each, True)
+    assert shown["some CPU, 1 thread"] == ("unknown", f"no data sheet for some CPU, 1 thread; {each}", False)
 
 
 def test_a_comparison_without_a_clear_winner_names_none(tmp_path: Path) -> None:

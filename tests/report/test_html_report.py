@@ -16,6 +16,7 @@ from rich.console import Console
 from autopar import Plan, Report
 from autopar.errors import InputError
 from autopar.plan.stage import Stage
+from autopar.plan.step_work import StepWork
 from autopar.planner.device_memory import device_memory
 from autopar.planner.predicted_step import step_of_plan
 from autopar.report.plan_report.build import plan_report
@@ -108,6 +109,22 @@ def test_the_first_screen_shows_the_numbers_of_the_plan(tmp_path: Path) -> None:
     assert (number(f"{memory.split()[0]} GB"), number(memory.split(" of ")[1])) == pytest.approx(
         (21e9, 76e9), rel=0.006
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "work", "expected"),
+    [
+        ("some CPU", StepWork(None, 8e12), "no data sheet for some CPU"),
+        ("some CPU", StepWork(None), "not counted"),
+        ("NVIDIA H200", StepWork(None, 8e12), "no data sheet has a peak"),
+    ],
+)
+def test_an_unknown_utilisation_says_what_is_missing(kind: str, work: StepWork, expected: str, tmp_path: Path) -> None:
+    plan = priced(device_kinds=(kind,) * 8, work=work)
+    figures = page_of(plan.report(), tmp_path).figures
+    value, note = figures["model FLOPs utilisation"]
+    assert value == "unknown"
+    assert expected in note
 
 
 def test_time_and_price_of_an_epoch_follow_the_size_of_the_data_set(tmp_path: Path) -> None:

@@ -108,9 +108,8 @@ def plan_by_hand_for_workers(
     why = "the shards of CPU workers run one after another"
     alone = replace(plan, stages=stages, devices=tuple(names.values())).without_predictions(why)
     kinds = tuple(worker.kind for worker in workers)
-    return replace(
-        alone, device_kinds=kinds, assumed=None, work=step_work(example), notes=(*plan.notes[:-1], *alone.notes)
-    )
+    work = None if plan.work is None else replace(plan.work, least_time=None)  # that of the H100
+    return replace(alone, device_kinds=kinds, assumed=None, work=work, notes=(*plan.notes[:-1], *alone.notes))
 
 
 def _recompute(degrees: Degrees, example: Example) -> tuple[str, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from autopar.report.quantities import (
     count,
     digits,
     duration_text,
+    no_data_sheet,
     percent,
     rate_text,
     seconds_text,
@@ -89,12 +90,18 @@ def _throughput(subject: Subject, step: float) -> Figure:
 
 
 def _utilisation(subject: Subject, step: float | None) -> Figure:
-    label, work = "model FLOPs utilisation", subject.plan.work
-    share = work.utilisation(step) if work is not None and step else None
-    if share is None or work is None or work.flops is None or step is None:
-        why = "no data sheet with the peak of these devices was used" if work is not None else "the plan is not priced"
-        return Figure(label, "unknown", why)
-    return Figure(label, percent(share), f"{digits(work.flops / step / 1e12 / subject.n_devices)} TFLOP/s a device")
+    label, work, plan = "model FLOPs utilisation", subject.plan.work, subject.plan
+    if work is None or step is None:
+        return Figure(label, "unknown", "the plan is not priced")
+    if subject.samples != plan.batch_size:
+        return Figure(label, "unknown", f"FLOPs are counted for {count(plan.batch_size or 0, 'sample')} a step")
+    if work.flops is None:
+        return Figure(label, "unknown", "FLOPs are not counted, because some code runs without a captured graph")
+    rate = f"{digits(work.flops / step / 1e12 / subject.n_devices)} TFLOP/s a device"
+    share = work.utilisation(step)
+    if share is None:
+        return Figure(label, "unknown", f"{no_data_sheet(plan.device_kinds)}; {rate}")
+    return Figure(label, percent(share), rate)
 
 
 def _memory(subject: Subject) -> Figure:

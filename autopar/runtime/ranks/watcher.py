@@ -230,6 +230,15 @@ class Watcher:
             return Failure(rank, f"{how} ({cause})", own, self.rank)
         return Failure(rank, f"{how} ({cause})", position_of(last), self.rank, is_last_beat=True)
 
+    def went_well(self) -> bool:
+        """Whether no call has raised here, and no failure of any rank is known."""
+        return not (self._own.is_set() or self._n_raised or self.heartbeats.known() is not None)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the store of the ranks ends with this process."""
+        return self._store_rank == self.rank
+
     # -- threads --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

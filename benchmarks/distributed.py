@@ -276,8 +276,8 @@ def _goals(found: Mapping[str, list[Row]]) -> Table:
             "processes / threads, same plan",
         ),
         tuple((title, *map(_ratio_text, _ratios(rows))) for title, rows in found.items()),
-        "Of the medians over rounds of paired times. Aims: at most 1.03 for the first, at most 0.90 for the second. The "
-        "ceiling is what two independent processes need: no pipeline can be faster.",
+        "Of the medians over rounds of paired times. Aims: at most 1.03 for the first, at most 0.90 for the second. "
+        "The ceiling is what two independent processes need: no pipeline can be faster.",
     )
 
 

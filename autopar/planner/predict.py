@@ -138,20 +138,23 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
     stepping = optimizer_seconds(costs, atoms, arrangement, conditions.optimizer)
     for number, content in enumerate(contents):
         inside, recompute = list(arrangement.stages[number]), Recompute(arrangement.recompute[number])
-        mine = [times[names[number], size].running(recompute) for size in sizes]
-        forward, backward, weight = zip(*(t.stage(inside, split=split) for t in mine), strict=True)
+        mine = {size: times[names[number], size].running(recompute) for size in dict.fromkeys(sizes)}
+        passes = {size: t.stage(inside, split=split) for size, t in mine.items()}
+        forward, backward, weight = zip(*(passes[size] for size in sizes), strict=True)
         again: tuple[float, ...] = ()
         if recompute == Recompute.SELECTIVE or recompute.by_layer:
-            longer = [t.stage(inside, split=split, recompute=recompute) for t in mine]
-            weight = tuple(one.weight for one in longer)
-            again = tuple(one.backward - b for one, b in zip(longer, backward, strict=True))
+            longer = {size: t.stage(inside, split=split, recompute=recompute) for size, t in mine.items()}
+            weight = tuple(longer[size].weight for size in sizes)
+            again = tuple(longer[size].backward - passes[size].backward for size in sizes)
         stages.append(
             PredictedStage(
                 forward,
                 backward,
                 weight,
                 recompute,
-                tied[number] + content.once + collectives_once(costs, content.gradients, arrangement, number, mine),
+                tied[number]
+                + content.once
+                + collectives_once(costs, content.gradients, arrangement, number, tuple(mine.values())),
                 optimizer=stepping[number],
                 sends_gradient=content.received_gradient > 0,
                 memory=content.memory(atoms.of(names[number]), inside, recompute, shares),
@@ -360,7 +363,7 @@ def collectives_once(
 ) -> float:
     """What a stage adds to a step once: collectives inside of its mesh, and `gradients` (bytes) added up over replicas.
 
-    `times`: for each micro-batch. Collectives behind kernels run behind its shortest passes.
+    `times`: for each size of a micro-batch. Collectives behind kernels run behind the shortest passes.
     """
     inside, replicas = list(arrangement.stages[stage]), arrangement.groups[stage]
     split = arrangement.schedule == "zb-h1"
@@ -372,8 +375,7 @@ def collectives_once(
         reduction = 0.0
     if not (behind.gradients or behind.parameters):
         return exposed + reduction
-    shortest = {id(t): t for t in times}.values()
-    added = max(seconds_once(behind, t.stage(inside, split=split), t.network(inside), split=split) for t in shortest)
+    added = max(seconds_once(behind, t.stage(inside, split=split), t.network(inside), split=split) for t in times)
     return float(exposed + reduction + added)
 
 

@@ -158,13 +158,13 @@ class AtomTimes(NamedTuple):
     ) -> PassSeconds[float]:
         """The passes of a stage with the atoms `inside`. `recompute`: what the backward runs again as it gets there; a
         whole forward is a pass of its own."""
-        kernels, host = (_summed(times, inside) for times in (self.kernels, self.host))
-        network = None if self.overlapped is None else _summed(self.overlapped.network, inside)
         if self.captured is not None and recompute in self.left_alone:
             return self.running(recompute).stage(inside, split=split, recompute=recompute)
+        atoms = np.asarray(inside)  # once, as every sum would make one of a list
+        kernels, host = (_summed(times, atoms) for times in (self.kernels, self.host))
+        network = None if self.overlapped is None else _summed(self.overlapped.network, atoms)
         parts = {Recompute.SELECTIVE: self.cores, Recompute.FULL: self.blocks, Recompute.OPERATORS: self.operators}
         if recompute in parts:
-            atoms = list(inside)
             again = CoreSeconds(*(float(of[atoms].sum()) for of in parts[recompute]))
             kernels, host, network = with_cores(kernels, host, network, again)
         taken = PassSeconds(*map(float, passes(kernels, host, self.start, network, split=split)))
@@ -270,6 +270,6 @@ def _serial(
     )
 
 
-def _summed(times: PassSeconds[np.ndarray], inside: Sequence[int]) -> PassSeconds[float]:
-    atoms = list(inside)
+def _summed(times: PassSeconds[np.ndarray], inside: Sequence[int] | np.ndarray) -> PassSeconds[float]:
+    atoms = np.asarray(inside)
     return PassSeconds(*(float(t[atoms].sum()) for t in times))

@@ -89,6 +89,11 @@ class Space:
         return int(self.cuts.shape[1])
 
     @cached_property
+    def cuts_as_numbers(self) -> np.ndarray:
+        """0 or 1, [n_cuts, n]: a product with it sums over the atoms before each cut."""
+        return self.cuts.astype(float)
+
+    @cached_property
     def tables(self) -> Tables:
         """Every quantity of a stage, by pair of cuts."""
         return tables(

@@ -61,6 +61,7 @@ class Costs:
         self._known_once: dict[int, np.ndarray] = {}
         self._known_passes: dict[tuple[int, int], PassSeconds[np.ndarray]] = {}
         self._known_networks: dict[int, PassSeconds[np.ndarray]] = {}
+        self._known_behind: dict[int, Behind[np.ndarray]] = {}
         self.modes = [
             Mode(kind, recompute)
             for kind, pool in enumerate(problem.pools)
@@ -317,9 +318,12 @@ class Costs:
 
     def _behind(self, kind: int) -> Behind[np.ndarray]:
         """Seconds once a step of the collectives of a mesh behind its passes, [n_pairs]."""
-        assert self.problem.overlapping is not None
-        gradients, parameters, bucket = self.problem.overlapping.behind
-        return Behind(self._between(gradients[kind]), self._between(parameters[kind]), bucket[kind])
+        if kind not in self._known_behind:
+            assert self.problem.overlapping is not None
+            gradients, parameters, bucket = self.problem.overlapping.behind
+            parts = self._between(gradients[kind]), self._between(parameters[kind])
+            self._known_behind[kind] = Behind(*parts, bucket[kind])
+        return self._known_behind[kind]
 
     def _gradients(self, kind: int) -> Gradients:
         if kind not in self._known_gradients:
@@ -339,7 +343,7 @@ class Costs:
 
     def _between(self, weights: np.ndarray) -> np.ndarray:
         """Sum of `weights` [n] over the atoms between every pair of cuts."""
-        before = self.problem.space.cuts.astype(float) @ weights
+        before = self.problem.space.cuts_as_numbers @ weights
         return np.maximum(before[self._pairs.stop] - before[self._pairs.start], 0.0)
 
     def _at_once(self, mode: Mode) -> np.ndarray:

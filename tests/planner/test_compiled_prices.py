@@ -17,8 +17,8 @@ from autopar.planner.inter_op.atom_times import atom_times
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.stage_costs import Costs, Mode
-from autopar.planner.predict import predicted_step
 from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.priced_step import predicted_step
 from autopar.planner.search import make_plan
 from cost_models import Cluster
 

@@ -20,7 +20,8 @@ from autopar.costs.estimated import estimate_costs
 from autopar.planner.arrangement import Arrangement, Conditions
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.meshes import Meshes, subject_of
-from autopar.planner.predict import as_plan, predicted_step
+from autopar.planner.predict import as_plan
+from autopar.planner.priced_step import predicted_step
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 

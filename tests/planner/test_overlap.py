@@ -26,8 +26,9 @@ from autopar.planner.inter_op.mesh_configuration import MeshConfiguration, mesh_
 from autopar.planner.inter_op.meshes import Meshes, subject_of
 from autopar.planner.intra_op.sharding_task import GraphFacts
 from autopar.planner.intra_op.strategy_search import ShardingProblem
-from autopar.planner.predict import as_plan, predicted_step
+from autopar.planner.predict import as_plan
 from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.priced_step import predicted_step
 from autopar.sharding.mesh import make_mesh
 from autopar.sharding.stage_sharding import Stored
 from cost_models.collectives.overlap import OVERLAPS, SLOWDOWN, Overlap, left_over, overlap_named

@@ -33,8 +33,9 @@ from autopar.planner.inter_op.meshes import Meshes, subject_of
 from autopar.planner.inter_op.problem import Problem
 from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
-from autopar.planner.predict import as_plan, predicted_step
+from autopar.planner.predict import as_plan
 from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.priced_step import predicted_step
 from autopar.planner.search_options import SearchOptions
 
 BATCH = 16

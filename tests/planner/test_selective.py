@@ -23,8 +23,8 @@ from autopar.planner.arrangement import Arrangement
 from autopar.planner.inter_op.candidates import Searching
 from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
-from autopar.planner.predict import predicted_step
 from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.priced_step import predicted_step
 
 HIDDEN, LENGTH, BATCH = 64, 128, 8
 

@@ -27,8 +27,9 @@ from autopar.planner.inter_op.meshes import Meshes, subject_of
 from autopar.planner.inter_op.scattering import Scattering
 from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
-from autopar.planner.predict import as_plan, predicted_step
+from autopar.planner.predict import as_plan
 from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.priced_step import predicted_step
 from autopar.sharding.layouts import PARTIAL, REPLICATE
 from autopar.sharding.mesh import Mesh
 

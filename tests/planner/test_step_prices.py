@@ -33,8 +33,9 @@ from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
 from autopar.planner.intra_op.sharding_task import ShardingTask
 from autopar.planner.intra_op.strategy_search import ShardingProblem
-from autopar.planner.predict import as_plan, predicted_step
+from autopar.planner.predict import as_plan
 from autopar.planner.predicted_step import step_of_plan
+from autopar.planner.priced_step import predicted_step
 from autopar.planner.search_options import SearchOptions
 from autopar.sharding.layouts import PARTIAL, REPLICATE, parts
 from autopar.sharding.mesh import make_mesh

@@ -25,7 +25,8 @@ from autopar.planner.inter_op.stage_costs import Costs
 from autopar.planner.inter_op.stage_tables import Mode
 from autopar.planner.intra_op.sharding_task import GraphFacts, ShardingTask
 from autopar.planner.intra_op.strategy_search import Sharding, ShardingProblem
-from autopar.planner.predict import as_plan, predicted_step
+from autopar.planner.predict import as_plan
+from autopar.planner.priced_step import predicted_step
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.timeline import Timeline
 from autopar.sharding.layouts import REPLICATE

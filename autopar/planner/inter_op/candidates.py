@@ -36,8 +36,8 @@ from autopar.planner.inter_op.partition import solve
 from autopar.planner.inter_op.problem import Problem, Space
 from autopar.planner.inter_op.search_space import FEW_DEVICES, SearchSpace
 from autopar.planner.inter_op.solution import Solution
-from autopar.planner.predict import predicted_step
 from autopar.planner.predicted_step import PredictedStep
+from autopar.planner.priced_step import predicted_step
 from autopar.planner.search_options import SearchOptions
 from autopar.schedule.builders import SCHEDULES
 from autopar.schedule.micro_batches import largest_size

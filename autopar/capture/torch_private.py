@@ -211,10 +211,14 @@ def saved_tensors_hooks() -> SavedTensorsHooks | None:
     return hooks
 
 
-def have_gradient_hooks(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether hooks run when one of the tensors gets a gradient, or after that (their tables have no public name)."""
-    for tensor in tensors:  # noqa: SIM110 - a generator would cost every step a call a parameter
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+def have_gradient_hooks(tensors: Sequence[torch.Tensor], *, besides: tuple[type, ...] = ()) -> bool:
+    """Whether hooks run when one of the tensors gets a gradient, or after that (their tables have no public name).
+    Hooks of the classes `besides` do not count."""
+    for tensor in tensors:  # a generator would cost every step a call a parameter
+        if tensor._post_accumulate_grad_hooks:
+            return True
+        hooks = tensor._backward_hooks
+        if hooks and not (besides and all(isinstance(hook, besides) for hook in hooks.values())):
             return True
     return False
 

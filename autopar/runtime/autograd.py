@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,27 +38,13 @@ def step(run: Run, leaves: Sequence[Any]) -> torch.Tensor:
     gradients of inputs, autograd's engine has nothing else to do, and takes 6 us a parameter for it.
     """
     parameters, inputs = _trained(run), _differentiable(leaves)
-    if not inputs and not torch_private.have_gradient_hooks(parameters):
+    if not inputs and not torch_private.have_gradient_hooks(parameters, besides=run.executable.own_hooks):
         with torch.no_grad():  # of what is not in the stages
             done = run.step()
-            _accumulate(parameters, run.executable.collect_gradients())
+            run.executable.accumulate_gradients(parameters)
         return done
     loss: torch.Tensor = PipelinedTrainStep.apply(run, tuple(inputs), len(parameters), *parameters, *inputs.values())
     return loss
-
-
-def _accumulate(parameters: Sequence[nn.Parameter], gradients: Mapping[int, torch.Tensor]) -> None:
-    """Add gradients, by id of the parameter, to `.grad`: in place, where it is dense."""
-    for parameter in parameters:
-        gradient, before = gradients.get(id(parameter)), parameter.grad
-        if gradient is None:
-            continue
-        if before is None:
-            parameter.grad = gradient
-        elif before.is_sparse:
-            parameter.grad = before + gradient
-        else:
-            before.add_(gradient)
 
 
 def _trained(run: Run) -> list[nn.Parameter]:

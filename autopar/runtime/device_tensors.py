@@ -10,7 +10,7 @@ The gradient of a whole parameter is the sum of its leaves' gradients, each adde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,20 @@ class DeviceBuffer:
         # `.data`: batch norms of a forward whose backward is still to come saved the buffer, or the part of it that
         # another device has, and must not see its version change.
         self.piece.taken(tensor.data).copy_(self.tensor)
+
+
+def accumulate(parameters: Sequence[nn.Parameter], gradients: Mapping[int, torch.Tensor]) -> None:
+    """Add gradients, by id of the parameter, to `.grad`: in place, where it is dense."""
+    for parameter in parameters:
+        gradient, before = gradients.get(id(parameter)), parameter.grad
+        if gradient is None:
+            continue
+        if before is None:
+            parameter.grad = gradient
+        elif before.is_sparse:
+            parameter.grad = before + gradient
+        else:
+            before.add_(gradient)
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> None:

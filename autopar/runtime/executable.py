@@ -25,7 +25,7 @@ from autopar.capture.program import Program
 from autopar.costs.python_overhead import one_worker_suffices
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Constant, Lowered, StageProgram, replica
-from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, ParameterLeaves, move
+from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, ParameterLeaves, accumulate, move
 from autopar.runtime.graphed_stage import GraphedStage
 from autopar.runtime.stage_code import (
     GRAPHS,
@@ -47,6 +47,8 @@ _MOST_LOSS_WEIGHTS = 256  # kept as tensors; losses that count targets have new 
 
 class Executable:
     """A program, split and placed, ready to run at any batch size."""
+
+    own_hooks: tuple[type, ...] = ()  # classes of hooks on parameters' gradients that are the runtime's, not the user's
 
     def __init__(
         self,
@@ -261,6 +263,10 @@ class Executable:
         total = self._leaves.take_gradients()
         self._holds_gradients = False  # not before the sum: an interrupt may leave some leaves with their gradients
         return total
+
+    def accumulate_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """`collect_gradients`, added to the `.grad` of these of the model's parameters. No hooks run."""
+        accumulate(parameters, self.collect_gradients())
 
     def drop_gradients(self) -> None:
         for one in self.replicas:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from rank_behaviour import message_of
 from rank_cases import MODELS, Job, loss_of, part_of, plan_of, relative
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import AutoparError
@@ -344,6 +346,39 @@ def accumulation_refused() -> dict[str, str]:
         inside()
         found[what] = message_of(optimizer.step if what == "step" else lambda pm=pm: autopar.clip_grad_norm_(pm, 1.0))
     return found
+
+
+class _DTensorCalls(TorchDispatchMode):
+    """Counts operators of torch on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def accumulation_of_train_steps() -> tuple[list[str], str, list[float]]:
+    """Of train_steps inside accumulate(): the operators on DTensors in the second one, the message for a gradient from
+    elsewhere after it, and the errors of the gradients in the end."""
+    original, pm, x = ready(Job("mlp", "replicas 2"))
+
+    def step() -> None:
+        pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+        functional.mse_loss(original(x), x).backward()
+
+    calls = _DTensorCalls()
+    with pm.accumulate():
+        step()
+        with calls:
+            pm.train_step(x, target=x, loss_fn=functional.mse_loss)
+        functional.mse_loss(original(x), x).backward()
+        message = message_of(lambda: sum(p.square().sum().to_local() for p in pm.parameters()).backward())
+    step()
+    return calls.names, message, [gradient_error(pm, original)]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

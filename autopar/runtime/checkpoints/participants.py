@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.errors import AutoparError, CheckpointError, first_line
+from autopar.runtime.ranks import leaving
 from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.world import joined
 
@@ -76,6 +77,7 @@ def participants() -> Participants:
     if default not in _groups:
         _groups.clear()  # of process groups that have ended
         _groups[default] = dist.new_group(backend="gloo")
+        leaving.remember_added(_groups[default])
     return Participants(world.rank, world.size, _groups[default])
 
 

@@ -11,13 +11,14 @@ Until then `.grad` is no gradient of the model: clipping, an optimizer's step, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from autopar.capture import torch_private
 from autopar.errors import InputError
 from autopar.runtime.ranks.one_message import on_all_ranks
 from autopar.runtime.ranks.world import World
@@ -40,7 +41,8 @@ class ApartGradients:
         return self._waiting
 
     def add(self, parameters: Mapping[int, nn.Parameter], local: Mapping[int, torch.Tensor]) -> None:
-        """A backward inside `accumulate()` is about to give autograd the gradients `local`, by id of the parameter.
+        """A backward inside `accumulate()` has collected its gradients, and is about to give autograd's engine `local`
+        of them, by id of the parameter.
 
         Collective. Raises InputError on all ranks where `.grad` has gradients of all ranks already: sums of both cannot
         be separated.
@@ -86,7 +88,7 @@ class ApartGradients:
     def _begin(self, parameters: Mapping[int, nn.Parameter]) -> None:
         for key, p in parameters.items():
             if key not in self._hooks and p.requires_grad:
-                self._hooks[key] = p.register_hook(self._check(key))
+                self._hooks[key] = p.register_hook(OwnGradientCheck(self, key))
         self._waiting = True
 
     def refuse(self, what: str) -> None:
@@ -94,22 +96,28 @@ class ApartGradients:
         if self._waiting:
             raise incomplete(what)
 
-    def _check(self, key: int) -> Callable[[torch.Tensor], None]:
-        def check(gradient: torch.Tensor) -> None:
-            if self._waiting and self._given.pop(key, None) != _local(gradient).data_ptr():
-                raise InputError(
-                    "a parameter gets a gradient inside accumulate() that is not the pipeline's own, such as that of a "
-                    "penalty on parameters, or one that a hook has changed; it would count once for every rank that "
-                    "holds the parameter: leave accumulate() out"
-                )
-
-        return check
+    def check(self, key: int, gradient: torch.Tensor) -> None:
+        """Raise InputError for a gradient of the parameter with this id that is not the pipeline's own."""
+        if self._waiting and self._given.pop(key, None) != _local(gradient).data_ptr():
+            raise InputError(
+                "a parameter gets a gradient inside accumulate() that is not the pipeline's own, such as that of a "
+                "penalty on parameters, or one that a hook has changed; it would count once for every rank that "
+                "holds the parameter: leave accumulate() out"
+            )
 
 
-def _local(gradient: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return found
+class OwnGradientCheck:
+    """The hook of a parameter whose gradient waits."""
+
+    def __init__(self, gradients: ApartGradients, key: int) -> None:
+        self._gradients, self._key = gradients, key
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._gradients.check(self._key, gradient)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return torch_private.part_of(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def incomplete(what: str) -> InputError:

@@ -53,6 +53,11 @@ class Heartbeats:
         """This rank ends in good order."""
         self._store.set(f"beat/{self._rank}", ENDED)
 
+    def all_ended(self) -> bool:
+        """Whether all ranks, with this one, have ended in good order."""
+        found = self.of(range(self._size))
+        return len(found) == self._size and all(beat == ENDED for beat in found.values())
+
     def of(self, ranks: Sequence[int]) -> dict[int, str]:
         """The last beats of those that ever had one; none where the store is gone."""
         with contextlib.suppress(RuntimeError):

@@ -224,6 +224,18 @@ class RankParameters:
         assert isinstance(like, DTensor)
         return torch_private.part_like(gradient, like)
 
+    def add_gradient(self, key: int, gradient: torch.Tensor) -> None:
+        """Add a gradient of what the rank stores of a parameter to the parameter's `.grad`, as autograd does."""
+        parameter = self.parameters[key]
+        before, like = parameter.grad, parameter
+        assert isinstance(like, DTensor)
+        if before is None:
+            parameter.grad = self.as_stored(key, gradient)
+        elif isinstance(before, DTensor) and before.placements == like.placements:
+            torch_private.part_of(before).add_(gradient)
+        else:  # the user's own
+            before.add_(self.as_stored(key, gradient))
+
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer that has parameters from before the placing this rank's instead.
 

@@ -43,6 +43,7 @@ _LOOK = 0.1  # s between two looks of the judge
 _LAST_WORDS = 0.3  # s for a rank that fails in the same way to say so itself
 _LEAVE = 10.0  # s for a rank that has failed to clean up and end by itself
 _REACT = 2.0  # s for the caller's thread to raise KeyboardInterrupt
+_LAST_CALL = 60.0  # s at most for a call of the store that a thread is in when the watcher stops
 _TAIL = 5.0  # s that a call may still take after the store's host has ended: it may have finished its own part
 
 
@@ -230,6 +231,15 @@ class Watcher:
             return Failure(rank, f"{how} ({cause})", own, self.rank)
         return Failure(rank, f"{how} ({cause})", position_of(last), self.rank, is_last_beat=True)
 
+    def went_well(self) -> bool:
+        """Whether no call has raised here, and no failure of any rank is known."""
+        return not (self._own.is_set() or self._n_raised or self.heartbeats.known() is not None)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the store of the ranks ends with this process."""
+        return self._store_rank == self.rank
+
     # -- threads --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -243,17 +253,20 @@ class Watcher:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """This rank ends in good order, or its process group does."""
-        if self._stopped.is_set() or os.getpid() != self._process:
+        """This rank ends in good order, or its process group does. Returns once the threads have ended, whoever stopped
+        them: Python aborts the process where a thread comes back from a call of the store while the interpreter
+        ends."""
+        if os.getpid() != self._process:
             return
-        self._stopped.set()
-        self._keep_store()
-        with contextlib.suppress(RuntimeError):
-            if not self._store_lost:
-                self.heartbeats.end()
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._keep_store()
+            with contextlib.suppress(RuntimeError):
+                if not self._store_lost:
+                    self.heartbeats.end()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(2 * BEAT)
+                thread.join(_LAST_CALL)
 
     def _talk(self) -> None:
         last = time.monotonic()

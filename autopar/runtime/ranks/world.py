@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.errors import InputError
 from autopar.lower import process_groups
-from autopar.runtime.ranks import places
+from autopar.runtime.ranks import leaving, places
 from autopar.runtime.ranks.attempts import start_group
 from autopar.runtime.ranks.channels import Channel, HostChannel, PairChannel, TaggedChannel
 from autopar.runtime.ranks.one_message import on_all_ranks, shown_once
@@ -73,9 +73,14 @@ class World:
         NCCL connects at a group's first collective, for which the host waits. In the middle of a step, the rank that it
         waits for could be waiting for this one's messages.
         """
+        leaving.remember_added(group)
         process_groups.carry_on_host(group.group_name, self.carrier != self.device)
         if self.over_nccl:
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def leave(self) -> None:
+        """The script ends: destroy the process groups that autopar has started (leaving.py)."""
+        leaving.destroy(self.watcher, together=self.device.type == "cuda" and dist.is_nccl_available())
 
     def connect_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Have ranks ready to send each other tensors. Collective. `pairs`: (sender, receiver), the same on all ranks.
@@ -86,6 +91,8 @@ class World:
         new = sorted(set(pairs) - self._pairs.keys()) if self.over_nccl else []
         for a, b in new:
             self._pairs[a, b] = dist.new_group([a, b], backend="nccl")
+            if self.rank in (a, b):
+                leaving.remember_added(self._pairs[a, b])
         channel = PairChannel(self.rank, self._pairs)
         for a, b in new:
             if self.rank in (a, b):
@@ -235,6 +242,7 @@ def joined() -> World | None:
                 )
             )
         start_group(backend_for(own_device()))
+        leaving.remember_started()
     if dist.get_world_size() < 2:
         return None
     default = dist.group.WORLD
@@ -260,10 +268,19 @@ def _new_world(device: torch.device) -> World:
     except InputError as error:
         raise on_all_ranks(error) from None
     found = tuple(place for place, _ in everyone)
+    leaving.at_exit(_leave)
+    for group in (control, wire):
+        leaving.remember_added(group)
     world = World(rank, size, control, wire, watch(rank, size), device, over_nccl, found)
     if over_nccl:
         world.groups([tuple(range(size))])
     return world
+
+
+def _leave() -> None:
+    world = current()
+    if world is not None:
+        world.leave()
 
 
 def current() -> World | None:

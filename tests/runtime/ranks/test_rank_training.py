@@ -11,6 +11,7 @@ from rank_training import (
     OPTIMIZERS,
     SCHEDULES,
     accumulated,
+    accumulation_of_train_steps,
     accumulation_refused,
     bytes_received,
     clipped,
@@ -168,6 +169,14 @@ def test_parts_of_a_model_are_clipped_by_their_own_norm(ranks: RankPool) -> None
 )
 def test_accumulated_gradients_are_those_of_one_process(ranks: RankPool, n: int, job: Job, call: str) -> None:
     for errors in ranks.run(accumulated, n, job, call):
+        assert max(errors) < TOLERANCE
+
+
+@slow
+def test_train_steps_accumulate_without_operators_on_dtensors(ranks: RankPool) -> None:
+    for names, message, errors in ranks.run(accumulation_of_train_steps, 2):
+        assert not names
+        assert message.startswith("InputError: a parameter gets a gradient inside accumulate()")
         assert max(errors) < TOLERANCE
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +22,36 @@ def watchers(n: int, timeout: float = 5.0) -> list[Watcher]:
     """Of all ranks, whose threads do not run."""
     store = dist.HashStore()
     return [Watcher(rank, n, store, -1, timeout, lambda: True) for rank in range(n)]
+
+
+class SlowStore:
+    """A store whose calls by other threads than its maker last until `may_answer`."""
+
+    def __init__(self) -> None:
+        self._store, self._caller = dist.HashStore(), threading.current_thread()
+        self.is_called, self.may_answer = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if threading.current_thread() is not self._caller:
+                self.is_called.set()
+                self.may_answer.wait(30)
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops_itself", [False, True])
+def test_no_thread_is_in_a_call_of_the_store_once_the_watcher_has_stopped(stops_itself: bool) -> None:
+    """Python aborts a process whose daemon threads come back from C++ while the interpreter ends."""
+    store = SlowStore()
+    watcher = Watcher(0, 2, store, -1, 60.0, lambda: not stops_itself)
+    watcher.start()
+    assert store.is_called.wait(30)
+    threading.Timer(3.0, store.may_answer.set).start()
+    watcher.stop()
+    assert not [thread for thread in watcher._threads if thread.is_alive()]
 
 
 def test_the_first_failure_counts_and_says_where(capfd: pytest.CaptureFixture[str]) -> None:

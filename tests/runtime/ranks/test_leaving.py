@@ -1,0 +1,122 @@
+"""Process groups that autopar started are destroyed when a script ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from autopar.runtime.ranks.leaving import all_ended
+from autopar.runtime.ranks.watcher import Watcher
+
+# Handlers run in the reverse order: the first one registered sees what is left in the end.
+SCRIPT = """
+import atexit, os, signal, sys
+import torch.distributed as dist
+
+users, rank = "users" in sys.argv, int(os.environ["RANK"])
+
+def left():
+    names = len(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else 0
+    print(f"groups {names}", flush=True)
+
+atexit.register(left)
+import autopar, torch
+from torch import nn
+
+if users:
+    dist.init_process_group("gloo")
+    own = dist.new_group([0, 1])
+torch.manual_seed(0)
+model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(4, 4)
+plan = autopar.Plan.from_split({"": 0}, devices=[["cpu:0", "cpu:1"]], n_microbatches=2)
+pm = autopar.parallelize(model, plan=plan, cache=False)
+pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
+if "killed" in sys.argv:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    import time
+    time.sleep(2)
+if "wrong" in sys.argv:
+    try:
+        pm(torch.ones(4, 5))
+    except Exception:
+        pass
+"""
+
+
+def run(folder: Path, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """What became of two ranks."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fixed = {
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    ended = [process.communicate(timeout=150) for process in started]
+    return [subprocess.CompletedProcess([], p.returncode, *text) for p, text in zip(started, ended, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "groups"),
+    [
+        (("own",), 0),
+        (("users",), 2),  # the default one, and the user's
+    ],
+)
+def test_groups_that_autopar_started_are_destroyed_in_the_end(
+    tmp_path: Path, arguments: tuple[str, ...], groups: int
+) -> None:
+    for done in run(tmp_path, *arguments):
+        assert done.returncode == 0, done.stderr
+        assert f"groups {groups}\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_that_died_stops_no_other_from_ending(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "killed")
+    assert second.returncode < 0
+    assert first.returncode == 0, first.stderr
+    assert "groups 0\n" in first.stdout
+
+
+@pytest.mark.slow
+def test_groups_stay_after_a_call_that_failed(tmp_path: Path) -> None:
+    for done in run(tmp_path, "wrong"):
+        assert done.returncode == 0, done.stderr
+        assert "groups 0\n" not in done.stdout
+
+
+def test_ranks_wait_for_each_other_only_as_long_as_all_may_come() -> None:
+    store = dist.HashStore()
+    first, second = (Watcher(rank, 2, store, -1, 60.0, lambda: True) for rank in range(2))
+    first.heartbeats.end()
+    assert not all_ended(first, 0.0)
+    second.heartbeats.end()
+    assert all_ended(first, 0.0)
+    second.failed(ValueError("a mistake"))
+    assert not first.went_well()

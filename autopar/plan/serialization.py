@@ -1,7 +1,7 @@
 """A plan as a JSON file to be read and edited by hand.
 
     {
-     "autopar_plan": "3.0",
+     "autopar_plan": "4.0",
      "checksum": "5f0c...",
      "n_microbatches": 8,
      "schedule": "1f1b",
@@ -22,7 +22,7 @@ mlp/mul#0` in the next stage). Layers that are equal share an entry under "layer
 it; editors need not update it.
 
 The version is "format.addition". An addition only has fields that older readers can leave out: they say so in a note.
-Another format is refused. Format 2, without layers, can still be read.
+Another format is refused. Format 3, which says the same at more length, and format 2, without layers, can be read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from autopar.plan.file_format.fields import plain, read_fields
 from autopar.plan.file_format.json_text import json_text
 from autopar.plan.file_format.layered import flattened, layered
 
-FORMAT, ADDITION = 3, 0
+FORMAT, ADDITION = 4, 0
+_LONGER = 3  # a format that is read as the present one
 _FLAT = 2  # the format without layers
 _CHECKSUM_DIGITS = 16
 _MOST_DIGITS = 30  # of a whole number: longer ones are no quantity, and too large for a float
@@ -110,7 +111,7 @@ def _version(found: Any) -> tuple[int, int]:
     if found == _FLAT and type(found) is int:
         return _FLAT, 0
     match = _VERSION.fullmatch(found) if isinstance(found, str) else None
-    if match is not None and int(match[1]) == FORMAT:
+    if match is not None and int(match[1]) in (FORMAT, _LONGER):
         return FORMAT, int(match[2])
     later = " a later autopar wrote this file;" if match is not None and int(match[1]) > FORMAT else ""
     raise ValueError(

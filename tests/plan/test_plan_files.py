@@ -1,4 +1,4 @@
-"""Plan files of format 3: layers are written once, what is read is what was written, and edits say what they say."""
+"""Plan files of format 4: layers are written once, what is read is what was written, and edits say what they say."""
 
 from __future__ import annotations
 
@@ -251,11 +251,13 @@ def test_a_llama_of_16_layers_takes_less_than_10_kb() -> None:
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=16, vocab_size=4096, **sizes)).train()
         ids = torch.zeros(16, 128, dtype=torch.long)
     call, cluster = {"example_kwargs": {"input_ids": ids, "labels": ids}}, Cluster.preset("8xH100")
-    for degrees in ({"pipeline": 8}, {"pipeline": 4, "tensor": 2}):
+    everything = {"pipeline": 2, "tensor": 2, "data": 2, "zero": 1, "sequence_parallel": True}
+    for degrees in ({"pipeline": 8}, {"pipeline": 4, "tensor": 2}, everything):
         plan = Plan.by_hand(model, cluster, micro_batch=2, **degrees, **call)
         text = plan.to_json()
         assert Plan.from_json(text) == plan
         assert len(text) < 10_000, degrees
+        assert '"A": "those of strategies A"' in text or "tensor" not in degrees
         if "tensor" in degrees:
             assert len(json.dumps(plain(plan), indent=1)) > 10 * len(text), "what format 2 took"
 
@@ -344,7 +346,12 @@ SHARDING = ("stages", 1, "sharding")
         (put(*SHARDING, "layers", "model.layers.4-7 as C"), "'layers' defines nothing 'C' of these layers"),
         (put("every_stage", 3), "every_stage must be an object of fields that all stages have, got 3"),
         (put("every_stage", {"speed": 3}), "stages[0].speed is unknown"),
-        (put("collectives", [[1]]), "collectives[0] must be [collective, axis, nbytes, seconds, flags]"),
+        (put("collectives", [[1]]), "collectives[0] must be [collective, axis, nbytes, seconds, flags, "),
+        (
+            put("layers", "model.layers", "operators", "A", "those of strategies C"),
+            "operators.A must be a list of operators, or 'those of strategies A' for those of a definition of "
+            "strategies, which has A, got 'C'",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_its_place_and_value(
@@ -393,16 +400,78 @@ def test_a_file_of_format_2_is_still_read_with_its_price() -> None:
     assert Plan.from_json(FORMAT_2) == format_2().without_predictions("this plan was edited after autopar wrote it")
 
 
+FORMAT_3 = """{
+ "autopar_plan": "3.0", "checksum": "CHECKSUM", "n_microbatches": 1, "schedule": "1f1b",
+ "stages": [
+  {
+   "devices": ["a", "b"], "operators": ["layers.0-2"],
+   "sharding": {
+    "mesh": {"data": 2}, "strategies": {"layers.0-2": "as A"}, "parameters": {},
+    "exchanges": [["layers.0/linear#0", "layers.0/relu#0", 0, 1], ["layers.0/linear#0", "layers.0.weight", 0, 1]]
+   }
+  }
+ ],
+ "layers": {
+  "layers": {
+   "operators": {"A": ["@: relu#0 linear#0 add#0"]},
+   "strategies": {"A": {"@/relu#0": "S0 -> S0", "@/linear#0": "S0 R -> S0", "@/add#0": "S0 S0 -> S0"}}
+  }
+ },
+ "collectives": [["reduce_scatter", "data", 8, 0.5, "backward once"], ["all_gather", "data", 8, 0.5, "once"]]
+}"""
+
+
+def format_3() -> Plan:
+    strategies = {"relu#0": "S0 -> S0", "linear#0": "S0 R -> S0", "add#0": "S0 S0 -> S0"}
+    texts = {f"layers.{i}/{name}": text for i in range(3) for name, text in strategies.items()}
+    sharding = StageSharding.from_texts((2,), ("data",), texts, {})
+    pair = [("reduce_scatter", {"backward": True}), ("all_gather", {})]
+    exchanges = tuple(
+        Exchange(collective, "data", "layers.0/linear#0", tensor, 8, 0.5, once=True, **backward)
+        for tensor in ("layers.0/relu#0", "layers.0.weight")
+        for collective, backward in pair
+    )
+    sharding = replace(sharding, exchanges=exchanges, collective_bytes=0, collective_time=0.0, repeated_time=0.0)
+    return Plan((Stage(("a", "b"), tuple(texts), sharding=sharding),), 1)
+
+
+def test_a_file_of_format_3_is_still_read_and_the_present_one_is_shorter() -> None:
+    text = FORMAT_3.replace('"checksum": "CHECKSUM", ', "")
+    found = Plan.from_json(text)
+    assert found.stages == format_3().stages
+    data = json.loads(found.to_json())
+    assert data["layers"]["layers"]["operators"] == {"A": "those of strategies A"}
+    assert data["collectives"] == [["reduce_scatter", "data", 8, 0.5, "backward once", "all_gather", "once"]]
+    sharding = data["stages"][0]["sharding"]
+    assert sharding["exchanges"] == [["layers.0/linear#0", "layers.0/relu#0", 0, "layers.0.weight", 0]]
+    assert Plan.from_json(found.to_json()) == found
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=6), st.lists(st.booleans(), min_size=6))
+def test_collectives_under_one_number_are_those_in_their_order(runs: list[list[int]], alike: list[bool]) -> None:
+    kinds = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather"]
+    exchanges = [
+        Exchange(kinds[k], "data", f"op/{i}#0", "t", 8 if alike[k] else k, 0.5)
+        for i, run in enumerate(runs)
+        for k in run
+    ]
+    sharding = replace(StageSharding.from_texts((2,), ("data",), {}, {}), exchanges=tuple(exchanges))
+    plan = Plan((Stage(("a", "b"), ("x/y#0",), sharding=sharding),), 1)
+    text = plan.to_json()
+    assert json.loads(text)["autopar_plan"] == "4.0"
+    assert Plan.from_json(text) == plan
+
+
 def test_a_later_addition_is_left_out_with_a_note_and_a_later_format_is_refused() -> None:
     text = layered_plan().to_json()
-    later = text.replace('"autopar_plan": "3.0"', '"autopar_plan": "3.7",\n "weather": "fine"')
+    later = text.replace('"autopar_plan": "4.0"', '"autopar_plan": "4.7",\n "weather": "fine"')
     found = Plan.from_json(later)
     assert found == replace(layered_plan().without_predictions("x"), notes=found.notes)
     assert "a later autopar wrote this plan, with 'weather', which this one leaves out" in found.notes[0]
     with pytest.raises(PlanError, match="weather is unknown"):
-        Plan.from_json(text.replace('"autopar_plan": "3.0"', '"autopar_plan": "3.0",\n "weather": "fine"'))
-    with pytest.raises(PlanError, match=re.escape("got '4.0'; a later autopar wrote this file")):
-        Plan.from_json(text.replace('"3.0"', '"4.0"'))
+        Plan.from_json(text.replace('"autopar_plan": "4.0"', '"autopar_plan": "4.0",\n "weather": "fine"'))
+    with pytest.raises(PlanError, match=re.escape("got '5.0'; a later autopar wrote this file")):
+        Plan.from_json(text.replace('"4.0"', '"5.0"'))
 
 
 # -- prices -----------------------------------------------------------------------------------------------------------

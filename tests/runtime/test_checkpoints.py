@@ -305,7 +305,9 @@ def test_export_writes_whole_tensors_in_the_original_names(tmp_path: Path) -> No
         assert set(found) == set(model.state_dict())
         assert all(torch.equal(found[name], value) for name, value in model.state_dict().items() if name != "a.weight")
         assert bool((found["a.weight"] == step).all())
-    assert "error: there is no checkpoint in" in command(1, tmp_path / "none", file)
+    (tmp_path / "empty").mkdir()
+    assert "error: there is no checkpoint in" in command(1, tmp_path / "empty", file)
+    assert "error: there is no directory" in command(2, tmp_path / "none", file)
     assert "give a name that ends in .safetensors" in command(2, tmp_path / "runs", tmp_path / "model.bin")
     assert "there is no directory" in command(2, tmp_path / "runs", tmp_path / "no" / "model.safetensors")
 

@@ -2,11 +2,17 @@
 
 "collectives": [["all_reduce", "tensor", 262144, 7.1e-06, "backward"], ...]     bytes and seconds of each
 "exchanges": [["layers.3.mlp.up/linear#0", "layers.3.norm/mul#1", 0], ...]      operator, tensor, numbers
+
+Collectives of equal bytes and seconds that always follow one another have one number: the gradients of a parameter are
+reduced, and then its parts gathered.
+
+["reduce_scatter", "data", 8192, 1.4e-08, "backward once", "all_gather", "once"]
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +33,11 @@ class Collectives:
         """What is no table goes into `problems`."""
         found = cls()
         for index, row in enumerate(table if isinstance(table, list) else [table]):
-            well_formed = isinstance(row, list) and len(row) == len(_NAMES) + 1
+            well_formed = isinstance(row, list) and len(row) > len(_NAMES) and len(row) % 2
             if not well_formed:
-                problems.append(f"collectives[{index}] must be [{', '.join(_NAMES)}, flags], got {row!r}")
+                problems.append(
+                    f"collectives[{index}] must be [{', '.join(_NAMES)}, flags, collective, flags ..], got {row!r}"
+                )
             found.table.append(row if well_formed else ["", "", 0, 0.0, ""])
         return found
 
@@ -50,11 +58,43 @@ class Collectives:
                         f"{where}: '{operator}' has collective {number}, but there are {len(self.table)} collectives"
                     )
                     continue
-                *values, flags = self.table[number]
-                one = dict(zip(_NAMES, values, strict=True))
-                one |= {"operator": operator, "tensor": tensor}
-                found.append(one | {flag: True for flag in _FLAGS if flag in str(flags).split()})
+                first, *values = self.table[number][: len(_NAMES)]
+                more = [first, *self.table[number][len(_NAMES) :]]
+                for name, flags in zip(more[::2], more[1::2], strict=True):
+                    one = dict(zip(_NAMES, [name, *values], strict=True))
+                    one |= {"operator": operator, "tensor": tensor}
+                    found.append(one | {flag: True for flag in _FLAGS if flag in str(flags).split()})
         return found
+
+    def joined(self, lists: Sequence[list[list[Any]]]) -> None:
+        """Give collectives that always follow one another, with equal axis, bytes and seconds, one number, in the table
+        and in all `lists` of rows."""
+        after: dict[int | None, set[int | None]] = defaultdict(set)
+        before: dict[int | None, set[int | None]] = defaultdict(set)
+        for _, _, *numbers in itertools.chain(*lists):
+            for one, other in itertools.pairwise([None, *numbers, None]):
+                after[one].add(other)
+                before[other].add(one)
+        follows: dict[int, int] = {}  # the one before
+        for number, others in after.items():
+            other = next(iter(others))
+            if number is None or other is None or len(others) > 1:
+                continue
+            if other != number and before[other] == {number} and self.table[other][1:4] == self.table[number][1:4]:
+                follows[other] = number
+        table: list[list[Any]] = []
+        renumbered: dict[int, int] = {}
+        for number, row in enumerate(self.table):  # a collective gets its number after the one before it
+            if number in follows and follows[number] < number:
+                renumbered[number] = renumbered[follows[number]]
+                table[renumbered[number]] += [row[0], row[4]]
+            else:
+                follows.pop(number, None)
+                renumbered[number] = len(table)
+                table.append(list(row))
+        self.table = table
+        for row in itertools.chain(*lists):
+            row[2:] = [renumbered[number] for number in row[2:] if number not in follows]
 
     def _number(self, exchange: dict[str, Any]) -> int:
         flags = " ".join(flag for flag in _FLAGS if exchange.get(flag))

@@ -1,9 +1,13 @@
-"""Format 3 of a plan file: the fields of format 2, with equal layers written once, and shorter where people edit.
+"""Format 4 of a plan file: the fields of format 2, with equal layers written once, and shorter where people edit.
+
+Format 3 has a number for every collective, a row for every tensor of an operator's exchanges, and no "those of
+strategies A".
 
 field of format 2                                     here
 operators, strategies, parameters, redistributions,   rows and layers (`folding.py`), definitions under "layers"
 exchanges, repeated
 numbers that all stages have                          "every_stage"
+operators of a layer with strategies                  "those of strategies A", which names them already
 exchanges [{"collective": "all_reduce", ...}, ...]    "exchanges": [[operator, tensor, 3], ...]: collectives[3]
 recompute, selective, layerwise, keeps_products       "recompute": "full", as `Plan.by_hand` calls it
 mesh [2, 4], axes ["data", "tensor"]                  "mesh": {"data": 2, "tensor": 4}
@@ -32,13 +36,15 @@ _FLAGS = ("recompute", "selective", "layerwise", "keeps_products")
 _MOST_LAYERS = 100_000  # of one entry
 _COLLECTIVES = "collectives"
 _EVERY = "every_stage"
+_OPERATORS, _STRATEGIES = "operators", "strategies"
+_OF_STRATEGIES = "those of strategies "  # and a definition, which has the operators already
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def layered(flat: dict[str, Any]) -> dict[str, Any]:
-    """The fields of format 2 as format 3."""
+    """The fields of format 2 as format 4."""
     stages = [dict(stage) for stage in flat["stages"]]
     for stage in stages:
         if "sharding" in stage:
@@ -49,11 +55,13 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
         if mode is not Recompute.NONE:
             stage["recompute"] = NAMES[mode]
     collectives = Collectives()
-    for stage in stages:
-        if "exchanges" in stage.get("sharding", ()):
-            _leave_out_totals(stage["sharding"])
-            stage["sharding"]["exchanges"] = collectives.rows(stage["sharding"]["exchanges"])
+    shardings = [stage["sharding"] for stage in stages if "exchanges" in stage.get("sharding", ())]
+    for sharding in shardings:
+        _leave_out_totals(sharding)
+        sharding["exchanges"] = collectives.rows(sharding["exchanges"])
+    collectives.joined([sharding["exchanges"] for sharding in shardings])
     layers: dict[str, dict[str, Any]] = {}
+    defined: dict[str, dict[str, Definitions]] = {}  # by field and parent
     alone: dict[int, dict[str, Folded]] = defaultdict(dict)  # by sharding and field: the layers that are all it has
     for kind in KINDS:
         holders = [h for h in (s.get("sharding") if kind.sharding else s for s in stages) if h and kind.name in h]
@@ -65,9 +73,19 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
             holder[kind.name] = kind.write(items, definitions)
             if kind.sharding and len(items) == 1 and isinstance(items[0], Folded) and items[0].part == (0, None):
                 alone[id(holder)][kind.name] = items[0]
+        defined[kind.name] = definitions
         for parent, found in definitions.items():
             mine = {name: kind.write(rows, definitions) for name, rows in found.rows.items()}
             layers.setdefault(parent, {})[kind.name] = mine
+    for parent, fields in layers.items():
+        known = {
+            tuple(row[0] for row in rows): name
+            for name, rows in defined[_STRATEGIES].get(parent, Definitions()).rows.items()
+        }
+        for name, rows in defined[_OPERATORS].get(parent, Definitions()).rows.items():
+            other = known.get(tuple(row[0] for row in rows))
+            if other is not None:
+                fields[_OPERATORS][name] = f"{_OF_STRATEGIES}{other}"
     for stage in stages:
         if "sharding" in stage:
             stage["sharding"] = _with_layers_alone(stage["sharding"], alone[id(stage["sharding"])], layers)
@@ -157,7 +175,7 @@ def _expanded(kind: Kind, items: Sequence[Item], definitions: dict[str, Definiti
 
 
 def flattened(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Format 3 as the fields of format 2, as far as it can be read; what cannot goes into `problems`."""
+    """Format 4, or 3, as the fields of format 2, as far as it can be read; what cannot goes into `problems`."""
     data = dict(data)
     definitions = _Definitions(data.pop(_LAYERS, {}), problems)
     collectives = Collectives.read(data.pop(_COLLECTIVES, []), problems)
@@ -248,12 +266,17 @@ class _Definitions:
         self._problems = problems
         self._rows: dict[tuple[str, str], dict[str, list[Row]]] = {}
         kinds = {kind.name: kind for kind in KINDS}
+        same: list[tuple[str, str, str, str]] = []  # operators that are those of a definition of strategies
         for place, parent, name, found in self._listed(layers):
             if name not in kinds:
                 problems.append(f"{place} is unknown")
                 continue
             for definition, value in found.items():
                 rows: list[Row] = []
+                other = value.removeprefix(_OF_STRATEGIES) if isinstance(value, str) and name == _OPERATORS else None
+                if other is not None:
+                    same.append((place, parent, definition, other))
+                    continue
                 for entry in kinds[name].read(value):
                     if isinstance(entry, Reference):
                         problems.append(f"{place}.{definition}: '{entry.text}' names layers inside of a layer")
@@ -262,6 +285,15 @@ class _Definitions:
                     else:
                         rows.append(entry)
                 self._rows.setdefault((parent, name), {})[definition] = rows
+        for place, parent, definition, other in same:
+            known = self._rows.get((parent, _STRATEGIES), {})
+            if other in known:
+                self._rows.setdefault((parent, _OPERATORS), {})[definition] = [(row[0],) for row in known[other]]
+            else:
+                problems.append(
+                    f"{place}.{definition} must be a list of operators, or '{_OF_STRATEGIES}A' for those of a "
+                    f"definition of strategies{', which has ' + ', '.join(known) if known else ''}, got '{other}'"
+                )
 
     def _listed(self, layers: Any) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         """(place, parent, field, definitions)"""

@@ -5,7 +5,8 @@ operators         (key,)                                "mlp.up: linear#0 add#0"
 strategies        (key, placements)                     "mlp.up: linear#0 add#0": "S0 R -> S0", "layers.0-7": "as A"
 parameters        (name, placements)                    "mlp.up.weight": "S0", "layers.0-7": "as A"
 redistributions   (tensor, reader, shared, own)         [tensor, shared, own, readers ...], ["layers.0-7", "as A"]
-exchanges         (operator, tensor, numbers ...)       the same, ["layers.8", "as A[2:]"]: without two rows
+exchanges         (operator, tensor, numbers ...)       [operator, tensor, numbers ..., tensor, numbers ...],
+                                                        ["layers.8", "as A[2:]"]: without two rows
 repeated          (key, seconds)                        ["mlp.up: linear#0 add#0", 1e-6, 2e-6]
 """
 
@@ -158,7 +159,7 @@ def _row_reference(row: Any) -> Reference | None:
 
 
 def _lists(
-    what: str, *types: type | tuple[type, ...], more: type | None = None
+    what: str, *types: type | tuple[type, ...], more: type | tuple[type, ...] | None = None
 ) -> Callable[[Any], Iterator[Row | Reference | str]]:
     """Reads rows of these types, and of any number of values of the type `more`. `what`: the values, for errors."""
 
@@ -228,6 +229,31 @@ def _read_repeated(value: Any) -> Iterator[Row | Reference | str]:
             yield one if not isinstance(one, str) else f"[{index}]{one[3:]}"
 
 
+def _write_exchanges(items: Sequence[Item], definitions: Any) -> list[list[Any]]:
+    """[operator, tensor, numbers ..., tensor, numbers ...]."""
+    found: list[list[Any]] = []
+    for item in items:
+        if isinstance(item, Folded):
+            found += _write_lists([item], definitions)
+        elif found and found[-1][0] == item[0]:
+            found[-1] += item[1:]
+        else:
+            found.append(list(item))
+    return found
+
+
+def _read_exchanges(value: Any) -> Iterator[Row | Reference | str]:
+    each = _lists("operator, tensor, numbers ..", str, str, more=(int, str))
+    for entry in each(value):
+        if not isinstance(entry, tuple) or isinstance(entry, Reference):
+            yield entry
+            continue
+        operator, *cells = entry
+        starts = [index for index, cell in enumerate(cells) if isinstance(cell, str)]
+        for start, stop in itertools.pairwise([*starts, len(cells)]):
+            yield (operator, *cells[start:stop])
+
+
 KINDS = (
     Kind(
         "operators",
@@ -266,8 +292,8 @@ KINDS = (
         lambda value: [tuple(row) for row in value],
         lambda rows: [list(row) for row in rows],
         lambda row: str(row[0]),
-        _write_lists,
-        _lists("operator, tensor, numbers ..", str, str, more=int),
+        _write_exchanges,
+        _read_exchanges,
     ),
     Kind(
         "repeated",

@@ -443,7 +443,7 @@ def test_a_file_of_format_3_is_still_read_and_the_present_one_is_shorter() -> No
     assert data["layers"]["layers"]["operators"] == {"A": "those of strategies A"}
     assert data["collectives"] == [["reduce_scatter", "data", 8, 0.5, "backward once", "all_gather", "once"]]
     sharding = data["stages"][0]["sharding"]
-    assert sharding["exchanges"] == [["layers.0/linear#0", "layers.0/relu#0", 0, "layers.0.weight", 0]]
+    assert sharding["exchanges"] == [["layers.0/linear#0", "layers.0/relu#0", 0, ".weight", 0]]
     assert Plan.from_json(found.to_json()) == found
 
 

@@ -5,7 +5,7 @@ operators         (key,)                                "mlp.up: linear#0 add#0"
 strategies        (key, placements)                     "mlp.up: linear#0 add#0": "S0 R -> S0", "layers.0-7": "as A"
 parameters        (name, placements)                    "mlp.up.weight": "S0", "layers.0-7": "as A"
 redistributions   (tensor, reader, shared, own)         [tensor, shared, own, readers ...], ["layers.0-7", "as A"]
-exchanges         (operator, tensor, numbers ...)       [operator, tensor, numbers ..., tensor, numbers ...],
+exchanges         (operator, tensor, numbers ...)       ["mlp.up/linear#0", "norm/mul#0", 1, ".weight", 2, 3],
                                                         ["layers.8", "as A[2:]"]: without two rows
 repeated          (key, seconds)                        ["mlp.up: linear#0 add#0", 1e-6, 2e-6]
 """
@@ -230,15 +230,19 @@ def _read_repeated(value: Any) -> Iterator[Row | Reference | str]:
 
 
 def _write_exchanges(items: Sequence[Item], definitions: Any) -> list[list[Any]]:
-    """[operator, tensor, numbers ..., tensor, numbers ...]."""
+    """[operator, tensor, numbers ..., tensor, numbers ...]; `.weight` is that of the operator's module."""
     found: list[list[Any]] = []
     for item in items:
         if isinstance(item, Folded):
             found += _write_lists([item], definitions)
-        elif found and found[-1][0] == item[0]:
-            found[-1] += item[1:]
+            continue
+        operator, tensor, *numbers = item
+        module = operator.rpartition("/")[0]
+        cells = [tensor.removeprefix(module) if module and tensor.startswith(f"{module}.") else tensor, *numbers]
+        if found and found[-1][0] == operator:
+            found[-1] += cells
         else:
-            found.append(list(item))
+            found.append([operator, *cells])
     return found
 
 
@@ -250,8 +254,10 @@ def _read_exchanges(value: Any) -> Iterator[Row | Reference | str]:
             continue
         operator, *cells = entry
         starts = [index for index, cell in enumerate(cells) if isinstance(cell, str)]
+        module = operator.rpartition("/")[0]
         for start, stop in itertools.pairwise([*starts, len(cells)]):
-            yield (operator, *cells[start:stop])
+            tensor = f"{module}{cells[start]}" if cells[start].startswith(".") else cells[start]
+            yield (operator, tensor, *cells[start + 1 : stop])
 
 
 KINDS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -74,7 +75,8 @@ def train(what: str, where: str, rank: int, step: int, schedule: str, folder: Pa
 
 
 def interrupted_while_waiting(folder: Path) -> None:
-    """Ctrl-C on rank 0 while it waits for rank 1, which sleeps."""
+    """Ctrl-C on rank 0 while it waits for rank 1, which sleeps. An event loop with signals has ended before, which
+    leaves Python without anyone to tell of signals."""
     own = dist.get_rank()
     os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
     torch.manual_seed(0)
@@ -83,6 +85,9 @@ def interrupted_while_waiting(folder: Path) -> None:
     pm.train_step(x, target=x, loss_fn=functional.mse_loss)
     if own == 1:
         time.sleep(600)
+    loop = asyncio.new_event_loop()
+    loop.add_signal_handler(signal.SIGUSR1, print)
+    loop.close()
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     pm.train_step(x, target=x, loss_fn=functional.mse_loss)
 

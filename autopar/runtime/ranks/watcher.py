@@ -43,7 +43,7 @@ _LOOK = 0.1  # s between two looks of the judge
 _LAST_WORDS = 0.3  # s for a rank that fails in the same way to say so itself
 _LEAVE = 10.0  # s for a rank that has failed to clean up and end by itself
 _REACT = 2.0  # s for the caller's thread to raise KeyboardInterrupt
-_LAST_CALL = 60.0  # s at most for a call of the store that a thread is in when the watcher stops
+_LAST_CALL = 15.0  # s at most for a call of the store that a thread is in when the watcher stops
 _TAIL = 5.0  # s that a call may still take after the store's host has ended: it may have finished its own part
 
 
@@ -156,6 +156,7 @@ class Watcher:
         """A call that all ranks make. Raises AutoparError in the place of gloo's error if it loses one."""
         outer, self._doing = self._inside, (Phase.FORWARD, -1, -1)
         if not outer:
+            _listen_to_signals()
             self._n_calls += 1
             self._inside = what
         ended = False
@@ -347,17 +348,19 @@ _signals: tuple[socket.socket, socket.socket] | None = None  # ours, Python's; o
 
 
 def _listen_to_signals() -> None:
-    """Get a byte for every signal: Python raises KeyboardInterrupt in the main thread, once that is out of gloo."""
+    """Get a byte for every signal: Python raises KeyboardInterrupt in the main thread, once that is out of gloo.
+
+    At every call, as a loop of asyncio that handled signals and has ended leaves Python without anyone to tell.
+    """
     global _signals
-    if _signals is not None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return
-    pair = socket.socketpair()
-    for end in pair:
-        end.setblocking(False)
-    before = signal.set_wakeup_fd(pair[1].fileno(), warn_on_full_buffer=False)
-    if before == -1:
-        _signals = pair
-    else:  # another library has it
+    if _signals is None:
+        _signals = socket.socketpair()
+        for end in _signals:
+            end.setblocking(False)
+    before = signal.set_wakeup_fd(_signals[1].fileno(), warn_on_full_buffer=False)
+    if before not in (-1, _signals[1].fileno()):  # another library has it
         signal.set_wakeup_fd(before)
 
 

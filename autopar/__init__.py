@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from autopar.report.document import Report
     from autopar.runtime.checkpoints.load import Checkpoint, load
     from autopar.runtime.checkpoints.save import Saving, save
-    from autopar.runtime.comparison import Comparison
+    from autopar.runtime.comparing.comparison import Comparison
     from autopar.runtime.grad_scaler import GradScaler
     from autopar.runtime.gradient_norm import clip_grad_norm_
     from autopar.runtime.host_memory import keep_freed_memory
@@ -90,7 +90,7 @@ _HOMES = {  # public names whose module is not autopar.api or autopar.errors
     "Checkpoint": "autopar.runtime.checkpoints.load",
     "Cluster": "cost_models",
     "ClusterComparison": "autopar.planner.cluster_comparison",
-    "Comparison": "autopar.runtime.comparison",
+    "Comparison": "autopar.runtime.comparing.comparison",
     "DeviceError": "cost_models.errors",
     "GradScaler": "autopar.runtime.grad_scaler",
     "Layout": "autopar.hints.layout",

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.api import compare, parallelize, plan
 from autopar.errors import AutoparError
 from autopar.report.document import Report
-from autopar.runtime.comparison import Comparison
+from autopar.runtime.comparing.comparison import Comparison
 from autopar.runtime.other_systems.catalogue import CEILING
 
 

@@ -23,7 +23,7 @@ from cost_models.kernels.launches import MODES
 from cost_models.memory.optimizer_step import FUSED, IMPLEMENTATIONS, Implementation, implementation_of
 
 BatchDim = int | dict[str, int | None] | None
-# Sizes that change between calls: see runtime/dynamic.py.
+# Sizes that change between calls: see runtime/signatures/dynamic.py.
 Dynamic = bool | Mapping[str, bool | int | Sequence[int] | Mapping[int, bool | Sequence[int]]] | None
 Tune = int | Literal["auto"]
 Data = Literal["whole", "per-rank"]  # what every rank passes to a call: the whole batch, or samples of its own

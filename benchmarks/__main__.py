@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +35,7 @@ _COMMANDS = ("list", "run", "all", "diff")
 
 def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -> int:
     """The exit status: 0 (also where there is nothing to run), 1 for a missing package or device and for a regression
-    that `diff` finds, 2 for a name that is none or a file that cannot be read, 130 for an interrupted run.
+    that `diff` finds, 2 for names, options and files that cannot be used, 130 for an interrupted run.
     `own_process`: settings of the whole process may change."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given == ["--list"]:
@@ -44,18 +46,58 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     if options.command == "list":
         print(_listing())
         return 0
-    if options.command == "all":
-        return run_all(options.results, quick=options.quick, fresh=options.fresh, data=options.json)
     if options.command == "diff":
         from benchmarks.diff import run_diff
 
         return run_diff(options.before, options.after, options.tolerance)
+    if options.command == "all":
+        unwritable = _unwritable(options)
+        if unwritable:
+            print(unwritable, file=sys.stderr)
+            return 2
+        return run_all(options.results, quick=options.quick, fresh=options.fresh, data=options.json)
     name = getattr(options, "name", None)
     if name not in BENCHMARKS:
         what = f"no benchmark {name!r}" if name else "give the name of a benchmark"
         print(f"{what}; there are\n{_listing()}", file=sys.stderr)
         return 2
+    refused = _of_another_benchmark(options) or _unwritable(options)
+    if refused:
+        print(refused, file=sys.stderr)
+        return 2
     return _run(options, own_process)
+
+
+_OPTIONS_OF = {"instances": "partition_instances", "tables": "published", "device": "gpu", "models": "gpu"}
+
+
+def _of_another_benchmark(options: argparse.Namespace) -> str | None:
+    """What is wrong with options that `run NAME` does not read."""
+    for option, benchmark in _OPTIONS_OF.items():
+        if getattr(options, option) and options.name != benchmark:
+            return f"--{option} is an option of {benchmark}; {options.name} does not read it"
+    unknown = [name for name in options.models.split(",") if name and name not in gpu.MODELS]
+    return f"no model {', '.join(unknown)}; gpu has {', '.join(gpu.MODELS)}" if unknown else None
+
+
+def _unwritable(options: argparse.Namespace) -> str | None:
+    """Why results could not be written; found out before a benchmark runs for minutes."""
+    files = {"--json": options.json, "--figure": getattr(options, "figure", None)}
+    folders = {"--results": options.results}
+    for name, file in files.items():
+        if file is None or file == STDOUT:
+            continue
+        if file.is_dir():
+            return f"{name} {file} is a folder; give the name of a file"
+        folders[name] = file.parent
+    for name, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            return f"{name}: cannot write in {folder}: {error.strerror or error}; give a folder that can be written"
+    return None
 
 
 def _run(options: argparse.Namespace, own_process: bool) -> int:
@@ -142,12 +184,22 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("after", type=Path, metavar="AFTER.json")
     diff.add_argument(
         "--tolerance",
-        type=float,
+        type=_fraction,
         default=0.05,
         metavar="FRACTION",
         help="of a step time that two runs of the same code may differ by (default 0.05)",
     )
     return parser
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"give a fraction of at least 0, such as 0.05, got {text!r}")
+    return value
 
 
 def _listing() -> str:

@@ -24,7 +24,7 @@ import autopar
 from autopar import Comparison, Plan
 from autopar.costs.prediction_error import Distribution
 from autopar.costs.present_speed import PresentSpeed
-from autopar.runtime.comparison import Row
+from autopar.runtime.comparing.comparison import Row
 from autopar.runtime.other_systems.independent import CEILING
 from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Rounds, Table

@@ -14,12 +14,12 @@ from statistics import median
 
 from autopar import PipelinedModule
 from autopar.capture.thread_state import CallerState
-from autopar.runtime.captures import CallArguments
-from autopar.runtime.mailbox import Mailbox
-from autopar.runtime.passes import Passes
-from autopar.runtime.stage_replica import StageReplica
+from autopar.runtime.signatures.captures import CallArguments
+from autopar.runtime.stages.stage_replica import StageReplica
+from autopar.runtime.step.mailbox import Mailbox
+from autopar.runtime.step.passes import Passes
+from autopar.runtime.step.transfers import Transfers
 from autopar.runtime.step_recorder import StepRecorder
-from autopar.runtime.transfers import Transfers
 from autopar.schedule.clock import Action, Phase, chain
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.table import Schedule

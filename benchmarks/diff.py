@@ -94,13 +94,19 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: floa
         if system in second[what].seconds
     ]
     if not pairs:
-        raise ResultError("the files have no measured system in common; --quick runs measure other models")
+        for name, groups in (("the first file", first), ("the second file", second)):
+            if not groups:
+                raise ResultError(f"{name} has no measured steps, only what was predicted, planned or counted")
+        raise ResultError(
+            "the files have no measured system in common: they are of different benchmarks or models (--quick runs "
+            "measure smaller models)"
+        )
     level = 1 - (1 - LEVEL) / len(pairs)
     return [_change(what, system, first[what], second[what], level, tolerance) for what, system in pairs]
 
 
 def _change(what: str, system: str, before: _Group, after: _Group, level: float, tolerance: float) -> Change:
-    by_ceiling = before.ceiling is not None and after.ceiling is not None
+    by_ceiling = all(_in_its_rounds(group, system) for group in (before, after))
     old, new = (_values(group, system, by_ceiling) for group in (before, after))
     interval = ratio_interval(new, old, level)
     if interval.level < _LEAST_LEVEL:
@@ -115,6 +121,11 @@ def _change(what: str, system: str, before: _Group, after: _Group, level: float,
     return Change(what, system, *medians, median(new) / median(old), interval, by_ceiling, verdict)
 
 
+def _in_its_rounds(group: _Group, system: str) -> bool:
+    """Whether each of the system's times has one of the ceiling beside it: a plan with two names runs twice a round."""
+    return group.ceiling is not None and len(group.ceiling) == len(group.seconds[system])
+
+
 def _values(group: _Group, system: str, by_ceiling: bool) -> list[float]:
     seconds = group.seconds[system]
     if not by_ceiling:
@@ -127,17 +138,34 @@ def _groups(results: Mapping[str, Any]) -> Iterator[tuple[str, _Group]]:
     """Of the file of one benchmark, or of one that `all` wrote."""
     for name, result in ({"": results} if "measured" in results else results).items():
         for rounds in result.get("measured", ()) if isinstance(result, dict) else ():
+            _check(rounds)
             ceiling = rounds["ceiling"]
             seconds = {system: taken for system, taken in rounds["seconds"].items() if system != ceiling}
             what = f"{name}: {rounds['what']}" if name else rounds["what"]
             yield what, _Group(seconds, None if ceiling is None else rounds["seconds"][ceiling])
 
 
+def _check(rounds: Any) -> None:
+    """Raise ResultError where an entry of "measured" is not as benchmarks write it."""
+    names = ("what", "ceiling", "seconds")
+    if not isinstance(rounds, dict) or any(name not in rounds for name in names):
+        raise ResultError(f'an entry of "measured" must have {", ".join(names)}; the file is of another version')
+    what, ceiling, seconds = (rounds[name] for name in names)
+    if not isinstance(seconds, dict) or not (ceiling is None or ceiling in seconds):
+        raise ResultError(f"{what}: there are no times of {ceiling!r}, the ceiling")
+    for system, taken in seconds.items():
+        numbers = isinstance(taken, list) and all(isinstance(one, (int, float)) and one > 0 for one in taken)
+        if not numbers or not taken:
+            raise ResultError(f"{what}, {system}: seconds must be numbers above 0, one or more, got {taken!r:.60}")
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ResultError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ResultError(f"{path} is no JSON file of results: {error}") from error
     if not isinstance(data, dict):
         raise ResultError(f"{path}: no results of a benchmark")
     return data

@@ -8,6 +8,7 @@ from statistics import median
 
 import autopar
 from autopar import Cluster
+from autopar.runtime.other_systems.independent import CEILING, ceiling
 from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import interleave
@@ -26,6 +27,7 @@ class Row:
     name: str
     step: float  # median
     steps: tuple[float, ...]
+    ceiling_steps: tuple[float, ...]  # the same step in a process of its own, in the same rounds
     profiled: float
     estimated: float
 
@@ -39,16 +41,18 @@ def run_estimates(quick: bool, kept: Kept) -> Report:
         as_row(Row, kept.case(build.__name__, make=lambda b=build: asdict(_row(b(quick), here, elsewhere))))  # type: ignore[misc]
         for build in MODELS
     ]
-    measured = tuple(Rounds(row.name, {"step": row.steps}) for row in rows)
+    measured = tuple(Rounds(row.name, {"step": row.steps, CEILING: row.ceiling_steps}, CEILING) for row in rows)
     data = {"rows": [asdict(row) for row in rows]}
     return Report("Whole models, estimated and profiled, against their steps", (_table(rows),), data, measured=measured)
 
 
 def _row(subject: Subject, here: Cluster, elsewhere: Cluster) -> Row:
     profiled, estimated = (_seconds(subject, cluster) for cluster in (here, elsewhere))
-    with operator_threads(1):
-        steps = interleave({"step": lambda: step(subject.model, subject.inputs)}, ROUNDS)["step"]
-    return Row(subject.name, median(steps), steps, profiled, estimated)
+    # One device is estimated, so the machine's ceiling is one process, with the whole batch.
+    with operator_threads(1), ceiling(subject.training_step, 1) as independent:
+        systems = {"step": lambda: step(subject.model, subject.inputs), CEILING: independent.step}
+        seconds = interleave(systems, ROUNDS)
+    return Row(subject.name, median(seconds["step"]), seconds["step"], seconds[CEILING], profiled, estimated)
 
 
 def _seconds(subject: Subject, cluster: Cluster) -> float:
@@ -63,6 +67,7 @@ def _table(rows: list[Row]) -> Table:
         (
             row.name,
             f"{row.step * 1e3:.0f}",
+            f"{median(row.ceiling_steps) * 1e3:.0f}",
             f"{row.profiled * 1e3:.0f}",
             f"{row.profiled / row.step:.2f}",
             f"{row.estimated * 1e3:.0f}",
@@ -72,8 +77,9 @@ def _table(rows: list[Row]) -> Table:
     ]
     return Table(
         "Forward and backward of four samples, one thread",
-        ("", "step, ms", "profiled, ms", "/ step", "estimated, ms", "/ step"),
+        ("", "step, ms", "ceiling, ms", "profiled, ms", "/ step", "estimated, ms", "/ step"),
         tuple(cells),
+        "Ceiling: the step in a process of its own, in the same rounds. "
         "Profiled: every operator timed within whole passes. Estimated: from FLOPs, bytes and the device's efficiency "
         "curves, no operator of the model having been run.",
     )

@@ -31,7 +31,7 @@ def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> in
         kept.drop()
     status = 0
     for one in IN_README:
-        if kept.get(one) is not None:
+        if kept.get(one) is not None and _file(results, one, quick).is_file():
             continue
         command = [sys.executable, "-m", "benchmarks", "run", one, "--results", str(results)]
         command += ["--quick"] * quick + ["--fresh"] * fresh
@@ -46,7 +46,7 @@ def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> in
                 return status
             continue
         kept.put(one, value=True)
-    found = {one: _read(results, one, quick) for one in IN_README if kept.get(one)}
+    found = {one: json.loads(_file(results, one, quick).read_text()) for one in IN_README if kept.get(one)}
     if data is not None:
         text = json.dumps(found, indent=1) + "\n"
         if data == STDOUT:
@@ -60,5 +60,5 @@ def run_all(results: Path, *, quick: bool, fresh: bool, data: Path | None) -> in
     return status
 
 
-def _read(results: Path, name: str, quick: bool) -> object:
-    return json.loads((results / f"{name}{'-quick' if quick else ''}.json").read_text())
+def _file(results: Path, name: str, quick: bool) -> Path:
+    return results / f"{name}{'-quick' if quick else ''}.json"

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar import Cluster, PipelinedModule, Plan
-from autopar.runtime.contestants import predicted_memory
+from autopar.runtime.comparing.contestants import predicted_memory
 from benchmarks.gpu_models import Subject
 from benchmarks.memory import allocated, nbytes
 from benchmarks.timing import Step, interleave, ratio

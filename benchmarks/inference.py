@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 import autopar
-from autopar.runtime.contestants import without_loss_function
+from autopar.runtime.comparing.contestants import without_loss_function
 from autopar.runtime.other_systems.independent import CEILING, ceiling
 from autopar.runtime.other_systems.training_step import TrainingStep
 from benchmarks import zoo

@@ -14,34 +14,34 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar import Plan
+from autopar import DeviceError, Plan
+from autopar.runtime.other_systems.independent import CEILING
 from benchmarks.hosts import Hosts, hosts, why_not
 from benchmarks.kept import Kept
-from benchmarks.output import Report, Table
+from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import ratio
 
 log = logging.getLogger(__name__)
 
 _JOB = Path(__file__).parent / "network_job.py"
-FAST, SLOW = 1000.0, 100.0  # Mbit/s
+FAST, SLOW = RATES = (1000.0, 100.0)  # Mbit/s
 
 
 def run_network(quick: bool, kept: Kept) -> Report:
-    """Raises RuntimeError where the machine allows no namespaces, or a rank fails."""
+    """Raises DeviceError where the machine allows no namespaces, and RuntimeError where a rank fails."""
     reason = why_not()
     if reason:
-        raise RuntimeError(f"hosts as network namespaces: {reason}")
+        raise DeviceError(f"hosts as network namespaces: {reason}")
     rounds = 2 if quick else 9
     with tempfile.TemporaryDirectory() as folder, hosts(2, FAST) as network:
-        rates = (FAST, SLOW)
 
         def made(rate: float) -> str:
             return planned(network, rate, Path(folder)).to_json()
 
-        found = [Plan.from_json(kept.case("plan", rate, make=partial(made, rate))) for rate in rates]
+        found = [Plan.from_json(kept.case("plan", rate, make=partial(made, rate))) for rate in RATES]
         measured = [
             kept.case("steps", rate, make=partial(compared, network, rate, found, rounds, Path(folder)))
-            for rate in rates
+            for rate in RATES
         ]
     return _report(found, measured)
 
@@ -55,40 +55,48 @@ def planned(network: Hosts, megabits: float, folder: Path) -> Plan:
     return Plan.from_json(out.read_text())
 
 
-def compared(network: Hosts, megabits: float, plans: list[Plan], rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Seconds of steps by each plan, in turn."""
+def compared(network: Hosts, megabits: float, plans: list[Plan], rounds: int, folder: Path) -> dict[str, Any]:
+    """Seconds and losses of steps by each plan (by number) and of the ceiling, in turn."""
     log.info("comparing at %g Mbit/s", megabits)
     network.limit(megabits)
     out, files = folder / f"compared-{megabits:g}.json", [folder / f"{i}.json" for i in range(len(plans))]
     for file, plan in zip(files, plans, strict=True):
         file.write_text(plan.to_json())
     network.torchrun(_JOB, "compare", str(out), str(rounds), *map(str, files), env={"OMP_NUM_THREADS": "1"})
-    found: list[dict[str, Any]] = json.loads(out.read_text())
+    found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
-def _report(plans: list[Plan], measured: list[list[dict[str, Any]]]) -> Report:
-    rows, data = [], []
-    for rate, steps in zip((FAST, SLOW), measured, strict=True):
-        for made_for, plan, one in zip((FAST, SLOW), plans, steps, strict=True):
-            over = ratio(one["seconds"], steps[(FAST, SLOW).index(rate)]["seconds"])
-            predicted = plan.predicted_step_time if made_for == rate else None
+def _report(plans: list[Plan], measured: list[dict[str, Any]]) -> Report:
+    rows, data, rounds = [], [], []
+    for own, (rate, found) in enumerate(zip(RATES, measured, strict=True)):
+        seconds = found["seconds"]
+        names = {str(index): f"plan made for {made_for:g} Mbit/s" for index, made_for in enumerate(RATES)}
+        rounds.append(
+            Rounds(f"{rate:g} Mbit/s", {names.get(key, key): taken for key, taken in seconds.items()}, CEILING)
+        )
+        for index, (made_for, plan) in enumerate(zip(RATES, plans, strict=True)):
+            predicted = plan.predicted_step_time if index == own else None
             rows.append(
                 (
                     f"{rate:g} Mbit/s",
                     f"{made_for:g} Mbit/s",
                     f"{plan.places}, {plan.schedule}, {plan.n_microbatches} micro-batches",
                     f"{predicted * 1e3:.0f}" if predicted else "",
-                    f"{median(one['seconds']) * 1e3:.0f}",
-                    f"{over:.2f}",
+                    f"{median(seconds[str(index)]) * 1e3:.0f}",
+                    f"{ratio(seconds[str(index)], seconds[str(own)]):.2f}",
                 )
             )
+            one = {"seconds": seconds[str(index)], "loss": found["losses"][str(index)]}
             data.append({"rate": rate, "made_for": made_for, "plan": str(plan.places), "predicted": predicted, **one})
+        rows.append((f"{rate:g} Mbit/s", "", CEILING, "", f"{median(seconds[CEILING]) * 1e3:.0f}", ""))
     table = Table(
         "Steps of the plans made for two bandwidths, at both",
         ("network", "plan made for", "plan", "predicted ms", "measured ms", "/ the plan made for it"),
         tuple(rows),
-        "Two ranks over gloo, a core each, in network namespaces; medians, and of the ratios in each round.",
+        "Two ranks over gloo, a core each, in network namespaces; medians, and of the ratios in each round. The "
+        "ceiling: each rank has half of the batch, and ranks send each other nothing.",
     )
     same = plans[0].without_predictions("compared") == plans[1].without_predictions("compared")
-    return Report("A network ten times slower", (table,), {"steps": data, "plans_differ": not same})
+    values = {"steps": data, "plans_differ": not same}
+    return Report("A network ten times slower", (table,), values, measured=tuple(rounds))

@@ -1,7 +1,8 @@
 """What `benchmarks.network` runs under torchrun: a plan for the network there is, or plans in turn.
 
 torchrun ... network_job.py plan OUT.json                       OUT: the plan that autopar makes
-torchrun ... network_job.py compare OUT.json ROUNDS A.json ..   OUT: seconds of a training step by each plan
+torchrun ... network_job.py compare OUT.json ROUNDS A.json ..   OUT: seconds of a training step by each plan, and of
+                                                                the ceiling
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan
+from autopar.runtime.other_systems.independent import CEILING
 from benchmarks.timing import interleave
 
 WIDTH, WAIST, BATCH = 512, 8, 4096
@@ -47,8 +50,13 @@ def plan() -> Plan:
     return autopar.plan(model(), example_args=(x,), target=x, loss_fn=functional.mse_loss)
 
 
-def compare(plans: Sequence[Plan], rounds: int) -> list[dict[str, object]]:
-    """Seconds of a training step by each plan, in turn, and the loss of the first one."""
+def compare(plans: Sequence[Plan], rounds: int) -> dict[str, Any]:
+    """Seconds of a training step by each plan (by number) and of the ceiling, in turn, and the loss of the
+    first one of each.
+
+    A step ends when its last rank is done. The ceiling: every rank has the plain model and its part of the batch, and
+    ranks send each other nothing.
+    """
     original, x = model(), torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
     losses: dict[str, float] = {}
     steps: dict[str, Callable[[], object]] = {}
@@ -58,10 +66,24 @@ def compare(plans: Sequence[Plan], rounds: int) -> list[dict[str, object]]:
         loss = module.train_step(x, target=x, loss_fn=functional.mse_loss)
         losses.setdefault(name, loss.item())
 
+    def alone(module: nn.Module, part: torch.Tensor) -> None:
+        module.zero_grad()
+        loss = functional.mse_loss(module(part), part)
+        loss.backward()
+        losses.setdefault(CEILING, loss.item())
+
     for index, one in enumerate(plans):
         steps[str(index)] = partial(step, str(index), autopar.parallelize(copy.deepcopy(original), plan=one))
+    steps[CEILING] = partial(alone, copy.deepcopy(original), x.chunk(dist.get_world_size())[dist.get_rank()])
     seconds = interleave(steps, rounds, before=dist.barrier)
-    return [{"seconds": list(seconds[name]), "loss": losses[name]} for name in steps]
+    return {"seconds": _of_the_last_rank(seconds), "losses": losses}
+
+
+def _of_the_last_rank(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """The longest of all ranks, in every round."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(seconds))
+    return {name: [max(taken) for taken in zip(*(rank[name] for rank in gathered), strict=True)] for name in seconds}
 
 
 def main(what: str, out: str, *arguments: str) -> None:

@@ -35,7 +35,7 @@ from autopar.plan.stage import Stage
 from autopar.planner.arrangement import Conditions
 from autopar.planner.inter_op.atoms import make_atoms
 from autopar.planner.predict import predict
-from autopar.runtime import captures
+from autopar.runtime.signatures import captures
 from benchmarks.models import Workload
 from benchmarks.timing import Step, ratio
 from cost_models.measuring.intervals import Interval, paired_ratio_interval

@@ -118,6 +118,7 @@ def _rounds(result: Result) -> tuple[Rounds, ...]:
     return (
         Rounds(result.title, together, CEILING),
         Rounds(f"{result.title}, finals", result.final_rounds, CEILING),
+        # No ceiling: OpenMP's second thread spins on after its step, and would slow independent processes down.
         Rounds(f"{result.title}, {len(DEVICES)} threads", threads),
     )
 

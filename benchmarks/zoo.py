@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.runtime.other_systems.independent import CEILING, ceiling
+from autopar.runtime.other_systems.training_step import TrainingStep
 from benchmarks.kept import Kept, as_row
 from benchmarks.output import Report, Rounds, Table
 from benchmarks.timing import interleave, ratio
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 DEVICES = ("cpu", "cpu")
 BATCH, N_MICROBATCHES = 4, 2
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class Subject:
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()  # statistics of micro-batches would be other numbers
 
+    @property
+    def training_step(self) -> TrainingStep:
+        """The same step, as other systems take it."""
+        dims = (0,) * len(self.inputs)
+        return TrainingStep(self.model, (), self.inputs, None, mean_square, BATCH, dims, (None,))
+
 
 @dataclass(frozen=True)
 class Row:
@@ -53,7 +62,8 @@ class Row:
     planning: float  # s, capture, profile and search, nothing remembered
     predicted: float | None  # s, the plan's step
     steps: tuple[float, ...]  # s, pipelined forward and backward, in turn with
-    plain_steps: tuple[float, ...]  # s, the plain model's on one thread
+    plain_steps: tuple[float, ...]  # s, the plain model's on one thread, and
+    ceiling_steps: tuple[float, ...]  # s, those of independent processes, each with its part of the batch
     speedup: float  # median over rounds of plain / pipelined
     output_error: float  # largest difference / largest value of the plain model
     gradient_error: float  # largest norm of a parameter's difference / largest norm of the plain model's gradients
@@ -64,7 +74,7 @@ def run_zoo(quick: bool, kept: Kept) -> Report:
     for build in BUILDERS:
         found = kept.case(
             build.__name__,
-            make=lambda b=build: dataclasses.asdict(measure(b(quick), rounds=1 if quick else 3)),  # type: ignore[misc]
+            make=lambda b=build: dataclasses.asdict(measure(b(quick), rounds=1 if quick else ROUNDS)),  # type: ignore[misc]
         )
         rows.append(as_row(Row, found))
         gc.collect()  # modules and graphs refer to each other, and the next model needs the memory
@@ -78,7 +88,10 @@ def run_zoo(quick: bool, kept: Kept) -> Report:
 
 
 def _rounds(rows: list[Row]) -> tuple[Rounds, ...]:
-    return tuple(Rounds(row.name, {"pipelined": row.steps, "plain model": row.plain_steps}) for row in rows)
+    return tuple(
+        Rounds(row.name, {"pipelined": row.steps, "plain model": row.plain_steps, CEILING: row.ceiling_steps}, CEILING)
+        for row in rows
+    )
 
 
 def measure(subject: Subject, rounds: int) -> Row:
@@ -109,11 +122,18 @@ def measure(subject: Subject, rounds: int) -> Row:
         ours, theirs = (step(model, subject.inputs) for model in models.values())
         output_error = float((ours - theirs).abs().max() / theirs.abs().max())
         gradient_error = largest_gradient_error(pm, oracle)
-        steps = {
-            "pipelined": lambda: step(pm, subject.inputs),
-            "plain": lambda: step(oracle, subject.inputs),
-        }
-        seconds = interleave(steps, rounds, clear)
+        with ceiling(dataclasses.replace(subject.training_step, model=oracle), len(DEVICES)) as independent:
+            steps: dict[str, Callable[[], object]] = {
+                "pipelined": lambda: step(pm, subject.inputs),
+                "plain": lambda: step(oracle, subject.inputs),
+                CEILING: independent.step,
+            }
+
+            def clear_all() -> None:
+                clear()
+                independent.clear()
+
+            seconds = interleave(steps, rounds, clear_all)
         pm.close()
     return Row(
         name=subject.name,
@@ -124,6 +144,7 @@ def measure(subject: Subject, rounds: int) -> Row:
         predicted=pm.plan.predicted_step_time,
         steps=seconds["pipelined"],
         plain_steps=seconds["plain"],
+        ceiling_steps=seconds[CEILING],
         speedup=ratio(seconds["plain"], seconds["pipelined"]),
         output_error=output_error,
         gradient_error=gradient_error,
@@ -148,9 +169,14 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 def step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Forward and backward; returns the largest floating-point output."""
-    output = _largest(model(**inputs).values())
-    output.square().mean().backward()
-    return output.detach()
+    output = model(**inputs)
+    mean_square(output, None).backward()
+    return _largest(output.values()).detach()
+
+
+def mean_square(output: Any, target: None) -> torch.Tensor:
+    """Of the largest floating-point output: a loss without a target."""
+    return _largest(output.values()).square().mean()
 
 
 def _largest(outputs: Iterable[Any]) -> torch.Tensor:
@@ -281,13 +307,15 @@ def _table(rows: list[Row]) -> Table:
             "step s",
             "predicted s",
             "plain s",
+            "ceiling s",
             "speed-up",
             "output error",
             "gradient error",
         ),
         tuple(_cells(row) for row in rows),
         "Dropout 0, batch norm frozen, random weights. Pure pipelines with no cached measurements; steps were measured "
-        "in turn with the plain model on one thread, medians. Errors are relative to the plain model: the largest "
+        "in turn with the plain model on one thread and with the ceiling, two independent processes with half of the "
+        "batch each; medians. Errors are relative to the plain model: the largest "
         "difference to its largest output, and the largest norm of a gradient's difference to its largest gradient's.",
     )
 
@@ -303,6 +331,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{median(row.steps):.3f}",
         "" if row.predicted is None else f"{row.predicted:.3f}",
         f"{median(row.plain_steps):.3f}",
+        f"{median(row.ceiling_steps):.3f}",
         f"{row.speedup:.2f}",
         f"{row.output_error:.1e}",
         f"{row.gradient_error:.1e}",

@@ -362,10 +362,10 @@ def test_a_failure_of_autopar_is_one_line_with_status_1(monkeypatch: pytest.Monk
     def fails(*_: object, **__: object) -> None:
         raise KeyError("forgotten")
 
-    fails.__code__ = fails.__code__.replace(co_filename=autopar.api.__file__)
+    fails.__code__ = fails.__code__.replace(co_filename=autopar.api.planning.__file__)
     monkeypatch.setattr(autopar, "plan", fails)
     _, err = run("plan", "factories:with_args", "--devices", "cpu", status=1)
-    assert err.startswith("error: inside autopar: KeyError: 'forgotten' (api.py:")
+    assert err.startswith("error: inside autopar: KeyError: 'forgotten' (planning.py:")
     assert err.count("\n") == 1
 
 

@@ -21,6 +21,7 @@ from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import torch_private
+from autopar.capture.repeated_layers.trace_once import forget_traced_layers
 from autopar.capture.uncaptured_trace import RefusedError
 from autopar.errors import CaptureError, InputError, issue_again, warn
 
@@ -209,6 +210,7 @@ def _export(
     ]
     shapes_args, shapes_kwargs = torch_private.tree_unflatten(dynamic, in_spec)
     for attempt in range(4):
+        forget_traced_layers()
         try:
             with _quiet(caught), _plain_signature(model, args, kwargs) as names:
                 shapes = dict(zip(names, [*shapes_args, *shapes_kwargs.values()], strict=True))
@@ -225,6 +227,7 @@ def _export(
 
 def _symbolic_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Trace with torch.fx.symbolic_trace; all arguments of this call except tensors become constants."""
+    forget_traced_layers()
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     names = {p.name: p for p in inspect.signature(model.forward).parameters.values()}
     constants = {

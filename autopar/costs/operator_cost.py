@@ -85,7 +85,7 @@ class OperatorCost:
     rebuilt: frozenset[Hashable] = frozenset()  # storages of `saved` that the core makes, and so can make again
     saved_places: Mapping[Hashable, Place] = field(default_factory=dict)  # storage -> which of its tensors is kept
     block: int | None = None  # number of the layer that it belongs to, if that may run again by itself
-    kept: bool = False  # of its layer, what this operator makes is kept where the others run again one by one
+    kept: bool = False  # its result is kept where the other operators of its layer are recomputed one by one
     results: Mapping[Hashable, float] = field(default_factory=dict)  # storage of what it returns -> bytes
     copies: int = 1  # devices of a mesh, in one node, that hold the same of its result
     # Bytes of gathered tensors whose shards alone are in `saved`: the backward gathers these tensors again.

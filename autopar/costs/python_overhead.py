@@ -1,7 +1,7 @@
 """Seconds that Python itself takes for an action and for an operator, whatever the operators compute.
 
-An action is one forward or backward of one stage for one micro-batch. `runtime/action_overhead.py` measures what one
-takes on the machine at hand; where nothing can be measured, plans are priced with the constants here. Two readers need
+An action is one forward or backward of one stage for one micro-batch. `runtime/planning/action_overhead.py` measures
+its overhead on the machine at hand. Where nothing can be measured, the constants here are the price. Two readers need
 these seconds, with two clocks:
 
     the planner    adds wall time to every predicted action: a message arrives, the worker wakes, runs, and sends

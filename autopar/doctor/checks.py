@@ -130,6 +130,16 @@ def _workers(machine: Machine, devices: int | None) -> Iterator[Finding]:
 
 
 def _threads(machine: Machine) -> Iterator[Finding]:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        text = machine.environment.get(name, "")
+        counts = text.split(",")  # OpenMP takes one number per nested level
+        if text and not all(_positive(count.strip()) for count in counts):
+            yield Finding(
+                "advice",
+                "devices",
+                f"{name}={text} is no number of threads: it is ignored, and torch uses all cores",
+                f"give a whole number of at least 1, or unset {name}",
+            )
     under_torchrun = "TORCHELASTIC_RUN_ID" in machine.environment
     if machine.environment.get("OMP_NUM_THREADS") == "1" and machine.cores > 1 and not under_torchrun:
         yield Finding(
@@ -188,6 +198,32 @@ def _launcher(machine: Machine) -> Iterator[Finding]:
             "processes",
             f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} do not go together",
             "start with torchrun, or give each process a RANK from 0 to WORLD_SIZE - 1",
+        )
+    elif not _is_port(environment["MASTER_PORT"]):
+        yield Finding(
+            "problem",
+            "processes",
+            f"MASTER_PORT={environment['MASTER_PORT']} is no port: the ranks cannot find each other",
+            "give the port on which rank 0 listens, from 1 to 65535, the same on all machines",
+        )
+    local_rank, local_world = (environment.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    whole_rank, whole_world = _whole(local_rank), _whole(local_world)
+    wrong = [
+        f"{name}={text}"
+        for name, text, number in (
+            ("LOCAL_RANK", local_rank, whole_rank),
+            ("LOCAL_WORLD_SIZE", local_world, whole_world or None),
+        )
+        if text is not None and number is None
+    ]
+    if whole_rank is not None and whole_world is not None and not wrong and whole_rank >= whole_world:
+        wrong = [f"LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_world}"]
+    if wrong:
+        yield Finding(
+            "problem",
+            "processes",
+            f"{' and '.join(wrong)} cannot be: each rank's device on its machine is chosen by LOCAL_RANK",
+            "start with torchrun, or give the processes of a machine a LOCAL_RANK from 0 to LOCAL_WORLD_SIZE - 1",
         )
 
 
@@ -314,6 +350,14 @@ def _bare(requirement: object) -> str:
 
 def _whole(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
+
+
+def _positive(text: str) -> bool:
+    return bool(_whole(text))
+
+
+def _is_port(text: str) -> bool:
+    return 1 <= (_whole(text) or 0) <= 65535
 
 
 def _is_age(text: str) -> bool:

@@ -194,15 +194,25 @@ def _cache() -> CacheFolder | None:
     except Exception:  # as torch, which it imports
         return None
     folder: Path = cache.cache_directory()
-    there = folder if folder.exists() else next(parent for parent in folder.absolute().parents if parent.exists())
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    return CacheFolder(
-        str(folder),
-        writable=there.is_dir() and os.access(there, os.W_OK | os.X_OK),
-        free_bytes=shutil.disk_usage(there).free,
-        n_bytes=sum(path.stat().st_size for path in files),
-        n_measurements=_count(cache.default_cache_path()),
-    )
+    try:
+        there = folder if folder.exists() else next(parent for parent in folder.absolute().parents if parent.exists())
+        return CacheFolder(
+            str(folder),
+            writable=there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+            free_bytes=shutil.disk_usage(there).free,
+            n_bytes=sum(map(_size, folder.rglob("*"))) if folder.is_dir() else 0,
+            n_measurements=_count(cache.default_cache_path()),
+        )
+    except OSError:  # a folder above it that may not be entered, a name that is too long, a disk that is gone
+        return CacheFolder(str(folder), writable=False, free_bytes=0, n_bytes=0, n_measurements=None)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 for what is no file, or has been deleted since it was listed."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return 0
 
 
 def _count(file: Path) -> int | None:

@@ -47,6 +47,10 @@ class Statistics:
     def add(self, key: str, microbatch: int, moments: Moments) -> None:
         self._moments[key, microbatch] = moments
 
+    def of(self, key: str, microbatch: int) -> Moments | None:
+        """What a norm put aside of a micro-batch; None if it did not run here."""
+        return self._moments.get((key, microbatch))
+
     @torch.no_grad()
     def update(self, norms: Sequence[DeferredNorm], tensor: Callable[[str], torch.Tensor]) -> None:
         """Move the running statistics, `tensor(name)`, as one forward of the whole batch would."""

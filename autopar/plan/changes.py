@@ -152,7 +152,7 @@ def _moved_in_split(plan: Plan, path: str, stage: int) -> Plan:
     above = nearest(path, split)
     inside = [name for name in split if path in ancestors(name)]
     if above is None and not inside:
-        raise PlanError(f"the plan says nothing of '{path}'{near(path, split)}")
+        raise PlanError(f"the plan has no module or operator '{path}'{near(path, split)}")
     moved_split = {name: s for name, s in split.items() if name not in inside} | {path: stage}
     return plan if moved_split == split else replace(plan, split=tuple(moved_split.items()))
 

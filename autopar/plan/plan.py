@@ -5,7 +5,7 @@ A plan prints, saves and loads. It knows neither the search that chose it nor th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from autopar.plan.assignment import Storages, by_modules, by_operators, check_li
 from autopar.plan.assumptions import Assumptions
 from autopar.plan.changes import PlanChanges
 from autopar.plan.display import (
-    by_hand,
     compared,
     explained,
     inside_explained,
@@ -32,10 +31,9 @@ from autopar.plan.display import (
 from autopar.plan.exits.plan_exits import PlanExits
 from autopar.plan.files import write_whole
 from autopar.plan.fingerprint import differences
-from autopar.plan.placeholders import ordinal
+from autopar.plan.made_by_hand import PlanByHand
 from autopar.plan.placement import placed_on
 from autopar.plan.plan_report import PlanReport
-from autopar.plan.recompute import RECOMPUTE
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.plan.step_work import StepWork
 from autopar.plan.validation import INTERLEAVED, places, rounds, violations
@@ -49,7 +47,7 @@ DROPPED = ", so its predictions were dropped"  # ends a note of a plan without p
 
 
 @dataclass(frozen=True)
-class Plan(PlanExits, PlanReport, PlanChanges):
+class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
     """How to run a model. A plan made by hand has `split` (module path -> stage) instead of operators in its stages."""
 
     stages: tuple[Stage, ...]
@@ -113,144 +111,6 @@ class Plan(PlanExits, PlanReport, PlanChanges):
         A plan that was chosen in this process is explained by further searches, a loaded plan by its own numbers.
         """
         return explained(self) if path is None else inside_explained(self, path)
-
-    @classmethod
-    def from_split(
-        cls,
-        split: Mapping[str, int],
-        *,
-        n_microbatches: int,
-        schedule: str = "1f1b",
-        devices: Sequence[Sequence[str] | str] | None = None,
-        recompute: Collection[int] | Mapping[int, str] = (),
-        selective: Collection[int] = (),
-    ) -> Plan:
-        """A plan made by hand: `split` puts modules (by path, as in `named_modules()`) on stages.
-
-        The most specific path counts. A module that is not named runs on the latest stage that its inputs come from.
-
-        Args:
-            devices: for each stage its device, or the devices of its replicas. Default: stage s on the s-th device
-                offered (CPU workers are called `"cpu:0"`, `"cpu:1"` ...); under interleaved-1f1b the stages go round
-                the devices offered.
-            recompute: the stages that keep only their inputs and run their whole forwards again; or by stage what it
-                does, as `by_hand` calls it: {0: "full", 1: "stage", 2: "selective"}.
-            selective: the stages that recompute the cores of their attentions alone.
-        """
-        if not split:
-            raise PlanError("split is empty; give at least one module path and its stage")
-        wrong = {path: stage for path, stage in split.items() if not isinstance(stage, int) or stage < 0}
-        if wrong:
-            raise PlanError(f"stages are numbered from 0, got {wrong}")
-        n_stages = max(split.values()) + 1
-        if devices is None:
-            devices = [ordinal(s) for s in range(n_stages)]
-        if len(devices) != n_stages:
-            raise PlanError(f"the split has {n_stages} stages, but devices names {len(devices)}")
-        for name, stages_named in (("recompute", recompute), ("selective", selective)):
-            unknown = ", ".join(repr(stage) for stage in stages_named if stage not in range(n_stages))
-            if unknown:
-                raise PlanError(f"{name} names {unknown}, but there are stages 0..{n_stages - 1}")
-        modes = dict.fromkeys(recompute, "stage") if not isinstance(recompute, Mapping) else dict(recompute)
-        wrong_modes = {s: name for s, name in modes.items() if name not in RECOMPUTE}
-        if wrong_modes:
-            raise PlanError(f"recompute of a stage must be one of {', '.join(RECOMPUTE)}, got {wrong_modes}")
-        names = [(d,) if isinstance(d, str) else tuple(d) for d in devices]
-        stages = tuple(
-            Stage(
-                d,
-                recompute=modes.get(s) == "stage",
-                selective=s in selective or modes.get(s) == "selective",
-                layerwise=modes.get(s) in ("full", "selective-op"),
-                keeps_products=modes.get(s) == "selective-op",
-            )
-            for s, d in enumerate(names)
-        )
-        return cls(stages, n_microbatches, schedule, split=tuple(split.items()))
-
-    @classmethod
-    def by_hand(
-        cls,
-        model: nn.Module,
-        devices: Any,
-        *,
-        example_args: tuple[Any, ...] | None = None,
-        example_kwargs: dict[str, Any] | None = None,
-        target: Any = None,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
-        tensor: int = 1,
-        pipeline: int = 1,
-        data: int | None = None,
-        micro_batch: int | None = None,
-        schedule: str | None = None,
-        chunks: int = 1,
-        zero: int = 0,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-        optimizer: str = "adamw",
-        launch: str | None = None,
-        precision: str | None = None,
-        optimizer_step: str | None = None,
-        overlap: str | None = None,
-    ) -> Plan:
-        """The plan with these degrees, as they are written for Megatron-LM, torchtitan or DeepSpeed, and its price.
-
-        The layers of the model make stages of as many layers each. A stage has a mesh of `data` x `tensor` devices,
-        and every micro-batch of the plan is `micro_batch` samples of each replica. Strategies of operators follow the
-        degrees; where several do, they are the fastest.
-
-        Args:
-            devices: a cluster, or the devices at hand (None under torchrun: the ranks); all of them are used. On
-                workers of a CPU, the strategies are those for as many H100, and nothing is predicted: workers of one
-                process run their shards one after another.
-            example_args, example_kwargs, target, loss_fn: a call with the samples of a whole step, as for
-                `autopar.plan`.
-            tensor: devices that cut every matrix by columns or rows.
-            pipeline: devices that a micro-batch passes one after another.
-            data: replicas. Default: what the devices leave.
-            micro_batch: samples of each replica in a micro-batch. Default: 1 in a pipeline, otherwise all.
-            schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zb-h1". Default: 1f1b, interleaved with several chunks.
-            chunks: stages of each device.
-            zero: what is cut over replicas: 0 nothing, 1 the optimizer's state, 2 gradients as well, which are reduced
-                for every micro-batch, 3 parameters as well. The gradient of tied parameters is cut only with 3. Prices
-                are those of devices that each step their part. One process at hand has one optimizer and adds up the
-                gradients of its devices after the last backward, whatever `zero` says of states and gradients.
-            recompute: "none"; "full": every layer keeps only its inputs, and runs again right before its backward
-                (Megatron-LM: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1;
-                torchtitan: full activation checkpointing); what lies outside of layers is kept. Of a model that
-                repeats no layers, it is "stage". "stage": stages keep only their inputs and run their forwards again.
-                "selective": stages keep all but what attention makes between its products, scores, softmax and
-                dropout, and run that with both products again. It is found by dataflow. Of an attention in one
-                operator, such as scaled_dot_product_attention, nothing is kept but its operands and its result.
-                "selective-op": as "full", but layers also keep what every second product with a parameter and every
-                attention in one operator make, and do not make that again (torchtitan: selective activation
-                checkpointing by operator). The search does not try it.
-            sequence_parallel: normalizations, dropouts and sums work on parts of the tensors as well. What matrices
-                then read gathered is kept as parts, and gathered again in the backward, as in Megatron-LM.
-            optimizer: whose state must fit the memory, and whose step ends the predicted one.
-            launch, precision, optimizer_step, overlap: as for `autopar.plan` on a cluster.
-
-        Raises:
-            PlanError: degrees that contradict each other, the devices or the model; all are listed.
-        """
-        degrees: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "data": data, "micro_batch": micro_batch}
-        degrees |= {"schedule": schedule, "chunks": chunks, "zero": zero, "recompute": recompute}
-        degrees |= {"sequence_parallel": sequence_parallel}
-        plan: Plan = by_hand(
-            model,
-            devices,
-            degrees,
-            example_args=example_args,
-            example_kwargs=example_kwargs,
-            target=target,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            launch=launch,
-            precision=precision,
-            optimizer_step=optimizer_step,
-            overlap=overlap,
-        )
-        return plan
 
     def on(self, offered: Sequence[str], kinds: Sequence[str] | None = None) -> Plan:
         """The plan for the devices `offered`, which replace its placeholders (see `plan/placeholders.py`).

@@ -68,7 +68,7 @@ class Peaks(NamedTuple):
         return (f"{BY_FORMULA} {self.by_formula}",) if self.by_formula else ()
 
 
-BY_FORMULA = "memory is that of the search's formula, as the step cannot be rehearsed:"
+BY_FORMULA = "memory is estimated by the search's formula, because the step cannot be rehearsed:"
 
 
 def rehearsed(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, conditions: Conditions) -> Peaks:

@@ -220,12 +220,11 @@ def _measured(profile: StepProfile, rank: int | None) -> dict[str, Any]:
 
 def _measured_flows(profile: StepProfile, devices: Sequence[str]) -> Iterator[dict[str, Any]]:
     """An arrow for each value and gradient, from when it was sent to when its receiver went on."""
-    ran_on = {(one.stage, one.microbatch): devices.index(one.device) for one in profile.actions}
     for number, send in enumerate(profile.sends, 1):
         name = "gradient" if send.gradient else "value"
-        ends = (send.stage, send.sent), (send.to, send.received)
-        for phase, (stage, time) in zip("sf", ends, strict=True):
-            place = {"pid": ran_on[stage, send.microbatch], "tid": COMPUTING, "ts": time * _US}
+        ends = (send.device, send.sent), (send.to_device, send.received)
+        for phase, (device, time) in zip("sf", ends, strict=True):
+            place = {"pid": devices.index(device), "tid": COMPUTING, "ts": time * _US}
             bound = {"bp": "e"} if phase == "f" else {}
             yield {"ph": phase, "id": number, "cat": "send", "name": name, **place, **bound}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.plan.display import shown
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
-from autopar.runtime.comparison import Comparison, Row, SystemRow
+from autopar.runtime.comparing.comparison import Comparison, Row, SystemRow
 from cost_models.measuring.intervals import Interval
 
 _FIRST_TO_GO = ("schedule", "peak MB\nmeas-\nured", "peak MB\npredic-\nted", "error")

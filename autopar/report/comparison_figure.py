@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.plan.display import drawn
 from autopar.planner.cluster_comparison import ClusterComparison
 from autopar.report.comparison import verdict_text
-from autopar.runtime.comparison import Comparison
+from autopar.runtime.comparing.comparison import Comparison
 from cost_models.measuring.intervals import Interval
 
 _MEASURED, _PREDICTED, _CEILING = "#1f77b4", "#d95f02", "0.35"

@@ -35,7 +35,7 @@ from autopar.report.quantities import (
     seconds_text,
     share_of_text,
 )
-from autopar.runtime.comparison import Comparison, Row, SystemRow
+from autopar.runtime.comparing.comparison import Comparison, Row, SystemRow
 from cost_models.measuring.intervals import Interval
 
 _PARTS = ("computing", "communication", "waiting")

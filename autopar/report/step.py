@@ -24,6 +24,13 @@ def _step_profile(profile: StepProfile) -> str:
                 "One thread ran the actions of all devices in turn: the operators are too small for more threads."
             )
         )
+    if profile.clock_error:
+        parts.append(
+            paragraph(
+                "Devices are on several machines, whose clocks were compared: times on two of them may be wrong by "
+                f"{milliseconds(profile.clock_error)} ms against each other."
+            )
+        )
     return "\n\n".join(parts)
 
 

@@ -53,7 +53,7 @@ def table(
     lines = [line.rstrip() for line in out.getvalue().rstrip().splitlines()]
     missing = [_title(column) for index, column in enumerate(columns) if index not in kept]
     if missing:
-        lines.append(paragraph(f"(left out for want of width: {', '.join(missing)})"))
+        lines.append(paragraph(f"(columns left out to fit the width: {', '.join(missing)})"))
     return "\n".join(lines)
 
 

@@ -13,12 +13,12 @@ from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import PlanError
 from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
-from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.module import PipelinedModule
-from autopar.runtime.planning import plan_at_hand, priced_at_hand
+from autopar.runtime.planning.at_hand import plan_at_hand, priced_at_hand
 from autopar.runtime.ranks.module import RankedModule
 from autopar.runtime.ranks.planning import DecideTogether
 from autopar.runtime.ranks.world import World
+from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import Device
 
 Shown = Callable[[], AbstractContextManager[Progress]]  # shows the progress of what is done inside

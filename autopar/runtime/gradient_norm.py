@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import InputError
-from autopar.runtime.ranks.apart_gradients import incomplete
+from autopar.runtime.ranks.faults.watcher import watched
+from autopar.runtime.ranks.gradients.apart_gradients import incomplete
 from autopar.runtime.ranks.module import RankedModule
 from autopar.runtime.ranks.one_message import on_all_ranks
-from autopar.runtime.ranks.parameters import RankParameters, known_by
-from autopar.runtime.ranks.watcher import watched
+from autopar.runtime.ranks.parameters.own import RankParameters, known_by
 from autopar.runtime.ranks.world import World
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_

@@ -15,6 +15,12 @@ _SETTINGS = (
     (-4, 0),  # M_MMAP_MAX: no block is mapped by itself, and so none is unmapped when it is freed
     (-1, -1),  # M_TRIM_THRESHOLD
 )
+_kept = False  # glibc does not say what is set
+
+
+def freed_memory_is_kept() -> bool:
+    """Whether `keep_freed_memory` took effect in this process."""
+    return _kept
 
 
 def keep_freed_memory() -> bool:
@@ -24,9 +30,11 @@ def keep_freed_memory() -> bool:
     The process then holds as much memory as it needed at its peak until it ends. Returns whether this took effect:
     other C libraries than glibc have no such setting.
     """
+    global _kept
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # TypeError: Windows has no library without a name
         return False
     accepted = [bool(mallopt(*setting)) for setting in _SETTINGS]
-    return all(accepted)
+    _kept = all(accepted)
+    return _kept

@@ -19,16 +19,16 @@ from autopar.errors import InputError, warn
 from autopar.plan.display import printable, reported
 from autopar.plan.plan import Plan
 from autopar.plan.plan_report import ReportKeywords
-from autopar.runtime.bound_signature import RunSettings
 from autopar.runtime.call_checks import Pipelined, check_process, check_tensors
-from autopar.runtime.call_runner import CallRunner
-from autopar.runtime.captures import CallArguments
-from autopar.runtime.loss_splits import TargetDim
 from autopar.runtime.memory_watch import DeviceContext
 from autopar.runtime.model_surface import ModelForward, device_map, left_to_python, visible_class
 from autopar.runtime.own_devices import takes_cache
-from autopar.runtime.signatures import Decide, Signatures
-from autopar.runtime.stage_code import check_compile
+from autopar.runtime.signatures.bound_signature import RunSettings
+from autopar.runtime.signatures.captures import CallArguments
+from autopar.runtime.signatures.known import Decide, Signatures
+from autopar.runtime.signatures.loss_splits import TargetDim
+from autopar.runtime.stages.stage_code import check_compile
+from autopar.runtime.step.call_runner import CallRunner
 from autopar.runtime.step_profile import StepProfile
 from autopar.runtime.step_recorder import StepRecorder, timed
 from cost_models.hardware.devices import Device
@@ -359,9 +359,11 @@ class PipelinedModule(Pipelined, nn.Module):
         recorder = StepRecorder(self._devices)
         with self.recording(recorder):
             result, seconds = timed(lambda: self._calls.train_step(call), self._devices)
-        self.last_profile = recorder.profile(self.plan, seconds, bound.batch_size)
-        profile = self.last_profile
+        self.last_profile = profile = self._profile_of(recorder, self.plan, seconds, bound.batch_size)
         if self._record and profile.predicted is not None:
             costs = costs_of(self.plan)
             remember([Record.of(self.plan, self.unwrap(), self._devices, [seconds], source="train_step", costs=costs)])
         return result
+
+    def _profile_of(self, recorder: StepRecorder, plan: Plan, seconds: float, batch_size: int) -> StepProfile:
+        return recorder.profile(plan, seconds, batch_size)

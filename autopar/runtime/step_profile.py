@@ -51,6 +51,8 @@ class MeasuredSend:
     gradient: bool
     sent: float  # s from the start of the first action
     received: float  # s, as the receiver went on with it
+    device: str  # name of the one that sent it
+    to_device: str  # name of the one that received it
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class StepProfile:
     one_worker: bool  # one thread did the actions of several devices, one after another
     actions: tuple[MeasuredAction, ...] = ()  # by start
     sends: tuple[MeasuredSend, ...] = ()  # by when they were sent
+    clock_error: float = 0.0  # s by which times on two machines may be apart wrongly; 0 on one machine
 
     @property
     def error(self) -> float | None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,11 +28,11 @@ import torch
 
 from autopar.analysis.example import LossFunction
 from autopar.plan.plan import Plan
-from autopar.plan.stage import Stage
-from autopar.runtime.mailbox import Address, Mailbox
-from autopar.runtime.stage_replica import StageReplica
-from autopar.runtime.step_profile import MeasuredAction, MeasuredSend, StageStep, StepProfile
-from autopar.runtime.transfers import PushedTensor, Transfers
+from autopar.runtime.stages.stage_replica import StageReplica
+from autopar.runtime.step.mailbox import Address, Mailbox
+from autopar.runtime.step.transfers import PushedTensor, Transfers
+from autopar.runtime.step_profile import StepProfile
+from autopar.runtime.step_record import RecordedAction, StepRecord, step_profile
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device, synchronize
 from cost_models.measuring.device_clock import DeviceClock, device_clock
@@ -97,8 +96,8 @@ class StepRecorder:
         self._times: dict[torch.device, _DeviceTime] = {}
         self._lock = threading.Lock()
         self._marks: dict[Action, _Marks] = {}
-        self._sent: dict[Address, tuple[_DeviceTime, Any]] = {}
-        self._received: dict[Address, tuple[_DeviceTime, Any]] = {}
+        self._sent: dict[Address, tuple[_Marks, Any]] = {}
+        self._received: dict[Address, tuple[_Marks, Any]] = {}
         self._current = _Current()
         for device in devices:
             self._time_of(device.torch_device)
@@ -135,13 +134,13 @@ class StepRecorder:
         """The thread's current action sends a message."""
         marks = self._current.marks
         assert marks is not None, "actions send"
-        self._sent[address] = marks.time, marks.time.clock.mark()
+        self._sent[address] = marks, marks.time.clock.mark()
 
     def receives(self, address: Address) -> None:
         """The thread's current action has a message that it waited for."""
         marks = self._current.marks
         assert marks is not None, "actions receive"
-        self._received[address] = marks.time, marks.waits[-1][1]
+        self._received[address] = marks, marks.waits[-1][1]
 
     @property
     def times(self) -> dict[Action, ActionTimes]:
@@ -204,94 +203,58 @@ class StepRecorder:
 
         return timed
 
-    def mailbox(self, n_slots: int) -> Mailbox:
-        """A mailbox that records how long actions wait for messages."""
-        return _TimedMailbox(n_slots, self)
+    def mailbox(self, timed: Mailbox) -> Mailbox:
+        """The same mailbox, which records how long actions wait for messages."""
+        return _TimedMailbox(timed, self)
 
     def seconds(self) -> dict[Action, float]:
         """Seconds of every action, without waiting."""
         return {action: times.seconds for action, times in self.times.items()}
 
+    def record(self) -> StepRecord:
+        """All of it, on the host's clock. Waits for the devices."""
+        times, spans = self.times, self.spans
+        return StepRecord(
+            actions={
+                action: RecordedAction(
+                    device=of.device.name,
+                    spans=spans[action],
+                    seconds=of.seconds,
+                    waiting=of.waiting,
+                    loss=of.loss,
+                    allocated=self.allocated.get(action),
+                )
+                for action, of in times.items()
+            },
+            sent={address: (marks.device.name, marks.time.at(at)) for address, (marks, at) in self._sent.items()},
+            received={a: (marks.device.name, marks.time.at(at)) for a, (marks, at) in self._received.items()},
+            n_threads=len(self.threads),
+        )
+
     def profile(self, plan: Plan, seconds: float, batch_size: int) -> StepProfile:
         """The call as a training step that took `seconds`, and what `plan` predicts if that is for this batch."""
-        recorded = self.times
-        batch_size = max(batch_size, 1)  # inputs without a batch count as one sample, as in the plan
-        n_microbatches = 1 + max(action.microbatch for action in recorded)
-        is_predicted = (
-            plan.predicted_step_time is not None
-            and plan.training
-            and (plan.batch_size, plan.n_microbatches) == (batch_size, n_microbatches)
-        )
-        actions: dict[tuple[int, str], list[tuple[Action, ActionTimes]]] = defaultdict(list)
-        for action, times in recorded.items():
-            actions[action.stage, times.device.name].append((action, times))
-        places = [(index, name) for index, stage in enumerate(plan.stages) for name in stage.devices]
-        devices = {times.device.name: times.device for times in recorded.values()}
-        return StepProfile(
-            seconds=seconds,
-            predicted=plan.predicted_step_time if is_predicted else None,
-            batch_size=batch_size,
-            n_microbatches=n_microbatches,
-            schedule=plan.schedule,
-            stages=tuple(
-                _stage_step(index, name, actions[index, name], plan.stages[index] if is_predicted else None)
-                for index, name in places
-                if (index, name) in actions
-            ),
-            one_worker=len(self.threads) == 1 and len(devices) > 1,
-            actions=self._measured_actions(),
-            sends=self._measured_sends(),
-        )
-
-    def _measured_actions(self) -> tuple[MeasuredAction, ...]:
-        """All actions by their start, in seconds from the first one's."""
-        first = self._first()
-        found = [
-            MeasuredAction(
-                phase=action.phase.value,
-                stage=action.stage,
-                microbatch=action.microbatch,
-                device=self._marks[action].device.name,
-                spans=tuple((start - first, end - first) for start, end in spans),
-                allocated=self.allocated.get(action),
-            )
-            for action, spans in self.spans.items()
-        ]
-        return tuple(sorted(found, key=lambda one: one.spans))
-
-    def _measured_sends(self) -> tuple[MeasuredSend, ...]:
-        """All messages that arrived, by when they were sent."""
-        first = self._first()
-        found = []
-        for address, (of_sender, sent) in self._sent.items():
-            if address in self._received:
-                of_receiver, received = self._received[address]
-                times = of_sender.at(sent) - first, of_receiver.at(received) - first
-                backward = address.direction is not Phase.FORWARD
-                found.append(MeasuredSend(address.sender, address.receiver, address.microbatch, backward, *times))
-        return tuple(sorted(found, key=lambda one: one.sent))
-
-    def _first(self) -> float:
-        """s of the clock, when the first action started."""
-        return min((spans[0][0] for spans in self.spans.values()), default=0.0)
+        return step_profile([self.record()], plan, seconds, batch_size)
 
 
 class _TimedMailbox(Mailbox):
     """Counts the time until a message is here as waiting."""
 
-    def __init__(self, n_slots: int, recorder: StepRecorder) -> None:
-        super().__init__(n_slots)
-        self._recorder = recorder
+    def __init__(self, timed: Mailbox, recorder: StepRecorder) -> None:
+        super().__init__(0)
+        self._timed, self._recorder = timed, recorder
 
     def send(self, slot: int, address: Address, message: Any) -> None:
         self._recorder.sends(address)
-        super().send(slot, address, message)
+        self._timed.send(slot, address, message)
 
     def receive(self, slot: int, address: Address) -> Any:
         with self._recorder.waiting():
-            message = super().receive(slot, address)
+            message = self._timed.receive(slot, address)
         self._recorder.receives(address)
         return message
+
+    def abort(self) -> None:
+        self._timed.abort()
 
 
 class _TimedTransfers(Transfers):
@@ -315,27 +278,3 @@ def timed(step: Callable[[], T], devices: Sequence[Device]) -> tuple[T, float]:
     result = step()
     synchronize(*devices)
     return result, time.perf_counter() - start
-
-
-def _stage_step(
-    index: int, device: str, actions: Sequence[tuple[Action, ActionTimes]], predicted: Stage | None
-) -> StageStep:
-    """One stage on one device, from its actions. `predicted`: the stage in the plan, if the plan predicts this step."""
-    forwards = [times for action, times in actions if action.phase is Phase.FORWARD]
-    backwards = [times for action, times in actions if action.phase is not Phase.FORWARD]
-    forward = backward = None
-    if predicted is not None and predicted.forward_time is not None and predicted.backward_time is not None:
-        forward = predicted.forward_time * len(forwards)
-        again = predicted.forward_time if predicted.recompute else predicted.recompute_time or 0.0
-        backward = (predicted.backward_time + again) * len(forwards)
-    return StageStep(
-        stage=index,
-        device=device,
-        microbatches=len(forwards),
-        forward=sum(times.seconds for times in forwards),
-        loss=sum(times.loss for times in forwards),
-        backward=sum(times.seconds for times in backwards),
-        waiting=sum(times.waiting for _, times in actions),
-        predicted_forward=forward,
-        predicted_backward=backward,
-    )

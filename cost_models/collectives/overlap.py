@@ -48,7 +48,7 @@ class Overlap:
 
 
 OVERLAP_AT_HAND = Overlap()
-"""What autopar's own runtime does: copies between stages have streams of their own (`runtime/transfers.py`).
+"""What autopar's own runtime does: copies between stages have streams of their own (`runtime/step/transfers.py`).
 Collectives inside of meshes are operators of a stage, and gradients of replicas are summed after the last backward."""
 
 OVERLAPS = ("gradients", "parameters", "gathers", "sends")

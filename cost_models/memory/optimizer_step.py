@@ -59,7 +59,7 @@ def implementation_of(optimizer: Any) -> Implementation | None:
 
 
 @dataclass(frozen=True)
-class StepWork:
+class OptimizerWork:
     """What a step does for a parameter, in tensors of the parameter's size."""
 
     parameter: float  # reads and writes of the parameter
@@ -265,7 +265,7 @@ def _launches(sizes: Sequence[int], lists: int) -> int:
 
 
 @cache
-def step_work(optimizer: str, implementation: Implementation) -> StepWork:
+def step_work(optimizer: str, implementation: Implementation) -> OptimizerWork:
     """What a step of `optimizer` does. Of a fused kernel by definition; else a step of torch.optim is rehearsed on the
     meta device, and every kernel's arguments and results are counted.
 
@@ -276,21 +276,21 @@ def step_work(optimizer: str, implementation: Implementation) -> StepWork:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; known are {', '.join(IMPLEMENTATIONS)}")
     if optimizer == "none":
-        return StepWork(0, 0, 0, 0, 0, 0, ())
+        return OptimizerWork(0, 0, 0, 0, 0, 0, ())
     if implementation == "fused":
         if optimizer not in FUSED:
             raise ValueError(f"torch has no fused kernel for {optimizer!r}, only for {', '.join(FUSED)}")
         states = optimizer_state_elements(optimizer, (1,))
-        return StepWork(2, 1, 2 * states, 0, 0, 0, (2 + states,))
+        return OptimizerWork(2, 1, 2 * states, 0, 0, 0, (2 + states,))
     return _rehearsed(optimizer, implementation == "foreach")
 
 
-def _rehearsed(optimizer: str, foreach: bool) -> StepWork:
+def _rehearsed(optimizer: str, foreach: bool) -> OptimizerWork:
     one, two = (_StepKernels.of(optimizer, foreach, parameters) for parameters in (1, 2))
     size = _SIDE**2
     moved = {role: count / size for role, count in one.moved.items()}
     held = one.most / (4 * size)
-    return StepWork(
+    return OptimizerWork(
         **moved, held=held, left=0.0 if foreach else max(0.0, two.most / (4 * size) - held), lists=tuple(one.lists)
     )
 

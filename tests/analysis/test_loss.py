@@ -19,7 +19,7 @@ from autopar import InputError
 from autopar.analysis.example import Example, capture_example
 from autopar.analysis.loss import LossSplit, study_loss
 from autopar.capture import torch_private
-from autopar.runtime.loss_splits import checked_loss
+from autopar.runtime.signatures.loss_splits import checked_loss
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 
 from autopar import Comparison, Plan
 from autopar.plan.stage import Stage
-from autopar.runtime.comparison import Row
+from autopar.runtime.comparing.comparison import Row
 from benchmarks.accuracy import AUTOMATIC, BOTH, CONSTRAINTS, PLAIN, SEARCHED, constraint_text, losses, report_of
 from benchmarks.accuracy import steps_of as steps_of_comparison
 from benchmarks.output import to_markdown

@@ -107,6 +107,47 @@ def test_the_command_exits_1_for_a_regression_and_2_for_what_is_no_result(
     assert "another processor: a; b" in capsys.readouterr().out
 
 
+def test_a_plan_with_two_names_runs_twice_a_round_and_is_compared_without_the_ceiling() -> None:
+    both = result(0), result(1)
+    for one in both:
+        one["measured"][0]["seconds"]["system 0"] *= 2
+    changes = {change.system: change for change in compare(*both, 0.05)}
+    assert not changes["system 0"].by_ceiling
+    assert changes["system 1"].by_ceiling
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"seconds": {CEILING: [1.0], "A": [0.0]}}, "a model, A: seconds must be numbers above 0"),
+    ({"seconds": {CEILING: [1.0], "A": []}}, "one or more"),
+    ({"seconds": {CEILING: [1.0], "A": "fast"}}, "got 'fast'"),
+    ({"seconds": {"A": [1.0]}}, "no times of 'ceiling', the ceiling"),
+    ({"seconds": None}, "no times of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN, ids=[message for _, message in BROKEN])
+def test_times_that_no_benchmark_writes_are_refused(change: dict[str, Any], message: str) -> None:
+    broken = result(0)
+    broken["measured"][0] |= change
+    with pytest.raises(ResultError, match=message):
+        compare(broken, result(1), 0.05)
+
+
+def test_results_of_another_version_or_without_steps_are_refused_by_what_they_lack() -> None:
+    with pytest.raises(ResultError, match="must have what, ceiling, seconds"):
+        compare({"measured": [{"model": "a"}]}, result(1), 0.05)
+    with pytest.raises(ResultError, match="the second file has no measured steps"):
+        compare(result(0), {"rows": []}, 0.05)
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf", "much"])
+def test_a_tolerance_is_a_fraction(tolerance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["diff", "a.json", "b.json", f"--tolerance={tolerance}"])
+    assert ended.value.code == 2
+    assert "at least 0, such as 0.05" in capsys.readouterr().err
+
+
 def test_every_result_has_its_spread() -> None:
     (rounds,) = result(0)["measured"]
     for name, taken in rounds["seconds"].items():

@@ -21,7 +21,7 @@ from autopar.runtime.other_systems.independent import CEILING
 from autopar.runtime.other_systems.processes import Processes
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
-from benchmarks import overhead, peer_models, peers, training, zoo
+from benchmarks import estimates, overhead, peer_models, peers, training, zoo
 from benchmarks.__main__ import main
 from benchmarks.bound import lower_bound
 from benchmarks.distributed_systems import STAGES, BenchmarkRank
@@ -185,11 +185,35 @@ def test_training_leaves_parameters_as_they_were(workload: Workload, report: Rep
         assert torch.equal(ours, fresh)
 
 
-def test_overhead_has_a_time_for_every_number_of_microbatches() -> None:
-    result = overhead.measure(overhead.Scale((2, 4), 1), Kept())
-    for times in (result.pipeline, result.accumulation):
+@pytest.mark.slow
+def test_overhead_has_a_time_and_a_ceiling_for_every_number_of_microbatches() -> None:
+    counts = (2, 4)
+    result = overhead.measure(overhead.Scale(counts, 2), Kept())
+    for times in (result.pipeline, result.accumulation, result.ceiling):
         assert set(times) == set(overhead.LAYERS)
-        assert all(set(t) == {2, 4} and min(t.values()) > 0 for t in times.values())
+        assert all(set(t) == set(counts) and min(t.values()) > 0 for t in times.values())
+    assert len({rounds.what for rounds in result.rounds}) == len(result.rounds) == len(overhead.LAYERS) * 2 + 2
+    for rounds in result.rounds:
+        assert rounds.ceiling in rounds.seconds
+        assert {len(taken) for taken in rounds.seconds.values()} == {2}
+    for layers, rounds in zip(overhead.LAYERS, result.rounds[:: len(counts)], strict=False):
+        assert result.ceiling[layers][2] == pytest.approx(np.median(rounds.seconds[CEILING]))
+
+
+@pytest.mark.slow
+def test_the_ceiling_of_overhead_computes_what_the_plain_model_does_in_turn() -> None:
+    """Each process its half of the micro-batches: the mean of their gradients is that of the whole batch."""
+    model, x, y = overhead.example(1)
+    overhead._accumulation_step(model, x, y, 4)()
+    with Processes(overhead.OverheadRank, overhead.STAGES) as ranks:
+        ranks.call(overhead.OverheadRank.in_turn, "a", 1, 4, 3)
+        ranks.call(overhead.OverheadRank.step, "a")
+        names = [name for name, _ in model.named_parameters()]
+        parts = ranks.call(overhead.OverheadRank.gradients, "a", names)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        mean = sum(part[name] for part in parts) / len(parts) / 3  # three steps in a call
+        np.testing.assert_allclose(mean, parameter.grad.numpy(), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -199,8 +223,31 @@ def test_zoo_compares_a_model_with_its_copy() -> None:
     assert row.parameters == sum(p.numel() for p in subject.model.parameters())
     assert 1 <= len(row.operators) <= 8  # stages, as the noise of so short a profile has it
     assert min(row.operators) > 0
-    assert len(row.steps) == len(row.plain_steps) == 1
+    assert len(row.steps) == len(row.plain_steps) == len(row.ceiling_steps) == 1
+    (rounds,) = zoo._rounds([row])
+    assert rounds.seconds[CEILING] == row.ceiling_steps
+    assert rounds.ceiling == CEILING
     assert max(row.output_error, row.gradient_error) < 1e-5
+
+
+def test_halves_of_a_subject_make_the_step_of_the_whole() -> None:
+    """The ceiling's processes do the work of the plain step, each its part: the mean of their losses is the loss."""
+    subject = zoo.bert(quick=True)
+    whole = subject.training_step.run()
+    halves = [subject.training_step.part(number, 2).run() for number in range(2)]
+    assert whole is not None
+    assert np.mean(halves) == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_estimates_measure_the_step_beside_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(estimates, "MODELS", (zoo.vit,))
+    (rounds,) = estimates.run_estimates(True, Kept()).measured
+    assert rounds.ceiling == CEILING
+    assert {name: len(taken) for name, taken in rounds.seconds.items()} == {"step": 5, CEILING: 5}
 
 
 def test_gradient_error_is_relative_to_the_largest_gradient_and_finds_a_missing_one() -> None:
@@ -351,6 +398,28 @@ def test_without_a_known_name_it_exits_2_with_the_list(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert all(name in printed.err for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "overhead", "--tables", "x"], "--tables is an option of published; overhead does not read it"),
+        (["run", "gpu", "--models", "wrong"], "no model wrong; gpu has resnet"),
+        (["run", "overhead", "--json", "FOLDER"], "is a folder; give the name of a file"),
+        (["run", "overhead", "--results", "FILE"], "--results: cannot write in"),
+        (["all", "--json", "FILE/out.json"], "--json: cannot write in"),
+        (["run", "overhead", "--figure", "FILE/out.png"], "--figure: cannot write in"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_options_that_cannot_be_followed_are_refused_before_anything_runs(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    words = [one.replace("FOLDER", str(tmp_path)).replace("FILE", str(file)) for one in arguments]
+    assert main([*words, *([] if "--results" in words else ["--results", str(tmp_path)])]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture

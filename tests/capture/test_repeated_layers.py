@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -145,6 +146,25 @@ class Routed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         choice = self.gate(x).argmax(-1)
         return self.table(choice) * choice.float().cos().unsqueeze(-1) + self.frozen(x)
+
+
+@dataclass
+class _Result:
+    """torch.export does not know it: the model is traced a second time after it is registered."""
+
+    value: torch.Tensor
+
+
+class _ReturnsResult(Stack):
+    def forward(self, x: torch.Tensor) -> _Result:  # type: ignore[override]
+        return _Result(super().forward(x))
+
+
+def test_a_model_that_is_traced_twice_copies_the_layers_of_its_last_trace() -> None:
+    model, x = _ReturnsResult(5), torch.randn(4, WIDTH)
+    program = capture(model, (x,), {}, trace_equal_layers_once=True)
+    assert calls(program.graph_module.graph) == calls(captured(Stack(5)).graph)
+    assert torch.equal(program.graph_module(x)[0], model(x).value)
 
 
 @pytest.mark.parametrize("build", [Routed, lambda: Stack(3)], ids=["routed", "stack"])

@@ -69,6 +69,10 @@ PROBLEMS = [
     (with_variables(**{**TORCHRUN, "RANK": ""}), "WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set", "start with torchrun"),
     (with_variables(**{**TORCHRUN, "RANK": "2"}), "RANK=2 and WORLD_SIZE=2 do not go together", "from 0 to"),
     (with_variables(**{**TORCHRUN, "RANK": "x"}), "RANK=x and WORLD_SIZE=2 do not go together", "from 0 to"),
+    (with_variables(**{**TORCHRUN, "MASTER_PORT": "first:29500"}), "MASTER_PORT=first:29500 is no port", "1 to 65535"),
+    (with_variables(**{**TORCHRUN, "MASTER_PORT": "70000"}), "MASTER_PORT=70000 is no port", "1 to 65535"),
+    (with_variables(**{**TORCHRUN, "LOCAL_WORLD_SIZE": "two"}), "LOCAL_WORLD_SIZE=two cannot be", "from 0 to"),
+    (with_variables(**{**TORCHRUN, "LOCAL_RANK": "2"}), "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2 cannot be", "from 0 to"),
     (with_variables(GLOO_SOCKET_IFNAME="eth1"), "no network interface eth1 is up", "these interfaces: eth0"),
 ]
 
@@ -90,6 +94,8 @@ ADVICE = [
         "unset CUDA_VISIBLE_DEVICES",
     ),
     (with_variables(CUDA_LAUNCH_BLOCKING="1"), "every kernel is waited for", "unset it"),
+    (with_variables(OMP_NUM_THREADS="abc"), "OMP_NUM_THREADS=abc is no number of threads", "unset OMP_NUM_THREADS"),
+    (with_variables(MKL_NUM_THREADS="0"), "MKL_NUM_THREADS=0 is no number of threads", "unset MKL_NUM_THREADS"),
     (with_variables(OMP_NUM_THREADS="1"), "computes on one of 8 cores", "unset OMP_NUM_THREADS"),
     (with_variables(ON_CPU, **{**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}), "16 ranks of torchrun", "use at most 8"),
     (replace(SOUND, cpu_quota=2.5), "2.5 CPUs at a time, but shows 8 cores", "to 2 cores"),
@@ -272,3 +278,10 @@ def test_the_command_runs_without_the_rest_of_autopar(tmp_path: Path) -> None:
     done = subprocess.run(command_line, env=sound, **run)  # type: ignore[call-overload]
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: unknown device 'tpu'")
+
+
+def test_a_cache_folder_that_cannot_be_looked_at_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", "/" + "x" * 5000)  # longer than any file system allows
+    cache = this_machine().cache
+    assert cache is not None
+    assert not cache.writable

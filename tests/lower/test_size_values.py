@@ -15,7 +15,7 @@ from autopar import Plan
 from autopar.analysis.operators import compute_nodes
 from autopar.capture.program import capture
 from autopar.lower.size_values import split_by_sizes, values_of_sizes
-from autopar.runtime.stage_code import KeptSizeValues
+from autopar.runtime.stages.stage_code import KeptSizeValues
 
 
 class Attends(nn.Module):

@@ -208,7 +208,7 @@ def test_a_split_by_hand_moves_modules_by_name() -> None:
     plan = Plan.from_split({"a": 0, "b.0": 0, "b.1": 1}, n_microbatches=2)
     assert dict(plan.move("b", 1).split) == {"a": 0, "b": 1}
     assert dict(plan.move("a.x", 1).split) == {"a": 0, "b.0": 0, "b.1": 1, "a.x": 1}
-    with pytest.raises(PlanError, match=r"the plan says nothing of 'c'; there are 'a', 'b.0', 'b.1'"):
+    with pytest.raises(PlanError, match=r"the plan has no module or operator 'c'; there are 'a', 'b.0', 'b.1'"):
         plan.move("c", 1)
     with pytest.raises(PlanError, match="no module is put on stage 0"):
         Plan.from_split({"a": 0, "b": 1}, n_microbatches=2).move("a", 1)

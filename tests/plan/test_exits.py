@@ -277,7 +277,7 @@ def test_what_degrees_do_not_say_is_named() -> None:
     )
     lost = {one.name: one.why for one in moved.to_megatron_args().not_expressed if one.name != "devices"}
     assert set(lost) == {"recompute", "layers", "one worker", "overlap", "strategies"}
-    assert "stage 0 full, stage 1 none; all stages do as full" in lost["recompute"]
+    assert "stage 0 full, stage 1 none; the configuration has full for all stages" in lost["recompute"]
     assert "layers.0 to stage 0" in lost["layers"]
     assert "overlap=all" in lost["overlap"]
     devices = [one.why for one in moved.to_megatron_args().not_expressed if one.name == "devices"]
@@ -354,7 +354,7 @@ def test_a_script_of_megatron_is_read() -> None:
         ("accelerate", {"tp_size": "two"}, "tp_size must be a whole number of at least 1, got 'two'"),
         ("accelerate", '{"distributed_type": "DEEPSPEED"}', "DEEPSPEED"),
         ("accelerate", "[1]", "list"),
-        ("deepspeed", '{"train_batch_size": "auto"}', "'auto' says nothing"),
+        ("deepspeed", '{"train_batch_size": "auto"}', "'auto' leaves it open"),
         ("deepspeed", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
         ("deepspeed", "{", "not JSON"),
         ("schedule-csv", "0F0,0B0\n1F0,0SEND_F0", "'0SEND_F0' is no action of computing"),

@@ -244,13 +244,28 @@ def test_a_file_that_would_not_read_as_the_plan_is_written_without_layers(monkey
     assert Plan.from_json(text) == plan
 
 
-@pytest.mark.slow
-def test_a_llama_of_16_layers_takes_less_than_10_kb() -> None:
+def llama_of_16_layers() -> tuple[LlamaForCausalLM, Data]:
+    """A model on the meta device, and an example call that returns its loss."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=16, vocab_size=4096, **sizes)).train()
         ids = torch.zeros(16, 128, dtype=torch.long)
-    call, cluster = {"example_kwargs": {"input_ids": ids, "labels": ids}}, Cluster.preset("8xH100")
+    return model, {"example_kwargs": {"input_ids": ids, "labels": ids}}
+
+
+@pytest.mark.slow
+def test_an_automatic_plan_of_16_layers_takes_less_than_10_kb() -> None:
+    model, call = llama_of_16_layers()
+    plan = autopar.plan(model, Cluster.preset("8xH100"), **call)
+    text = plan.to_json()
+    assert Plan.from_json(text) == plan
+    assert any(stage.sharding is not None for stage in plan.stages), "a plan without strategies is small anyway"
+    assert len(text) < 10_000
+
+
+@pytest.mark.slow
+def test_a_llama_of_16_layers_takes_less_than_10_kb() -> None:
+    (model, call), cluster = llama_of_16_layers(), Cluster.preset("8xH100")
     everything = {"pipeline": 2, "tensor": 2, "data": 2, "zero": 1, "sequence_parallel": True}
     for degrees in ({"pipeline": 8}, {"pipeline": 4, "tensor": 2}, everything):
         plan = Plan.by_hand(model, cluster, micro_batch=2, **degrees, **call)

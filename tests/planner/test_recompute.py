@@ -14,8 +14,8 @@ from torch import nn
 import autopar
 from autopar import PipelinedModule, Plan, PlanError
 from autopar.runtime.memory_watch import MemoryWatch
-from autopar.runtime.passes import Passes
-from autopar.runtime.stage_replica import StageReplica
+from autopar.runtime.stages.stage_replica import StageReplica
+from autopar.runtime.step.passes import Passes
 from autopar.schedule.builders import SCHEDULES
 from cost_models import parse_devices
 

@@ -19,7 +19,7 @@ from models import CASES, Case, assert_same_gradients, assert_same_outputs, grad
 from torch import nn
 
 import autopar
-import autopar.runtime.contestants as contestants_room
+import autopar.runtime.comparing.contestants as contestants_room
 from autopar import Cluster, InfeasibleError, InputError, Plan, PlanError
 from autopar.analysis.example import capture_example
 from autopar.capture.repeated_layers.fold import fold
@@ -33,8 +33,8 @@ from autopar.planner.intra_op.strategy_search import ShardingProblem
 from autopar.planner.search import make_plan
 from autopar.planner.search_at_hand import check_max_shards, shards_at_hand
 from autopar.planner.search_options import search_options
-from autopar.runtime import tuning
-from autopar.runtime.comparison import Comparison
+from autopar.runtime.comparing.comparison import Comparison
+from autopar.runtime.planning import tuning
 from autopar.sharding.layouts import REPLICATE
 from autopar.sharding.mesh import make_mesh
 from cost_models import MeasuredCollectives, parse_devices

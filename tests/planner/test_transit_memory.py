@@ -18,7 +18,7 @@ from autopar.analysis.example import capture_example
 from autopar.planner.arrangement import Conditions
 from autopar.planner.predict import arranged, completed
 from autopar.planner.rehearsed_memory import _Step
-from autopar.runtime.transfers import Transfers
+from autopar.runtime.step.transfers import Transfers
 from autopar.schedule.clock import Action, Phase
 from autopar.schedule.transit import COPIES_UNDER_WAY, InTransit, in_transit
 from benchmarks.plan_memory import costs_of_bytes

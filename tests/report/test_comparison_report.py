@@ -15,7 +15,7 @@ from autopar.costs.profile import Cost, Pass
 from autopar.plan.step_work import StepWork
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
 from autopar.report.comparison import verdict_text
-from autopar.runtime.comparison import Row, SystemRow
+from autopar.runtime.comparing.comparison import Row, SystemRow
 from cost_models import Link
 
 FASTER, SLOWER = (0.10, 0.101, 0.102, 0.10, 0.101, 0.102, 0.1), (0.20, 0.21, 0.20, 0.21, 0.20, 0.21, 0.2)

@@ -20,7 +20,7 @@ def test_numbers_are_whole_or_their_column_is_named_as_left_out(rows: list[tuple
     heads = [f"column\n{index}" for index in range(len(rows[0][2]))]
     text = table(["plan", "stages", *heads], [[a, b, *cells] for a, b, cells in rows], words=2)
     assert max(map(len, text.splitlines())) <= WIDTH
-    body, _, left_out = text.partition("(left out for want of width:")
+    body, _, left_out = text.partition("(columns left out to fit the width:")
     missing = [name.strip() for name in " ".join(left_out.split()).rstrip(")").split(",")]
     for _, _, cells in rows:
         for head, cell in zip(heads, cells, strict=True):

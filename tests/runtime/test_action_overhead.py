@@ -17,8 +17,8 @@ from autopar import Plan
 from autopar.costs import operator_passes
 from autopar.costs.python_overhead import PythonOverhead
 from autopar.planner.predicted_step import ONE_WORKER, step_of_plan
-from autopar.runtime import action_overhead
-from autopar.runtime.action_overhead import measured_once, python_overhead
+from autopar.runtime.planning import action_overhead
+from autopar.runtime.planning.action_overhead import measured_once, python_overhead
 from cost_models import Device, parse_devices
 
 CPUS = parse_devices(["cpu", "cpu"])
@@ -151,7 +151,7 @@ def test_measuring_leaves_random_numbers_and_threads_as_they_were() -> None:
 def planned(monkeypatch: pytest.MonkeyPatch, per_row: float, python: PythonOverhead = GIVEN, **options: Any) -> Plan:
     """For eight layers whose operators each take `per_row` s a sample; 8 samples, 4 micro-batches."""
     monkeypatch.setattr(operator_passes, "measure", FakeTimes(per_row))
-    monkeypatch.setattr("autopar.runtime.planning.python_overhead", lambda devices, cache: python)
+    monkeypatch.setattr("autopar.runtime.planning.at_hand.python_overhead", lambda devices, cache: python)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     fixed: dict[str, Any] = {"n_microbatches": 4, "max_replicas": 1, "tune": 0, "cache": False, **options}
     pm = autopar.parallelize(
@@ -177,7 +177,7 @@ def test_tiny_operators_stay_on_one_device(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_pipeline_that_one_worker_runs_takes_all_of_its_actions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = Plan.from_split({"0": 0, "4": 1}, n_microbatches=4)
     monkeypatch.setattr(operator_passes, "measure", FakeTimes(2e-6))
-    monkeypatch.setattr("autopar.runtime.planning.python_overhead", lambda devices, cache: GIVEN)
+    monkeypatch.setattr("autopar.runtime.planning.at_hand.python_overhead", lambda devices, cache: GIVEN)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     x = torch.zeros(8, 4)
     plan = autopar.plan(model, ["cpu", "cpu"], example_args=(x,), target=x, loss_fn=_loss, plan=by_hand, cache=False)

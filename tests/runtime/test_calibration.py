@@ -23,9 +23,9 @@ from autopar.plan.scaling import notes_without_scale, scaled
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
 from autopar.planner.predicted_step import step_of_plan
 from autopar.planner.search_options import search_options
-from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.calibration import calibrated
-from autopar.runtime.contestants import ComparedCall
+from autopar.runtime.comparing.contestants import ComparedCall
+from autopar.runtime.planning.calibration import calibrated
+from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import parse_devices
 
 __all__ = ["costly"]  # a fixture

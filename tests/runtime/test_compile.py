@@ -222,7 +222,7 @@ def test_sharded_stages_stay_as_they_are_and_say_so() -> None:
     autopar.shard(hinted[0], in_strategy=((1, 1),), out_strategy=((1, 2),))
     pm = autopar.parallelize(hinted, ["cpu", "cpu"], cache=False, compile="aot_eager")
     x = torch.randn(6, 8)
-    with pytest.warns(autopar.AutoparWarning, match=r"stage 0 as it is: one thread runs its operators on 2 devices"):
+    with pytest.warns(autopar.AutoparWarning, match=r"stage 0 as it is: its operators run on 2 devices"):
         got = pm(x)
     torch.testing.assert_close(got, model(x))
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import autopar
 from autopar import Plan
-from autopar.runtime import compiled_prices
+from autopar.runtime.planning import compiled_prices
 
 pytestmark = pytest.mark.slow
 

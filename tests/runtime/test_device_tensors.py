@@ -13,8 +13,8 @@ import autopar
 from autopar import AutoparError, PipelinedModule, Plan
 from autopar.analysis.example import capture_example
 from autopar.lower.sharded import Piece
-from autopar.runtime.device_tensors import ParameterLeaf, ParameterLeaves, _state
 from autopar.runtime.plain_model import plain_call
+from autopar.runtime.stages.device_tensors import ParameterLeaf, ParameterLeaves, _state
 from cost_models.hardware.devices import Device
 
 

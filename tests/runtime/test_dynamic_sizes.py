@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar import AutoparWarning, InputError, PipelinedModule
-from autopar.runtime import captures
+from autopar.runtime.signatures import captures
 
 SPLIT = {"max_replicas": 1, "n_microbatches": 2}
 

@@ -23,10 +23,10 @@ from autopar import Plan
 from autopar.analysis.example import Example, capture_example, examine
 from autopar.analysis.node_values import observe
 from autopar.capture.torch_private import tree_leaves
-from autopar.runtime import captures
-from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.captures import CallArguments, Captures
-from autopar.runtime.device_tensors import move
+from autopar.runtime.signatures import captures
+from autopar.runtime.signatures.bound_signature import RunSettings
+from autopar.runtime.signatures.captures import CallArguments, Captures
+from autopar.runtime.stages.device_tensors import move
 from autopar.runtime.user_warnings import OneTimeWarnings
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer")

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 import autopar
 from autopar import PipelinedModule, Plan
 from autopar.errors import InputError
-from autopar.runtime.graphed_stage import _WARM_UP, GraphedStage
+from autopar.runtime.stages.graphed_stage import _WARM_UP, GraphedStage
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
 

@@ -15,7 +15,7 @@ from pretend_gpus import PretendGpus, pipelined
 from torch import nn
 
 from autopar import Plan
-from autopar.runtime.bound_signature import RunSettings
+from autopar.runtime.signatures.bound_signature import RunSettings
 
 pytestmark = pytest.mark.usefixtures("shared_exports")
 WEIGHTS = torch.linspace(0.0, 2.0, CLASSES)  # class 0 counts nothing

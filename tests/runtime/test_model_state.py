@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.runtime.model_state import ModelState
+from autopar.runtime.signatures.model_state import ModelState
 
 
 class Block(nn.Module):

@@ -21,7 +21,8 @@ import autopar
 from autopar import AutoparError, Comparison, InputError, Plan
 from autopar.analysis.example import capture_example
 from autopar.report.comparison import ceiling_text, verdict_text
-from autopar.runtime.comparison import Row, SystemRow
+from autopar.runtime import host_memory
+from autopar.runtime.comparing.comparison import Row, SystemRow
 from autopar.runtime.other_systems import catalogue
 from autopar.runtime.other_systems import processes as processes_room
 from autopar.runtime.other_systems.catalogue import CEILING, DATA_PARALLEL, DDP, GPIPE, PIPELINING, PLAIN, SYSTEMS
@@ -139,6 +140,9 @@ class Failing:
     def number(self, n: int) -> int:
         return n + self.rank
 
+    def keeps_freed_memory(self) -> bool:
+        return host_memory.freed_memory_is_kept()
+
     def on_all(self) -> None:
         raise ValueError(f"rank {self.rank} cannot")
 
@@ -165,6 +169,16 @@ def test_answers_of_a_failed_request_are_not_taken_for_those_of_the_next(monkeyp
             processes.call(Failing.waits)
         with pytest.raises(RuntimeError, match="a process ended: it waits for another one"):
             processes.call(Failing.number, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the setting is glibc's")
+@pytest.mark.parametrize("kept", [False, True])
+def test_processes_keep_freed_memory_where_this_process_does(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, their steps have page faults that the steps beside them have not."""
+    monkeypatch.setattr(host_memory, "_kept", kept)
+    with Processes(Failing, 2) as processes:
+        assert processes.call(Failing.keeps_freed_memory) == [kept, kept]
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])

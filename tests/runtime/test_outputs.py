@@ -14,8 +14,8 @@ from fake_gpus import fake_gpus
 
 from autopar.analysis.batch_proof import OutputCombination
 from autopar.capture.thread_state import CallerState
-from autopar.runtime.call import CallTensors, PipelineCall
-from autopar.runtime.outputs import OutputCollector
+from autopar.runtime.step.call import CallTensors, PipelineCall
+from autopar.runtime.step.outputs import OutputCollector
 
 SIZES = (2, 2, 3)
 # Rows; a mean over samples; a mean over targets, and their number; a sum; a value that all micro-batches have.

@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 import autopar
 from autopar import PipelinedModule, Plan
 from autopar.analysis.loss_count import Count
-from autopar.runtime import bound_signature
-from autopar.runtime.execution import Execution
-from autopar.runtime.workers import Worker
+from autopar.runtime.signatures import bound_signature
+from autopar.runtime.step.execution import Execution
+from autopar.runtime.step.workers import Worker
 
 PACKAGE = str(Path(autopar.__file__).parent)
 WIDTH, BATCH = 8, 32

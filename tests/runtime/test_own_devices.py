@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from autopar.runtime.model_surface import device_map
-from autopar.runtime.outputs import scalars_at_inputs
 from autopar.runtime.own_devices import on_own_devices, takes_cache
+from autopar.runtime.step.outputs import scalars_at_inputs
 from cost_models import parse_devices
 
 OTHER = torch.device("meta")

@@ -14,9 +14,9 @@ from autopar.analysis.example import Example, capture_example
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.plan.stage import Stage
-from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.contestants import ComparedCall, Rounds, contestants, memory_in_turn, steps_in_turn
-from autopar.runtime.parameter_copies import ParameterCopies, keeps_parameters
+from autopar.runtime.comparing.contestants import ComparedCall, Rounds, contestants, memory_in_turn, steps_in_turn
+from autopar.runtime.comparing.parameter_copies import ParameterCopies, keeps_parameters
+from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import Device, parse_devices
 from cost_models.graphs import storage_key
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar import InputError, PipelinedModule, Plan
 from autopar.lower.split_backward import input_part
-from autopar.runtime.passes import Passes
-from autopar.runtime.stage_replica import StageReplica
+from autopar.runtime.stages.stage_replica import StageReplica
+from autopar.runtime.step.passes import Passes
 from autopar.schedule.builders import SCHEDULES
 
 pytestmark = pytest.mark.usefixtures("shared_exports")

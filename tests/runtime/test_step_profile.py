@@ -26,7 +26,7 @@ from autopar.plan.stage import Stage
 from autopar.report.tables import WIDTH
 from autopar.runtime import module as module_room
 from autopar.runtime import step_recorder
-from autopar.runtime.mailbox import Address, Mailbox
+from autopar.runtime.step.mailbox import Address, Mailbox
 from autopar.runtime.step_recorder import StepRecorder
 from autopar.schedule.clock import Action, Phase
 from cost_models import parse_devices
@@ -222,7 +222,7 @@ def test_waiting_for_messages_is_no_work_and_the_loss_is_part_of_it(monkeypatch:
     clock, recorder = Clock(), StepRecorder()
     monkeypatch.setattr(device_clock, "time", clock)
     monkeypatch.setattr(Mailbox, "receive", lambda mailbox, slot, address: clock.spend(5))
-    mailbox = recorder.mailbox(1)
+    mailbox = recorder.mailbox(Mailbox(1))
     loss = recorder.timed_loss(lambda output, target: clock.spend(2))  # type: ignore[arg-type, return-value]
 
     def forward(replica: object, microbatch: int) -> None:
@@ -287,7 +287,7 @@ def test_on_a_gpu_actions_take_as_long_as_their_kernels_and_wait_where_the_gpu_h
     monkeypatch.setattr(Mailbox, "receive", lambda *_: setattr(clock, "host", clock.host + 5))
     gpu: Any = SimpleNamespace(torch_device=torch.device("cuda", 0), name="cuda:0")
     recorder = StepRecorder([gpu])
-    mailbox = recorder.mailbox(1)
+    mailbox = recorder.mailbox(Mailbox(1))
 
     def forward(replica: object, microbatch: int) -> None:
         mailbox.receive(0, Address(Phase.FORWARD, 0, 1, microbatch))

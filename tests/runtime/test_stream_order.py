@@ -24,9 +24,9 @@ from torch.nn.functional import mse_loss
 
 from autopar import Plan
 from autopar.capture.program import capture
-from autopar.runtime import transfers
-from autopar.runtime.executable import Executable
-from autopar.runtime.transfers import Transfers
+from autopar.runtime.stages.executable import Executable
+from autopar.runtime.step import transfers
+from autopar.runtime.step.transfers import Transfers
 
 pytestmark = [
     pytest.mark.usefixtures("shared_exports"),

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autopar
-import autopar.runtime.contestants as contestants_room
+import autopar.runtime.comparing.contestants as contestants_room
 from autopar import Plan
 from autopar.analysis.example import capture_example
 from autopar.costs.cost_graph import CostGraph
 from autopar.costs.measured import measure_costs
 from autopar.options import PlanOptions
 from autopar.planner.search_options import search_options
-from autopar.runtime import planning, tuning
-from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.contestants import ComparedCall, Rounds, contestants
+from autopar.runtime.comparing.contestants import ComparedCall, Rounds, contestants
+from autopar.runtime.planning import at_hand as planning
+from autopar.runtime.planning import tuning
+from autopar.runtime.signatures.bound_signature import RunSettings
 from cost_models import parse_devices
 from cost_models.hardware.devices import operator_threads
 

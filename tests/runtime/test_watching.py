@@ -133,7 +133,7 @@ def test_tiny_operators_are_run_by_one_worker_and_large_ones_by_all(
         clock.now = getattr(clock, "now", 0.0) + seconds
         return clock.now
 
-    monkeypatch.setattr("autopar.runtime.execution.time.thread_time", thread_time)
+    monkeypatch.setattr("autopar.runtime.step.execution.time.thread_time", thread_time)
     seen: set[str] = set()
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

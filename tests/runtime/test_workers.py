@@ -11,8 +11,8 @@ from torch import nn
 
 import autopar
 from autopar import DeviceError, Plan
-from autopar.runtime import workers
-from autopar.runtime.workers import Worker
+from autopar.runtime.step import workers
+from autopar.runtime.step.workers import Worker
 from cost_models import parse_devices
 
 

@@ -30,11 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar import PipelinedModule, Plan
 from autopar.analysis.example import Example
 from autopar.capture.torch_private import tree_leaves, tree_map
-from autopar.runtime import signatures
-from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.executable import Executable
-from autopar.runtime.passes import Passes
-from autopar.runtime.stage_replica import StageReplica
+from autopar.runtime.signatures import known as signatures
+from autopar.runtime.signatures.bound_signature import RunSettings
+from autopar.runtime.stages.executable import Executable
+from autopar.runtime.stages.stage_replica import StageReplica
+from autopar.runtime.step.passes import Passes
 from cost_models.hardware.devices import Device
 
 _CPU, _CUDA = 0, 1  # c10::DeviceType

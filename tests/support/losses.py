@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.runtime.execution import Execution
+from autopar.runtime.step.execution import Execution
 
 CLASSES = 8
 WEIGHTS = torch.linspace(0.1, 2.0, CLASSES)

@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 from autopar import PipelinedModule, Plan
 from autopar.capture.thread_state import CallerState
 from autopar.capture.torch_private import is_fake
-from autopar.runtime import execution, mailbox, transfers, workers
-from autopar.runtime.execution import Execution
+from autopar.runtime.step import execution, mailbox, transfers, workers
+from autopar.runtime.step.execution import Execution
 from cost_models import Device, parse_devices
 
 _DEVICE = torch.Tensor.device

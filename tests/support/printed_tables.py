@@ -13,7 +13,7 @@ def table_in(text: str, begin: str) -> list[list[str]]:
     lines = text.splitlines()
     rules = (i for i, line in enumerate(lines) if line and set(line) == {"-"})
     rule = next(i for i in rules if any(lines[j].startswith(begin) for j in (i - 1, i + 1)))
-    ends = (i for i in range(rule + 1, len(lines)) if not lines[i].strip() or lines[i].startswith("(left out"))
+    ends = (i for i in range(rule + 1, len(lines)) if not lines[i].strip() or lines[i].startswith("(columns left out"))
     body = [line.ljust(80) for line in lines[rule + 1 : next(ends, len(lines))]]
     whole = [lines[rule - 1].ljust(80), *body]
     used = "".join("x" if any(line[i] != " " for line in whole) else " " for i in range(80))

@@ -22,7 +22,7 @@ from autopar import AutoparError, Plan
 from autopar.capture import torch_private
 from autopar.capture.torch_private import part_of
 from autopar.lower import process_groups
-from autopar.runtime.ranks import watcher
+from autopar.runtime.ranks.faults import watcher
 from autopar.runtime.ranks.world import joined
 
 
@@ -129,7 +129,7 @@ def refusals() -> dict[str, str]:
     other = ready(seed=rank)[1]
     found["weights"] = message_of(lambda: step(other, torch.ones(8, 12)))
     found["plan"] = message_of(lambda: step(*ready(plan=chain(schedule=("1f1b", "gpipe")[rank]))[1:]))
-    found["options"] = message_of(lambda: ready(tune=2, calibrate=True, batch_norm="deferred"))
+    found["options"] = message_of(lambda: ready(tune=2, calibrate=True, verify=True))
     found["planning"] = message_of(lambda: step(*ready(plan=None, memory_limit=10)[1:]))
     _, pm, x = ready()
     found["content"] = message_of(lambda: step(pm, x + rank))
@@ -143,7 +143,7 @@ def refusals() -> dict[str, str]:
     state = {name: torch.zeros(p.shape) for name, p in pm.named_parameters()}
     found["load"] = message_of(lambda: pm.load_state_dict(state))
     found["copy"] = message_of(lambda: copy.deepcopy(pm))
-    found["profile"] = message_of(lambda: pm.train_step(x, target=x, loss_fn=functional.mse_loss, profile=True))
+    found["profile"] = message_of(lambda: pm.train_step(x, target=x, loss_fn=functional.mse_loss, profile=rank == 1))
     return found
 
 

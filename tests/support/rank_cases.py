@@ -70,6 +70,20 @@ class DropoutMlp(nn.Module):
         return self.c(x)
 
 
+class Norms(nn.Module):
+    """Batch norms without a scale, with another momentum, and one that runs twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.BatchNorm1d(12, affine=False), nn.BatchNorm1d(12, momentum=0.3)
+        self.twice = nn.BatchNorm1d(12)
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.twice(self.a(x) + 3))
+        return self.second(self.b(self.twice(2 * x)))
+
+
 class Skips(nn.Module):
     """Stage 2 reads what stage 0 made; a frozen layer, and one whose result is not used."""
 
@@ -125,6 +139,7 @@ def mlp() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "mlp": (mlp, lambda: torch.randn(8, 12)),
     "mlp with dropout": (DropoutMlp, lambda: torch.randn(8, 12)),
+    "norms": (Norms, lambda: torch.randn(8, 12)),
     "skips": (Skips, lambda: torch.randn(8, 12)),
     "cnn": (Convolutions, lambda: torch.randn(8, 3, 8, 8)),
     "frozen cnn": (lambda: Convolutions().eval(), lambda: torch.randn(8, 3, 8, 8)),
@@ -147,6 +162,7 @@ SPLITS: dict[str, dict[int, dict[str, int]]] = {
     },
     "mlp with dropout": {2: {"a": 0, "b": 1, "c": 1}, 3: {"a": 0, "b": 1, "c": 2}},
     "skips": {3: {"a": 0, "b": 1, "unused": 1, "c": 2}},
+    "norms": {2: {"a": 0, "twice": 0, "first": 0, "b": 1}, 3: {"a": 0, "twice": 1, "first": 1, "b": 2}},
     "cnn": {2: {"conv1": 0, "norm1": 0, "conv2": 1}},
     "gpt2": {
         2: {"transformer.wte": 0, "transformer.h.1": 0, "transformer.h.2": 1, "lm_head": 1},

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 import autopar
 from autopar import Plan
-from autopar.runtime.ranks import heartbeats
-from autopar.runtime.ranks.parameters import RankParameters
+from autopar.runtime.ranks.faults import heartbeats
+from autopar.runtime.ranks.parameters.own import RankParameters
 
 N_STEPS = 6
 TIMEOUT = "8"  # s without a sign of life: captures on a busy machine can hold up a beat for some

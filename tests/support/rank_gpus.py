@@ -19,7 +19,7 @@ from torch import nn
 import autopar
 from autopar import Plan
 from autopar.capture.torch_private import tree_leaves
-from autopar.runtime.ranks import wire
+from autopar.runtime.ranks.messages import wire
 from autopar.runtime.ranks.world import current, joined
 
 QUIET = 2  # calls at the start in which hosts may wait: the content of the first batches is compared

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import AutoparError, Plan
-from autopar.runtime.ranks.channels import PairChannel
+from autopar.runtime.ranks.messages.channels import PairChannel
 from autopar.runtime.ranks.world import World
 
 WIDTH = 32

@@ -17,7 +17,7 @@ import autopar
 from autopar import Cluster, InputError, Plan, PlanError
 from autopar.runtime.checkpoints.participants import participants
 from autopar.runtime.ranks import planning
-from autopar.runtime.ranks.handling import measured_handling
+from autopar.runtime.ranks.messages.handling import measured_handling
 from autopar.runtime.ranks.world import joined
 from cost_models.measuring.process_links import measure_process_links, probe_process_links
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Plan
-from autopar.runtime.captures import CallArguments
-from autopar.runtime.ranks.gathered import GatheredValues
+from autopar.runtime.ranks.gradients.gathered import GatheredValues
+from autopar.runtime.signatures.captures import CallArguments
 from autopar.sharding.stage_sharding import Stored
 
 

@@ -192,7 +192,7 @@ def bytes_received() -> list[int]:
     """Bytes that this rank gets of the inputs and targets of a further step, per-rank data."""
     _, pm, x = ready(Job("mlp", "chain"), data="per-rank")
     own, counts = own_rows((4, 4)), []
-    from autopar.runtime.ranks import channels
+    from autopar.runtime.ranks.messages import channels
     from autopar.runtime.ranks.shares import SharedCall
 
     before = channels.TaggedChannel.receive

@@ -85,6 +85,12 @@ def equal_layers_traced_once(model: nn.Module) -> Iterator[None]:
         _first_layers.clear()
 
 
+def forget_traced_layers() -> None:
+    """Must be called before a model is traced again: the nodes of its first layers belonged to the graph before."""
+    for first in _first_layers.values():
+        first.signature = first.result = None
+
+
 def _between_borders(forward: Callable[..., Any], first: _FirstLayer, path: str) -> Callable[..., Any]:
     """The forward of the first layer: traced, with borders around its first call."""
 

@@ -137,7 +137,7 @@ def _problems(source: Mapping[str, Any], stages: int) -> Iterator[str]:
     for name in _BATCH:
         value = source.get(name)
         if value is not None and (type(value) is not int or value < 1):
-            yield f"{name} must be a whole number of at least 1, got {value!r}; 'auto' says nothing"
+            yield f"{name} must be a whole number of at least 1, got {value!r}; 'auto' leaves it open"
             return
     for section in ("zero_optimization", "tensor_parallel", "pipeline"):
         if not isinstance(source.get(section, {}), Mapping):

@@ -177,7 +177,7 @@ _WITHOUT_DEGREE = (
     *("--num-distributed-optimizer-instances", "--encoder-tensor-model-parallel-size"),
     "--encoder-pipeline-model-parallel-size",
 )
-"""That divide the work in ways that plans by hand do not have; 1 is as if they were not there."""
+"""Options that divide the work in ways that plans by hand do not have. Their value 1 changes nothing."""
 
 _NOT_BY_HAND = (
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--rampup-batch-size"),

@@ -35,7 +35,7 @@ _BY_HAND = "tensor"  # the axis of a plan by hand that cuts parameters; heads ma
 
 
 def degrees_in(plan: Plan, tool: str) -> Degrees:
-    """The degrees of a plan. Where stages recompute differently, that of the stage which keeps least.
+    """The degrees of a plan. Where stages recompute differently, that of the stage which stores the fewest activations.
 
     Raises PlanError that lists why no degrees describe the plan. `tool`: who needs them.
     """
@@ -70,7 +70,8 @@ def beyond_degrees(plan: Plan, degrees: Degrees) -> Iterator[NotExpressed]:
     modes = [NAMES[stage.mode] for stage in plan.stages]
     if len(set(modes)) > 1:
         each = ", ".join(f"stage {s} {mode}" for s, mode in enumerate(modes))
-        yield NotExpressed("recompute", f"the plan has {each}; all stages do as {degrees.recompute}, which keeps least")
+        chosen = f"{degrees.recompute} for all stages, which stores the fewest activations"
+        yield NotExpressed("recompute", f"the plan has {each}; the configuration has {chosen}")
     yield from _strategies(plan)
     yield from _whole_states(plan, degrees)
     if plan.one_worker:

@@ -42,7 +42,7 @@ class Layer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Folded:
+class FoldedLayers:
     """Neighbouring layers that have the rows of a definition, or those in `part` of it."""
 
     parent: str
@@ -61,7 +61,7 @@ class Folded:
         return f"{Layer(self.parent, self.first)}{f'-{self.last}' if self.last > self.first else ''}"
 
 
-Item = Row | Folded
+Item = Row | FoldedLayers
 
 
 @dataclass
@@ -119,7 +119,7 @@ def fold(
     return items, dict(definitions)
 
 
-def unfolded(folded: Folded, rows: Sequence[Row]) -> Iterator[Row]:
+def unfolded(folded: FoldedLayers, rows: Sequence[Row]) -> Iterator[Row]:
     """The rows of all layers. `rows`: of the definition."""
     for layer in folded.layers:
         for row in rows[slice(*folded.part)]:
@@ -134,7 +134,7 @@ def _grouped(items: Sequence[Item], subject: Callable[[Row], str], level: int) -
     groups: list[tuple[Layer | None, Any]] = []
     for item in items:
         layer = layer_of(subject(item), level) if isinstance(item, tuple) else None
-        if layer is None or isinstance(item, Folded):
+        if layer is None or isinstance(item, FoldedLayers):
             groups.append((None, item))
             continue
         row = tuple(_relative(cell, layer) if isinstance(cell, str) else cell for cell in item)
@@ -156,9 +156,9 @@ def _folded(groups: Sequence[_Group], definitions: dict[str, Definitions], excep
         replaced += _of_layer(others, layer)
         for one in items:
             last = found[-1] if found else None
-            if not isinstance(one, Folded):
+            if not isinstance(one, FoldedLayers):
                 found += _of_layer([one], layer)
-            elif isinstance(last, Folded) and one == replace(last, first=last.last + 1, last=last.last + 1):
+            elif isinstance(last, FoldedLayers) and one == replace(last, first=last.last + 1, last=last.last + 1):
                 found[-1] = replace(last, last=one.last)
             else:
                 found.append(one)
@@ -177,7 +177,7 @@ def _match(
     """The layer's rows with what definitions have of them, and rows that replace some of a definition."""
     if known is None or len(rows) < _FEWEST:
         return rows, []
-    whole = {name: Folded(layer.parent, layer.number, layer.number, name) for name in known.rows}
+    whole = {name: FoldedLayers(layer.parent, layer.number, layer.number, name) for name in known.rows}
     for name, others in known.rows.items():
         if others == rows:
             return [whole[name]], []

@@ -25,7 +25,7 @@ from typing import Any
 from autopar.hints.module_paths import near
 from autopar.plan.file_format.collectives import Collectives
 from autopar.plan.file_format.fields import UNREADABLE
-from autopar.plan.file_format.folding import Definitions, Folded, Item, Row, fold, unfolded
+from autopar.plan.file_format.folding import Definitions, FoldedLayers, Item, Row, fold, unfolded
 from autopar.plan.file_format.rows import ENTRY, KINDS, REFERENCE, Kind, Reference, labels_of
 from autopar.plan.recompute import NAMES, RECOMPUTE, Recompute, recompute_flags
 from autopar.sharding.stage_sharding import totals
@@ -62,7 +62,8 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
     collectives.joined([sharding["exchanges"] for sharding in shardings])
     layers: dict[str, dict[str, Any]] = {}
     defined: dict[str, dict[str, Definitions]] = {}  # by field and parent
-    alone: dict[int, dict[str, Folded]] = defaultdict(dict)  # by sharding and field: the layers that are all it has
+    # Per sharding and field: the folded layers that are its only content.
+    alone: dict[int, dict[str, FoldedLayers]] = defaultdict(dict)
     for kind in KINDS:
         holders = [h for h in (s.get("sharding") if kind.sharding else s for s in stages) if h and kind.name in h]
         lists = [kind.rows(holder[kind.name]) for holder in holders]
@@ -71,7 +72,7 @@ def layered(flat: dict[str, Any]) -> dict[str, Any]:
             folded, definitions = [list(rows) for rows in lists], {}  # names that look like those of folded layers
         for holder, items in zip(holders, folded, strict=True):
             holder[kind.name] = kind.write(items, definitions)
-            if kind.sharding and len(items) == 1 and isinstance(items[0], Folded) and items[0].part == (0, None):
+            if kind.sharding and len(items) == 1 and isinstance(items[0], FoldedLayers) and items[0].part == (0, None):
                 alone[id(holder)][kind.name] = items[0]
         defined[kind.name] = definitions
         for parent, found in definitions.items():
@@ -119,7 +120,9 @@ def _short_transfer(transfer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in short.items() if not (same and name == "backward_bytes")}
 
 
-def _with_layers_alone(sharding: dict[str, Any], alone: dict[str, Folded], layers: dict[str, Any]) -> dict[str, Any]:
+def _with_layers_alone(
+    sharding: dict[str, Any], alone: dict[str, FoldedLayers], layers: dict[str, Any]
+) -> dict[str, Any]:
     """One reference for all fields of a sharding that have no more than the same layers."""
     if not alone:
         return sharding
@@ -167,7 +170,9 @@ def _mode(stage: dict[str, Any]) -> Recompute:
 def _expanded(kind: Kind, items: Sequence[Item], definitions: dict[str, Definitions]) -> list[Row]:
     rows: list[Row] = []
     for item in items:
-        rows += unfolded(item, definitions[item.parent].rows[item.definition]) if isinstance(item, Folded) else [item]
+        rows += (
+            unfolded(item, definitions[item.parent].rows[item.definition]) if isinstance(item, FoldedLayers) else [item]
+        )
     return list(dict(rows).items()) if kind.pairs else rows
 
 
@@ -353,4 +358,4 @@ class _Definitions:
             if isinstance(label, str) and label not in labels:
                 raise ValueError(f"such a layer has no '{label}'{near(label, labels)}")
             ends.append(labels.index(label) if isinstance(label, str) else label)
-        return unfolded(Folded(parent, first, last, entry.name, (ends[0] or 0, ends[1])), rows)
+        return unfolded(FoldedLayers(parent, first, last, entry.name, (ends[0] or 0, ends[1])), rows)

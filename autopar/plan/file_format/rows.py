@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from autopar.plan.file_format.fields import OPERATOR_LINE, operator_lines
-from autopar.plan.file_format.folding import Definitions, Folded, Item, Row, unfolded
+from autopar.plan.file_format.folding import Definitions, FoldedLayers, Item, Row, unfolded
 
 _DEFAULT = "A"
 REFERENCE = re.compile(r"(?:(?P<parent>.+)\.)?(?P<first>0|[1-9]\d{0,8})(?:-(?P<last>\d{1,9}))?")
@@ -50,7 +50,7 @@ class Reference(NamedTuple):
     stop: str | int | None = None  # ... and of the one behind the last one
 
 
-def _as(folded: Folded) -> str:
+def _as(folded: FoldedLayers) -> str:
     return f" as {folded.definition}" if folded.definition != _DEFAULT else ""
 
 
@@ -59,7 +59,7 @@ def labels_of(rows: Sequence[Row]) -> list[str]:
     return [str(row[0]).removeprefix("@").removeprefix(".") for row in rows]
 
 
-def _ends(folded: Folded, definitions: dict[str, Definitions]) -> str:
+def _ends(folded: FoldedLayers, definitions: dict[str, Definitions]) -> str:
     """` from mlp/linear#0 before /add#1`; "" for a whole layer."""
     labels, (start, stop) = labels_of(definitions[folded.parent].rows[folded.definition]), folded.part
     return f" from {labels[start]}" * (start > 0) + (f" before {labels[stop]}" if stop is not None else "")
@@ -75,7 +75,7 @@ def _write_operators(items: Sequence[Item], definitions: dict[str, Definitions])
     found: list[str] = []
     keys: list[str] = []
     for item in items:
-        if not isinstance(item, Folded):
+        if not isinstance(item, FoldedLayers):
             keys.append(item[0])
             continue
         found += operator_lines(keys)
@@ -105,21 +105,21 @@ def _write_pairs(items: Sequence[Item], definitions: dict[str, Definitions]) -> 
     found: dict[str, str] = {}
     for (module, text), run in itertools.groupby(items, key=_module_and_value):
         for item in run if module is None else ():
-            if isinstance(item, Folded) and item.path in found:  # another part of the layer: a name stands once
+            if isinstance(item, FoldedLayers) and item.path in found:  # another part of the layer: a name stands once
                 found |= dict(unfolded(item, definitions[item.parent].rows[item.definition]))
-            elif isinstance(item, Folded):
+            elif isinstance(item, FoldedLayers):
                 found[item.path] = f"as {item.definition}{_ends(item, definitions)}"
             else:
                 found[item[0]] = item[1]
         if module is not None:
-            line = operator_lines(row[0] for row in run if not isinstance(row, Folded))[0]
+            line = operator_lines(row[0] for row in run if not isinstance(row, FoldedLayers))[0]
             found[line if " " in line.partition(": ")[2] else line.replace(": ", "/")] = text
     return found
 
 
 def _module_and_value(item: Item) -> tuple[str | None, str]:
     """Of an operator's row; (None, "") for other ones."""
-    if isinstance(item, Folded):
+    if isinstance(item, FoldedLayers):
         return None, ""
     module, slash, operator = item[0].rpartition("/")
     return (module, item[1]) if slash and OPERATOR_LINE.fullmatch(f"{module}: {operator}") else (None, "")
@@ -138,10 +138,10 @@ def _read_pairs(value: Any) -> Iterator[Row | Reference | str]:
 
 
 def _write_lists(items: Sequence[Item], _: Any) -> list[list[Any]]:
-    return [_reference_row(item) if isinstance(item, Folded) else list(item) for item in items]
+    return [_reference_row(item) if isinstance(item, FoldedLayers) else list(item) for item in items]
 
 
-def _reference_row(item: Folded) -> list[str]:
+def _reference_row(item: FoldedLayers) -> list[str]:
     start, stop = item.part
     part = "" if item.part == (0, None) else f"[{start or ''}:{'' if stop is None else stop}]"
     return [item.path, f"as {item.definition}{part}"]
@@ -186,7 +186,7 @@ def _write_redistributions(items: Sequence[Item], definitions: Any) -> list[list
     """[tensor, steps that readers share, steps of each reader, readers ...]."""
     found: list[list[Any]] = []
     for item in items:
-        if isinstance(item, Folded):
+        if isinstance(item, FoldedLayers):
             found += _write_lists([item], definitions)
             continue
         tensor, reader, *passages = item
@@ -213,7 +213,7 @@ def _write_repeated(items: Sequence[Item], definitions: Any) -> list[list[Any]]:
         if module is None:
             found += _write_lists(list(run), definitions)
         else:
-            rows = [row for row in run if not isinstance(row, Folded)]
+            rows = [row for row in run if not isinstance(row, FoldedLayers)]
             found.append([operator_lines(row[0] for row in rows)[0], *(row[1] for row in rows)])
     return found
 
@@ -233,7 +233,7 @@ def _write_exchanges(items: Sequence[Item], definitions: Any) -> list[list[Any]]
     """[operator, tensor, numbers ..., tensor, numbers ...]; `.weight` is that of the operator's module."""
     found: list[list[Any]] = []
     for item in items:
-        if isinstance(item, Folded):
+        if isinstance(item, FoldedLayers):
             found += _write_lists([item], definitions)
             continue
         operator, tensor, *numbers = item

@@ -29,12 +29,12 @@ def proof(searching: Searching, candidate: Candidate) -> tuple[float, str]:
         step = candidate.timeline.step_time
         return least, (
             f"within {_gap(objective, bound)} of the least objective under {config.schedule}, with {space}"
-            f"{_meshes(searching)}; within {_gap(step, least)} of the work divided over all devices, which no plan is "
-            "below"
+            f"{_meshes(searching)}; within {_gap(step, least)} of a lower bound, the work divided "
+            "over all devices"
         )
     if searching.complete and config.chunks == 1 and bound >= objective * (1 - 1e-12):
         return objective, f"proven optimal under {config.schedule} for the search's objective: {space}"
-    near = f"within {_gap(objective, bound)} of a bound that no plan under {config.schedule} is below: {space}"
+    near = f"within {_gap(objective, bound)} of a lower bound for all plans under {config.schedule}: {space}"
     if searching.complete:
         return bound, near
     anywhere = min([bound, *(searching.relaxed(c) for c in searching.bounds if c.schedule == schedule)])

@@ -1,4 +1,4 @@
-"""The graph to choose strategies for, how it runs, and what is known of it whatever the mesh."""
+"""The graph to choose strategies for, how it runs, and facts about it that do not depend on the mesh."""
 
 from __future__ import annotations
 

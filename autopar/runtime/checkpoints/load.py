@@ -27,8 +27,8 @@ from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import restore_random_states
 from autopar.runtime.checkpoints.reading import metadata_of, read, training_of, training_of_rank
 from autopar.runtime.checkpoints.save import check_model_and_optimizer, wait_for_saving
+from autopar.runtime.ranks.faults.watcher import watched
 from autopar.runtime.ranks.module import RankedModule
-from autopar.runtime.ranks.watcher import watched
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.errors import AutoparError, CheckpointError, first_line
-from autopar.runtime.ranks import leaving
+from autopar.runtime.ranks.faults import leaving
 from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.world import joined
 

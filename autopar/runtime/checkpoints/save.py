@@ -32,9 +32,9 @@ from autopar.runtime.checkpoints.directories import File, complete, folder_of, p
 from autopar.runtime.checkpoints.participants import Participants, participants
 from autopar.runtime.checkpoints.random_states import random_states
 from autopar.runtime.checkpoints.reading import alone_warning_off
-from autopar.runtime.ranks.failure import described
+from autopar.runtime.ranks.faults.failure import described
+from autopar.runtime.ranks.faults.watcher import lost, watched
 from autopar.runtime.ranks.module import RankedModule
-from autopar.runtime.ranks.watcher import lost, watched
 
 _METADATA = ".metadata"
 

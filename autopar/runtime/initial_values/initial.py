@@ -58,7 +58,7 @@ class InitialValues:
                 own[name] = tensor
         for source in dict.fromkeys(origin.source for origin in self.origins.values()):
             mine = {self.origins[n].key: tensor for n, tensor in own.items() if self.origins[n].source is source}
-            self.team.done("the initial values cannot be had", partial(source.fill, mine))
+            self.team.done("the initial values could not be read", partial(source.fill, mine))
 
 
 def initial_values(
@@ -69,7 +69,7 @@ def initial_values(
     `ranked`: every rank of several calls it. Raises InputError, the same on all ranks.
     """
     team = participants() if ranked else Participants(0, 1, None)
-    lacking = team.done("the model cannot be looked at", lambda: tensors_without_values(model))
+    lacking = team.done("the model's tensors could not be inspected", lambda: tensors_without_values(model))
     everywhere = team.gathered({name: tuple(tensor.shape) for name, tensor in lacking.items()})
     shapes = {name: shape for of_rank in everywhere for name, shape in of_rank.items()}
     if not shapes:

@@ -19,11 +19,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from autopar.runtime.host_memory import freed_memory_is_kept, keep_freed_memory
+
 _PATIENCE = 10.0  # s that a process gets to end by itself
 
 
 class Processes:
     """`n` processes in one group of gloo, each on one thread, that wait without spinning.
+
+    They keep freed memory where this process does: otherwise their steps would have page faults that its steps have
+    not.
 
     RuntimeError: with the traceback, where one fails.
     """
@@ -34,10 +39,11 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory()
         self._stuck = ""  # why there is no going on
         rendezvous = str(Path(self._folder.name) / "rendezvous")
+        keep = freed_memory_is_kept()
         pipes = [context.Pipe() for _ in range(n)]
         self._connections = [here for here, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(worker, rank, n, rendezvous, there), daemon=True)
+            context.Process(target=_serve, args=(worker, rank, n, rendezvous, there, keep), daemon=True)
             for rank, (_, there) in enumerate(pipes)
         ]
         for process, (_, there) in zip(self._processes, pipes, strict=True):
@@ -102,8 +108,12 @@ class Processes:
         self._folder.cleanup()
 
 
-def _serve(make: Callable[[int], Any], rank: int, n: int, rendezvous: str, connection: Connection) -> None:
+def _serve(
+    make: Callable[[int], Any], rank: int, n: int, rendezvous: str, connection: Connection, keep_memory: bool
+) -> None:
     """A process's life: methods of its worker by name, until the pipe closes."""
+    if keep_memory:
+        keep_freed_memory()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n)
     worker = make(rank)

@@ -14,7 +14,7 @@ from torch import nn
 from autopar.analysis.example import Example
 from autopar.capture import torch_private
 from autopar.errors import InputError
-from autopar.runtime.contestants import without_loss_function
+from autopar.runtime.comparing.contestants import without_loss_function
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -46,7 +46,7 @@ class TrainingStep:
 
     @classmethod
     def of(cls, example: Example) -> TrainingStep:
-        """The step that an example call stands for; without a loss function, as plans are compared then."""
+        """The training step of an example call. Without a loss function, `without_loss_function` is it."""
         loss = example.loss or without_loss_function
         dims = tuple(one.batch_dim for one in example.program.inputs)
         n_targets = len(torch_private.tree_leaves(example.target))

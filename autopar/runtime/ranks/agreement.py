@@ -16,11 +16,11 @@ from autopar.capture.call_inputs import leaf_names
 from autopar.capture.module_hooks import has_hooks
 from autopar.capture.program import flattened
 from autopar.errors import InputError
-from autopar.runtime.captures import CallArguments
-from autopar.runtime.model_state import State
-from autopar.runtime.ranks.model_changes import ModelChanges
 from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.parameters.model_changes import ModelChanges
 from autopar.runtime.ranks.world import World
+from autopar.runtime.signatures.captures import CallArguments
+from autopar.runtime.signatures.model_state import State
 
 CHECK_EVERY = 100  # calls between two comparisons of the batch's content
 _CHECKED_FIRST = 2  # calls whose content is compared at the start: the first may be an example
@@ -74,6 +74,7 @@ class CallKind(NamedTuple):
     accumulates: bool  # inside pm.accumulate()
     autocast: str  # the dtype of torch.autocast for the ranks' devices; "": off
     model: int  # checksum of what a capture depends on: modes and hooks of the modules, defaults of torch
+    profiled: bool = False  # train_step(profile=True)
     is_known: bool = False  # whether it needs no new capture, which all ranks make at the same time
 
     def __str__(self) -> str:
@@ -81,6 +82,7 @@ class CallKind(NamedTuple):
         words += ["with gradients" if self.grad else "without gradients"]
         words += ["of the model in training mode" if self.training else "of the model in eval mode"]
         words += ["that returns outputs"] * self.returns_outputs + ["inside accumulate()"] * self.accumulates
+        words += ["with profile=True"] * self.profiled
         words += [f"under autocast to {self.autocast}"] if self.autocast else ["without autocast"]
         return " ".join(words)
 

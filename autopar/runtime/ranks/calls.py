@@ -13,17 +13,17 @@ from torch import nn
 from autopar.analysis.batch_proof import OutputCombination
 from autopar.capture import torch_private
 from autopar.errors import AutoparError, InputError, PlanError
-from autopar.runtime.call_runner import CallRunner
-from autopar.runtime.captures import BoundCall, CallArguments
 from autopar.runtime.ranks.agreement import CallAgreement, CallKind, checksum_of
 from autopar.runtime.ranks.executable import RankExecutable
-from autopar.runtime.ranks.holders import sparse_problem
 from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.parameters.holders import sparse_problem
 from autopar.runtime.ranks.run import RankRun
 from autopar.runtime.ranks.shares import ShareAgreement, SharedCall
 from autopar.runtime.ranks.signatures import RankSignatures
 from autopar.runtime.ranks.world import World
-from autopar.runtime.run import Run
+from autopar.runtime.signatures.captures import BoundCall, CallArguments
+from autopar.runtime.step.call_runner import CallRunner
+from autopar.runtime.step.run import Run
 from cost_models.hardware.devices import Device
 
 
@@ -46,6 +46,7 @@ class RankCalls(CallRunner):
         self._shares = ShareAgreement(world, model, signatures.settings.batch_dim, self._agreement)
         self._per_rank = per_rank
         self._accumulates = False
+        self._profiles = False  # the call is one of a profiled step
         self._has_gradients = False  # the call that runs, as all ranks have agreed
         self._shared: SharedCall | None = None  # the call that runs, where ranks share its batch
         # Of the call that runs: how its outputs combine, its samples, and how many more meshes had it filled up with.
@@ -83,6 +84,15 @@ class RankCalls(CallRunner):
             self._accumulates = before
 
     @contextmanager
+    def profiling(self) -> Iterator[None]:
+        """Inside, calls are those of a profiled step, which all ranks profile."""
+        self._profiles = True
+        try:
+            yield
+        finally:
+            self._profiles = False
+
+    @contextmanager
     def _agreed_call(self, call: CallArguments, what: str) -> Iterator[CallArguments]:
         """The call that all ranks make, with the whole batch. `what`: its name, for the watcher."""
         with self._world.watcher.call(what), self._compared(call) as agreed:
@@ -109,6 +119,7 @@ class RankCalls(CallRunner):
             self._accumulates,
             str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else "",
             checksum_of(state),
+            self._profiles,
         )
         self._has_gradients = kind.grad
         raised = self._world.watcher.raised_calls

@@ -18,18 +18,18 @@ from autopar.capture.program import Program
 from autopar.lower.projection import project
 from autopar.lower.rerun_groups import rerunning
 from autopar.lower.stages import Lowered, StageProgram, replica
-from autopar.runtime.device_tensors import DeviceBuffer, ParameterLeaf, move
-from autopar.runtime.executable import Executable
-from autopar.runtime.ranks.apart_gradients import OwnGradientCheck
-from autopar.runtime.ranks.gradients import GradientSums
-from autopar.runtime.ranks.holders import StageGrid, with_sparse_gradients
-from autopar.runtime.ranks.look_ahead import look_ahead
-from autopar.runtime.ranks.messages import ExecutionMessages, messages
-from autopar.runtime.ranks.parameters import RankParameters
-from autopar.runtime.ranks.shapes import StageShapes
-from autopar.runtime.ranks.wire import Routes
+from autopar.runtime.ranks.gradients.apart_gradients import OwnGradientCheck
+from autopar.runtime.ranks.gradients.reduction import GradientSums
+from autopar.runtime.ranks.messages.look_ahead import look_ahead
+from autopar.runtime.ranks.messages.shapes import StageShapes
+from autopar.runtime.ranks.messages.tables import ExecutionMessages, messages
+from autopar.runtime.ranks.messages.wire import Routes
+from autopar.runtime.ranks.parameters.holders import StageGrid, with_sparse_gradients
+from autopar.runtime.ranks.parameters.own import Borrowed, RankParameters
 from autopar.runtime.ranks.world import World
-from autopar.runtime.stage_replica import ReplicaAction, StagePlacement, StageReplica, Work
+from autopar.runtime.stages.device_tensors import DeviceBuffer, ParameterLeaf, move
+from autopar.runtime.stages.executable import Executable
+from autopar.runtime.stages.stage_replica import ReplicaAction, StagePlacement, StageReplica, Work
 from autopar.schedule.clock import Action, Phase
 from cost_models.hardware.devices import Device
 
@@ -60,16 +60,27 @@ class RankExecutable(Executable):
         stages: Sequence[StageGrid],
         parameters: RankParameters,
         whole: Mapping[str, torch.Tensor],
+        borrowed: Sequence[Borrowed] = (),
         chunks: int = 1,
+        compiled: bool | str = False,
         watch_nan: bool = False,
     ) -> None:
         """`placements`: workers of other ranks are `RemoteWorker`s. `stages`: the ranks of every stage. `parameters`:
-        placed. `whole`: the tensors that the model was built with, by name."""
+        placed. `whole`: the tensors that the model was built with, by name. `borrowed`: see `RankParameters.borrowed`;
+        their values come with every call."""
         self.world, self.grids = world, tuple(stages)
         self._rank_parameters, self._whole = parameters, whole
+        self._borrowed = tuple(borrowed)
+        self._copies = {
+            one.name: torch.zeros_like(whole[one.name], device=world.device)
+            for one in borrowed
+            if world.rank in one.readers
+        }
         self._anchor = nn.Parameter(torch.zeros(()))  # for autograd: a rank may have no parameter at all
         self._messages: dict[TableKey, ExecutionMessages] = {}
-        super().__init__(program, lowered, placements, schedule, lookup, chunks=chunks, watch_nan=watch_nan)
+        super().__init__(
+            program, lowered, placements, schedule, lookup, chunks=chunks, compiled=compiled, watch_nan=watch_nan
+        )
         leaves = ((one.stage.index, leaf) for one in self.replicas for leaf in one.leaves)
         self.sums = GradientSums(parameters.buckets, leaves, world.device, world.carrier)
         self.slot = next((i for i, w in enumerate(self.workers) if not isinstance(w, RemoteWorker)), -1)
@@ -84,11 +95,15 @@ class RankExecutable(Executable):
             [first_names[id(whole[name])] for name in with_sparse_gradients(stage) if id(whole[name]) in first_names]
             for stage in lowered.stages
         ]
-        self.shapes = StageShapes(lowered, self._whole_tensor, program.device)
+        self.shapes = StageShapes(lowered, self.whole_tensor, program.device)
 
     def owner(self, microbatch: int) -> int:
         """The rank whose outputs and loss of a micro-batch count."""
         return self.routes.ranks[self.replica(self.n_stages - 1, microbatch).slot][0]
+
+    def computes_first(self, stage: int, microbatch: int) -> bool:
+        """Whether this rank runs a stage for a micro-batch, as the first of its mesh."""
+        return self.routes.ranks[self.replica(stage, microbatch).slot][0] == self.world.rank
 
     def _pairs(self) -> set[tuple[int, int]]:
         """Ranks that send each other messages, as (sender, receiver), whatever the number of micro-batches."""
@@ -141,6 +156,8 @@ class RankExecutable(Executable):
                 current = self._rank_parameters.read(parameter)
                 if leaf.tensor.data_ptr() != current.data_ptr():
                     leaf.tensor.data = current
+        for name, keeper, _ in self._borrowed:
+            self.world.broadcast(self._kept_or_copied(name), keeper)
         self._refresh_buffers()
 
     def collect_gradients(self) -> dict[int, torch.Tensor]:
@@ -177,7 +194,7 @@ class RankExecutable(Executable):
                 continue
             for name in stage.written_buffers:
                 here = self.world.rank in grid.all
-                like = self._whole_tensor(name)
+                like = self.whole_tensor(name)
                 tensor = self.tensor(name).data if here else torch.empty_like(like, device=self.world.device)
                 for device in range(len(grid.ranks[0])):
                     self._share(tensor, grid, device)
@@ -190,7 +207,23 @@ class RankExecutable(Executable):
 
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def _whole_tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._copies[name] if name in self._copies else super().tensor(name)
+
+    def kept_buffer(self, name: str) -> torch.Tensor:
+        """The model's buffer; where other ranks alone keep it, one whose values count nothing."""
+        try:
+            return self._lookup(name)
+        except AttributeError:
+            return torch.zeros_like(self.whole_tensor(name), device=self.world.device)
+
+    def _kept_or_copied(self, name: str) -> torch.Tensor:
+        """On this rank's device, as it travels."""
+        copied = self._copies.get(name)
+        return copied if copied is not None else self.kept_buffer(name).detach().to(self.world.device)
+
+    def whole_tensor(self, name: str) -> torch.Tensor:
+        """As the model was built with it; without values where it has been placed."""
         return self._whole[name] if name in self._whole else self._constants[name]
 
     def _move_tensors(self, placements: Sequence[StagePlacement]) -> list[nn.Parameter]:
@@ -225,7 +258,7 @@ class RankExecutable(Executable):
         leaves: dict[int, ParameterLeaf] = {}
         tensors: dict[str, torch.Tensor] = {}
         for piece in stage.pieces:
-            whole = self._whole_tensor(piece.name)
+            whole = self.whole_tensor(piece.name)
             if isinstance(whole, nn.Parameter):
                 parameter = self._rank_parameters.of(whole, piece)
                 if id(parameter) not in leaves:

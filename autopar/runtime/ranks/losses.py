@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.call import CallTensors
-from autopar.runtime.execution import Act
 from autopar.runtime.ranks.world import World
-from autopar.runtime.stage_replica import StageReplica
+from autopar.runtime.stages.stage_replica import StageReplica
+from autopar.runtime.step.call import CallTensors
+from autopar.runtime.step.execution import Act
 
 _DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))  # alike on all ranks
 

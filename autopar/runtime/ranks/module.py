@@ -14,16 +14,20 @@ from autopar.analysis.example import Example
 from autopar.errors import InputError
 from autopar.options import Data, PlanOptions
 from autopar.plan.plan import Plan
-from autopar.runtime.bound_signature import RunSettings
-from autopar.runtime.captures import CallArguments
 from autopar.runtime.module import PipelinedModule
 from autopar.runtime.ranks.agreement import compare
 from autopar.runtime.ranks.calls import RankCalls
-from autopar.runtime.ranks.parameters import RankParameters
+from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.planning import DecideTogether, plan_together
 from autopar.runtime.ranks.signatures import RankSignatures
+from autopar.runtime.ranks.step_records import profile_of_ranks
 from autopar.runtime.ranks.world import World
-from autopar.runtime.signatures import Decide
+from autopar.runtime.signatures.bound_signature import RunSettings
+from autopar.runtime.signatures.captures import CallArguments
+from autopar.runtime.signatures.known import Decide
+from autopar.runtime.stages.stage_code import GRAPHS
+from autopar.runtime.step_profile import StepProfile
+from autopar.runtime.step_recorder import StepRecorder
 from autopar.version import __version__
 from cost_models.hardware.devices import Device
 
@@ -106,18 +110,23 @@ class RankedModule(PipelinedModule):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _profiled(self, call: CallArguments) -> tuple[torch.Tensor, Any]:
-        raise InputError("train_step(profile=True) records the workers of one process; profile in one (devices=)")
+        with self._calls.profiling():
+            return super()._profiled(call)
+
+    def _profile_of(self, recorder: StepRecorder, plan: Plan, seconds: float, batch_size: int) -> StepProfile:
+        """Of all ranks, the same on each. Collective."""
+        with self._world.watcher.call("train_step"):
+            return profile_of_ranks(self._world, recorder.record(), plan, seconds, batch_size)
 
 
-def check_options(options: PlanOptions) -> PlanOptions:
+def check_options(options: PlanOptions, *, has_plan: bool) -> PlanOptions:
     """The options with which rank 0 plans. Raises InputError for those that ranks do not follow so far, all in one
-    message."""
+    message. `has_plan`: nothing is planned or priced."""
     refused = {
         "tune": options.tune not in (0, "auto"),
         "calibrate": options.calibrate,
         "candidates": bool(options.candidates),
-        "compile": bool(options.compile),
-        "batch_norm='deferred'": options.batch_norm == "deferred",
+        f"compile='{GRAPHS}'": options.compile == GRAPHS,
         "dynamic with sizes": isinstance(options.dynamic, Mapping),
         "verify": options.verify,
     }
@@ -125,6 +134,11 @@ def check_options(options: PlanOptions) -> PlanOptions:
     if named:
         raise InputError(
             f"{', '.join(named)}: not with one process a device so far; leave it out, or use one process (devices=)"
+        )
+    if options.compile and not has_plan:
+        raise InputError(
+            "compile= without a plan: one process a device cannot price compiled stages so far; give parallelize a "
+            "plan= made without compile=, or use one process (devices=)"
         )
     return replace(options, tune=0)  # plans to compare would run as threads of rank 0
 

@@ -22,7 +22,7 @@ from autopar.costs.measured import passes_of
 from autopar.costs.rank_costs import RankMeasurements
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
-from autopar.runtime.ranks.handling import measured_handling
+from autopar.runtime.ranks.messages.handling import measured_handling
 from autopar.runtime.ranks.one_message import on_all_ranks, sendable
 from autopar.runtime.ranks.places import Place, cores_of, numbered
 from autopar.runtime.ranks.world import World

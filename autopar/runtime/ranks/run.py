@@ -14,21 +14,22 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
-from autopar.runtime.execution import Act
-from autopar.runtime.mailbox import Address, Mailbox
-from autopar.runtime.outputs import OutputCollector
+from autopar.runtime.ranks.batch_statistics import share_statistics
 from autopar.runtime.ranks.executable import RankExecutable
-from autopar.runtime.ranks.gradients import GradientSums
+from autopar.runtime.ranks.gradients.reduction import GradientSums
 from autopar.runtime.ranks.losses import SharedLosses
-from autopar.runtime.ranks.packing import Values
-from autopar.runtime.ranks.parameters import RankParameters
-from autopar.runtime.ranks.shapes import SentValues
+from autopar.runtime.ranks.messages.packing import Values
+from autopar.runtime.ranks.messages.shapes import SentValues
+from autopar.runtime.ranks.messages.wire import Wire
+from autopar.runtime.ranks.parameters.own import RankParameters
 from autopar.runtime.ranks.shares import Shares
-from autopar.runtime.ranks.wire import Wire
 from autopar.runtime.ranks.world import World
-from autopar.runtime.run import Acts, Run
-from autopar.runtime.stage_replica import StageReplica, Work
-from autopar.runtime.transfers import as_leaf
+from autopar.runtime.stages.stage_replica import StageReplica, Work
+from autopar.runtime.step.execution import Act
+from autopar.runtime.step.mailbox import Address, Mailbox
+from autopar.runtime.step.outputs import OutputCollector
+from autopar.runtime.step.run import Acts, Run
+from autopar.runtime.step.transfers import as_leaf
 from autopar.schedule.clock import Phase
 
 _BACKWARDS = (Phase.BACKWARD, Phase.INPUT, Phase.WEIGHT)
@@ -45,7 +46,7 @@ class RankRun(Run):
         """`run`: the call as one process would run it, not started. `shares`: of a forward, where ranks share the
         batch, so that each starts the backward from its own samples. `accumulates`: leave gradients of ranks apart."""
         assert isinstance(run.executable, RankExecutable)
-        super().__init__(run.executable, run.call, run.lock, device_context=run._device_context)
+        super().__init__(run.executable, run.call, run.lock, device_context=run._device_context, recorder=run._recorder)
         self._rank_parameters = placed
         self._shares, self._accumulates = shares, accumulates
         self._made: dict[int, tuple[torch.Size, torch.dtype]] = {}  # the outputs of the forward that are tensors
@@ -202,8 +203,12 @@ class RankRun(Run):
             one.apart.put_back(parameters, stored)
 
     def _update_buffers(self) -> None:
-        super()._update_buffers()
-        self.executable.share_buffers()
+        one, statistics = self.executable, self.tensors.statistics
+        one.write_back()
+        if one.lowered.deferred:
+            share_statistics(statistics, one, self.call.n_microbatches)
+            statistics.update(one.lowered.deferred, one.kept_buffer)
+        one.share_buffers()
 
 
 def _followed_by(act: Act, sums: GradientSums) -> Act:

@@ -25,12 +25,12 @@ from autopar.capture.call_inputs import find_batch
 from autopar.capture.program import flattened
 from autopar.errors import InputError, warn
 from autopar.options import BatchDim
-from autopar.runtime.captures import BoundCall, CallArguments
-from autopar.runtime.loss_splits import default_target_dims
 from autopar.runtime.ranks.agreement import CallAgreement, CallKind, CallLeaves, content_of, described
-from autopar.runtime.ranks.channels import Pending
 from autopar.runtime.ranks.executable import RankExecutable
+from autopar.runtime.ranks.messages.channels import Pending
 from autopar.runtime.ranks.world import World
+from autopar.runtime.signatures.captures import BoundCall, CallArguments
+from autopar.runtime.signatures.loss_splits import default_target_dims
 
 Span = tuple[int, int]  # numbers of samples in the batch: the first, and the one after the last
 

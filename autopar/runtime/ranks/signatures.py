@@ -13,9 +13,16 @@ from torch import nn
 
 from autopar.analysis.loss import LossSplit
 from autopar.capture.program import flattened
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
+from autopar.lower.stages import Lowered
 from autopar.plan.plan import Plan
-from autopar.runtime.bound_signature import (
+from autopar.runtime.ranks.agreement import compare, digest, weights_digest
+from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
+from autopar.runtime.ranks.one_message import on_all_ranks
+from autopar.runtime.ranks.parameters.holders import StageGrid, check_supported, grids
+from autopar.runtime.ranks.parameters.own import Borrowed, RankParameters, hollow_stages, named_tensors
+from autopar.runtime.ranks.world import World
+from autopar.runtime.signatures.bound_signature import (
     BoundSignature,
     Lookup,
     RunSettings,
@@ -23,18 +30,12 @@ from autopar.runtime.bound_signature import (
     keeps_batch_whole,
     lowered_by,
 )
-from autopar.runtime.captures import BoundCall, CallArguments, Captures
-from autopar.runtime.loss_splits import default_target_dims
-from autopar.runtime.model_state import State
-from autopar.runtime.ranks.agreement import compare, digest, weights_digest
-from autopar.runtime.ranks.executable import RankExecutable, RemoteWorker
-from autopar.runtime.ranks.holders import StageGrid, check_supported, grids
-from autopar.runtime.ranks.one_message import on_all_ranks
-from autopar.runtime.ranks.parameters import RankParameters, hollow_stages, named_tensors
-from autopar.runtime.ranks.world import World
-from autopar.runtime.signatures import Decide, Signatures
-from autopar.runtime.stage_replica import StagePlacement
-from autopar.runtime.workers import Worker
+from autopar.runtime.signatures.captures import BoundCall, CallArguments, Captures
+from autopar.runtime.signatures.known import Decide, Signatures
+from autopar.runtime.signatures.loss_splits import default_target_dims
+from autopar.runtime.signatures.model_state import State
+from autopar.runtime.stages.stage_replica import StagePlacement
+from autopar.runtime.step.workers import Worker
 from autopar.version import __version__
 from cost_models.hardware.devices import Device
 
@@ -148,8 +149,11 @@ class RankSignatures(Signatures):
         lowered = lowered_by(plan, signature, stage_of, self.settings)
         whole, stages = named_tensors(self._model), grids(plan, self._rank_of)
         check_supported(plan, lowered, stages, whole)
+        borrowed: Sequence[Borrowed] = ()
         if self.parameters.placed:
             hollow_stages(lowered)
+            borrowed = self.parameters.borrowed(lowered, stages, whole)
+            _refuse_written(borrowed, lowered)
         else:
             self.parameters.place(plan, lowered, stages)
         executable = RankExecutable(
@@ -162,7 +166,9 @@ class RankSignatures(Signatures):
             stages=stages,
             parameters=self.parameters,
             whole=whole,
+            borrowed=borrowed,
             chunks=plan.chunks,
+            compiled=self.settings.compile,
             watch_nan=self.settings.watch_nan,
         )
         signature.plan = plan
@@ -206,6 +212,21 @@ class RankSignatures(Signatures):
     def _divisible(self, signature: BoundSignature, batch_size: int) -> BoundSignature:
         """The signature itself: `RankCalls` fills such a batch up, or refuses it."""
         return signature
+
+
+def _refuse_written(borrowed: Sequence[Borrowed], lowered: Lowered) -> None:
+    """Raise PlanError, on all ranks, where a stage would write a buffer that its ranks do not keep."""
+    keepers = {one.name: one.keeper for one in borrowed}
+    for stage in lowered.stages:
+        for name in stage.written_buffers:
+            if name in keepers:
+                raise on_all_ranks(
+                    PlanError(
+                        f"stage {stage.index} writes the buffer '{name}', which a first call of another mode placed on "
+                        f"rank {keepers[name]}: make the first call in the mode in which the model trains, with "
+                        "pm.train()"
+                    )
+                )
 
 
 def _number_of(split: LossSplit) -> int:

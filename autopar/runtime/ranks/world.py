@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from autopar.errors import InputError
 from autopar.lower import process_groups
-from autopar.runtime.ranks import leaving, places
-from autopar.runtime.ranks.attempts import start_group
-from autopar.runtime.ranks.channels import Channel, HostChannel, PairChannel, TaggedChannel
+from autopar.runtime.ranks import places
+from autopar.runtime.ranks.faults import leaving
+from autopar.runtime.ranks.faults.attempts import start_group
+from autopar.runtime.ranks.faults.watcher import Watcher, watch
+from autopar.runtime.ranks.messages.channels import Channel, HostChannel, PairChannel, TaggedChannel
 from autopar.runtime.ranks.one_message import on_all_ranks, shown_once
 from autopar.runtime.ranks.places import Place
 from autopar.runtime.ranks.rank_device import (
@@ -27,7 +29,6 @@ from autopar.runtime.ranks.rank_device import (
     sends_over_nccl,
 )
 from autopar.runtime.ranks.slurm import rank_variables
-from autopar.runtime.ranks.watcher import Watcher, watch
 from cost_models.hardware.devices import Device, parse_devices
 
 _CPU = torch.device("cpu")

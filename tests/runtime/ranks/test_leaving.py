@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from autopar.runtime.ranks.leaving import all_ended
-from autopar.runtime.ranks.watcher import Watcher
+from autopar.runtime.ranks.faults.leaving import all_ended
+from autopar.runtime.ranks.faults.watcher import Watcher
 
 # Handlers run in the reverse order: the first one registered sees what is left in the end.
 SCRIPT = """

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar import InputError
-from autopar.runtime.ranks.channels import HostChannel
+from autopar.runtime.ranks.messages.channels import HostChannel
 from autopar.runtime.ranks.places import Place
 from autopar.runtime.ranks.rank_device import check_devices, gpu_names, own_device, sends_over_nccl
 from autopar.runtime.ranks.signatures import _without_numbers

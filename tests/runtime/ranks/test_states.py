@@ -34,8 +34,8 @@ from autopar.costs.measured import measure_costs, with_shards
 from autopar.lower.sharded import Piece
 from autopar.planner.arrangement import Conditions
 from autopar.planner.price_sharded import predict_any
-from autopar.runtime.ranks.holders import StageGrid, holdings_of
-from autopar.runtime.ranks.state_parts import Finer, axis_orders
+from autopar.runtime.ranks.parameters.holders import StageGrid, holdings_of
+from autopar.runtime.ranks.parameters.state_parts import Finer, axis_orders
 from autopar.sharding.layouts import layouts
 from autopar.sharding.stage_sharding import Stored
 from cost_models import parse_devices

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from autopar import AutoparError
 from autopar.errors import InputError
-from autopar.runtime.ranks.attempts import attempt_number
-from autopar.runtime.ranks.failure import Failure, LostRankError, Position
-from autopar.runtime.ranks.raised_calls import RaisedCalls
-from autopar.runtime.ranks.watcher import TIMEOUT, TIMEOUT_VARIABLE, Watcher, timeout_given
+from autopar.runtime.ranks.faults.attempts import attempt_number
+from autopar.runtime.ranks.faults.failure import Failure, LostRankError, Position
+from autopar.runtime.ranks.faults.raised_calls import RaisedCalls
+from autopar.runtime.ranks.faults.watcher import TIMEOUT, TIMEOUT_VARIABLE, Watcher, timeout_given
 from autopar.schedule.clock import Phase
 
 

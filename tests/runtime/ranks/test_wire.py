@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rendezvous import Deadlock, PairQueues
 
 from autopar import AutoparError
-from autopar.runtime.mailbox import Aborted, Address
-from autopar.runtime.ranks.look_ahead import LEAST, look_ahead
-from autopar.runtime.ranks.messages import ExecutionMessages, messages
-from autopar.runtime.ranks.packing import MOST_PACKED, Packing, SentTensor, Values
-from autopar.runtime.ranks.wire import Routes, Wire
+from autopar.runtime.ranks.messages.look_ahead import LEAST, look_ahead
+from autopar.runtime.ranks.messages.packing import MOST_PACKED, Packing, SentTensor, Values
+from autopar.runtime.ranks.messages.tables import ExecutionMessages, messages
+from autopar.runtime.ranks.messages.wire import Routes, Wire
+from autopar.runtime.step.mailbox import Aborted, Address
 from autopar.schedule.builders import make_schedule
 from autopar.schedule.clock import Action, Phase
 

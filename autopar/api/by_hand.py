@@ -1,0 +1,51 @@
+"""What `Plan.by_hand` and `Plan.from_configuration` call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.analysis.example import LossFunction, capture_example, example_ahead
+from autopar.api.cluster_plans import cluster_pricer
+from autopar.options import PlanOptions
+from autopar.plan.display import by_hand
+from autopar.plan.plan import Plan
+from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
+from autopar.planner.pricers import with_pricer
+from autopar.report.progress import progress_bar
+from autopar.runtime.arguments import Devices, check_module, devices_at_hand, need_example, need_target
+from autopar.runtime.ranks.world import joined
+from cost_models import Cluster
+
+
+@by_hand.register
+def _by_hand(
+    model: nn.Module,
+    devices: Devices,
+    degrees: Mapping[str, Any],
+    *,
+    example_args: tuple[Any, ...] | None,
+    example_kwargs: dict[str, Any] | None,
+    target: Any,
+    loss_fn: LossFunction | None,
+    optimizer: str,
+    **how: Any,
+) -> Plan:
+    """See `Plan.by_hand`. `how`: `launch`, `precision`, `optimizer_step` and `overlap`."""
+    check_module(model)
+    options = PlanOptions(optimizer=optimizer, **how)
+    args, kwargs = need_example("a plan by hand", example_args, example_kwargs)
+    need_target(loss_fn, target)
+    with progress_bar() as progress:
+        if isinstance(devices, Cluster) and not devices.at_hand:
+            example = example_ahead(model, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None, strict=False)
+            return with_pricer(
+                plan_by_hand(example, devices, options, degrees, progress), cluster_pricer(example, devices, options)
+            )
+        parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
+        example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+        if all(device.torch_device.type == "cpu" for device in parsed):
+            return plan_by_hand_for_workers(example, parsed, options, degrees, progress)
+        return plan_by_hand(example, Cluster.from_devices(list(parsed)), options, degrees, progress)

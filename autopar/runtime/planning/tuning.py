@@ -1,0 +1,227 @@
+"""Plans that run before one is followed: the fastest wins, whatever was predicted.
+
+tune="auto"   the plan of the search; the best one on one device, without shards, without replicas, the plain model
+tune=4        the four best plans of the search
+candidates    the user's plans, beside either
+
+A B C D   A B C D   A B C D  ...
+warm up | these steps count
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from autopar.analysis.example import Example
+from autopar.costs.call_signature import call_signature
+from autopar.costs.cost_graph import CostGraph
+from autopar.costs.cost_table import Progress
+from autopar.costs.history import Record, remember
+from autopar.costs.measured import measurement_cache
+from autopar.costs.present_speed import PresentSpeed
+from autopar.costs.shared_hardware import one_worker_per_gpu
+from autopar.errors import InfeasibleError, InputError, PlanError, without_warnings
+from autopar.options import PlanOptions
+from autopar.plan.plan import Plan
+from autopar.plan.stage import Stage
+from autopar.planner.inter_op.config import MeshChoices
+from autopar.planner.search import find_plans, make_plan
+from autopar.planner.search_options import SearchOptions
+from autopar.runtime.comparing.contestants import (
+    ComparedCall,
+    Rounds,
+    contestants,
+    memory_in_turn,
+    priced,
+    steps_in_turn,
+)
+from autopar.runtime.comparing.parameter_copies import keeps_parameters
+from autopar.runtime.planning.calibration import at_present_speed
+from autopar.runtime.signatures.bound_signature import RunSettings
+from cost_models import Device, bytes_text, signature_key
+from cost_models.hardware.devices import available_memory
+
+log = logging.getLogger(__name__)
+
+_STEPS = 5  # of every plan, after one that warms up
+_LEAST_SECONDS = 0.05  # that every plan runs with tune="auto": shorter steps vary more
+# tune="auto" takes no longer than this share of the seconds of measuring operators and searching, or than this many
+# seconds if that is more; but of every plan one step counts.
+_SHARE = 0.5
+_BUDGET = 0.3
+_SAME = 0.05  # with tune="auto", plans whose steps differ by less count as equally fast
+
+Steps = Mapping[str, tuple[float, ...]]  # plan -> s of each step that counts
+
+
+def tuned(
+    example: Example,
+    costs: CostGraph,
+    options: PlanOptions,
+    search: SearchOptions,
+    spent: float,
+    progress: Progress,
+    meshes: MeshChoices | None = None,
+) -> Plan:
+    """The plan that ran fastest, with predictions for the machine as it is now if the whole model was one of those that
+    ran (`PresentSpeed`). `spent`: seconds that planning has taken so far. `meshes`: that stages may have.
+
+    Copies of the model run, so that the user's stays as it is. With `options.cache`, the predicted and measured seconds
+    go into the history of predictions, and tune="auto" remembers them, so that the same call is planned the same way.
+    Raises like `make_plan`.
+    """
+    auto = options.tune == "auto"
+    plans = dict(
+        _automatic(costs, search, meshes) if auto else _best_predicted(costs, search, int(options.tune), meshes)
+    )
+    plans |= options.candidates or {}
+    first = next(iter(plans.values()))
+    if auto and len(plans) == 1:
+        return first
+    ready = priced(plans, example, costs, search)
+    lacking = _lacking_memory(ready, costs.devices, example)
+    if auto and lacking:
+        return _with_note(first, f"not measured beside other plans: {lacking}")
+    devices, how = (
+        [(d.kind, d.threads) for d in costs.devices],
+        (options.batch_norm, options.compile, options.watch_nan),
+    )
+    # The plain model runs with as many threads as the caller has set.
+    key = signature_key(
+        "tuned", call_signature(example, costs.devices), devices, torch.get_num_threads(), how, _keys(ready)
+    )
+    with measurement_cache(options.cache) as cache:
+        steps = cache.get(key, partial(_from_json, names=ready.keys())) if cache is not None and auto else None
+        if steps is None:
+            rounds = Rounds(1, _LEAST_SECONDS, max(_BUDGET, _SHARE * spent)) if auto else Rounds(_STEPS)
+            steps = _run(ComparedCall(example, RunSettings.of(options)), ready, costs.devices, rounds, progress)
+            if cache is not None:
+                cache.put(key, steps)
+                known = [(ready[name], seconds) for name, seconds in steps.items() if ready[name].predicted_step_time]
+                remember([Record.of(p, example.model, costs.devices, s, source="tune") for p, s in known])
+    speed = PresentSpeed.of((ready[name], seconds) for name, seconds in steps.items())
+    return at_present_speed(_fastest(plans, ready, steps, _SAME if auto else 0.0), speed)
+
+
+def _best_predicted(
+    costs: CostGraph, search: SearchOptions, most: int, meshes: MeshChoices | None
+) -> Iterator[tuple[str, Plan]]:
+    for rank, plan in enumerate(find_plans(costs, search, most, meshes), 1):
+        yield f"automatic {rank}", plan
+
+
+def _automatic(costs: CostGraph, search: SearchOptions, meshes: MeshChoices | None) -> Iterator[tuple[str, Plan]]:
+    """The plan of the search, and what the search finds with less, as far as the user's options and hints allow it."""
+    best = make_plan(costs, search, meshes)
+    yield "automatic", best
+    seen = [_decision(best)]
+    if _runs_the_model(best):
+        return
+    tries = []
+    for device in {device.kind: device for device in reversed(one_worker_per_gpu(costs).devices)}.values():
+        alone = replace(costs, devices=(device,))
+        where = "" if len({d.kind for d in costs.devices}) == 1 else f" on {device.name}"
+        if search.n_microbatches in (None, 1):
+            tries.append((f"plain model{where}", alone, replace(search, n_microbatches=1)))
+        tries.append((f"one device{where}", alone, search))
+    if any(stage.shards > 1 for stage in best.stages):
+        tries.append(("without shards", costs, search))
+    tries.append(("without replicas", costs, replace(search, max_replicas=1)))
+    for name, those, limited in tries:
+        try:
+            plan = make_plan(those, limited)
+        except (InfeasibleError, InputError, PlanError) as error:
+            log.info("%s is not measured: %s", name, error)
+            continue
+        if _decision(plan) not in seen:
+            seen.append(_decision(plan))
+            yield name, replace(plan, devices=best.devices, device_kinds=best.device_kinds)
+
+
+def _runs_the_model(plan: Plan) -> bool:
+    """Whether the plan is the plain model on one device."""
+    return len(plan.used_devices) == 1 and plan.n_microbatches == 1 and not any(s.mode for s in plan.stages)
+
+
+def _decision(plan: Plan) -> tuple[Any, ...]:
+    stages = [(s.devices, s.operators, s.mode, str(_strategies(s))) for s in plan.stages]
+    return stages, plan.n_microbatches, plan.schedule, plan.split
+
+
+def _strategies(stage: Stage) -> tuple[Any, ...]:
+    """What a sharded stage decides."""
+    one = stage.sharding
+    return () if one is None else (one.mesh, one.strategies, one.parameters, one.redistributions)
+
+
+def _keys(plans: Mapping[str, Plan]) -> list[Any]:
+    return [(name, _decision(plan)) for name, plan in plans.items()]
+
+
+def _lacking_memory(plans: Mapping[str, Plan], devices: tuple[Device, ...], example: Example) -> str:
+    """Why the plans cannot run in turn, each on its copy of the model; "" if they can."""
+    shared, model = keeps_parameters(example), example.model
+    tensors = [*model.buffers(), *(() if shared else model.parameters())]
+    copied = sum(t.nbytes for t in tensors if t.device.type == "cpu")
+    free = available_memory(torch.device("cpu"))
+    if copied > free:  # a copy is made before it moves to its devices
+        return f"a copy of the model needs {bytes_text(copied)}, the host has {bytes_text(free)}"
+    needed = memory_in_turn(plans.values(), devices, shared=shared)
+    for device in devices:
+        place = device.name if device.name in needed else str(device.torch_device)
+        free = available_memory(device.torch_device)
+        if needed.get(place, 0) > free:
+            return f"{len(plans)} plans in turn need {bytes_text(needed[place])}, {place} has {bytes_text(free)}"
+    return ""
+
+
+def _run(
+    call: ComparedCall, plans: Mapping[str, Plan], devices: tuple[Device, ...], rounds: Rounds, progress: Progress
+) -> dict[str, tuple[float, ...]]:
+    # What plans would warn of matters for the one that is followed: it will warn by itself.
+    with without_warnings(), contestants(call, plans, devices, progress) as ready:
+        steps = steps_in_turn(ready, devices, rounds, progress)
+    return {contestant.name: seconds for contestant, seconds in zip(ready, steps, strict=True)}
+
+
+def _from_json(value: Any, names: Any) -> dict[str, tuple[float, ...]]:
+    """Cached steps of the plans `names`. Raises ValueError for anything else."""
+    steps = {name: tuple(map(float, seconds)) for name, seconds in value.items()}
+    if steps.keys() != set(names) or not all(s and all(0 < x < math.inf for x in s) for s in steps.values()):
+        raise ValueError("cached steps must be finite seconds > 0 of the plans that are compared")
+    return steps
+
+
+def _fastest(plans: Mapping[str, Plan], ready: Mapping[str, Plan], steps: Steps, same: float) -> Plan:
+    """The plan with the fastest steps, with a note on all of them; of those within `same`, the one with fewest devices.
+
+    `ready`: the plans with their predictions.
+    """
+    measured = {name: median(seconds) for name, seconds in steps.items()}
+    least = min(measured.values())
+    near = [name for name in measured if measured[name] <= least * (1 + same)]
+    best = min(near, key=lambda name: (len(ready[name].used_devices), ready[name].n_microbatches, measured[name]))
+    # A plan of the search keeps its bounds and its explanation, which pricing drops. A user's plan that names modules
+    # is complete only once it is priced.
+    plan = ready[best] if plans[best].split else plans[best]
+    plan = replace(plan, predicted_step_time=ready[best].predicted_step_time, measured_step_time=measured[best])
+    listed = [
+        f"{'*' if name == best else ''}{name} {(ready[name].predicted_step_time or 0.0) * 1e3:.4g} / "
+        f"{seconds * 1e3:.4g} ms"
+        for name, seconds in measured.items()
+    ]
+    n = len(steps[best])
+    note = f"tuned over {n} step{'s' if n > 1 else ''} each, predicted / measured: {', '.join(listed)} (* is followed)"
+    return _with_note(plan, note)
+
+
+def _with_note(plan: Plan, note: str) -> Plan:
+    return replace(plan, notes=(*plan.notes, note))

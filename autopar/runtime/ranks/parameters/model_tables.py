@@ -1,0 +1,167 @@
+"""The tables of a model's modules on one rank, and what a user assigns to them after the parameters were placed.
+
+```
+   name          shown to the user          inside `whole()`, while a call is bound to its program
+   0.weight      this rank's DTensor        the parameter that the model was built with, hollow
+   8.weight      nothing: another rank's    the same
+   0.running     this rank's buffer         the same buffer
+```
+A buffer that is assigned anew counts from then on, as in one process: on all ranks, also on those whose table lost the
+name. A parameter that is assigned anew would be whole, on every rank, and in no process group: it is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+
+_COPY = (
+    "write the values into the placed one (with torch.no_grad(): p.copy_(torch.distributed.tensor.distribute_tensor("
+    "values, p.device_mesh, p.placements))), or assign it before the first call"
+)
+
+
+@dataclass
+class _Entry:
+    """One name in a table."""
+
+    module: nn.Module
+    table: dict[str, Any]
+    name: str
+    path: str  # the name in the model
+    before: torch.Tensor
+    after: torch.Tensor | None  # None: this rank does not have it
+    dtype: torch.dtype  # in which it was placed
+    built: torch.Tensor  # `before` at first: others know it by its id, which must not become that of another tensor
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.before, nn.Parameter)
+
+
+class ModelTables:
+    """All names of parameters and buffers, once they are placed."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def place(self, model: nn.Module, new: Mapping[int, torch.Tensor | None]) -> None:
+        """From now on the model has `new`, by id of the tensor that it was built with; None: nothing."""
+        for path, module in model.named_modules():
+            for table in (module._parameters, module._buffers):
+                for name, before in table.items():
+                    if before is not None:
+                        full = f"{path}.{name}" if path else name
+                        entry = _Entry(module, table, name, full, before, new[id(before)], before.dtype, before)
+                        self._entries.append(entry)
+        _show((entry, entry.after) for entry in self._entries)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the model has all the tensors that it was built with, those that were placed without values."""
+        shown = [(entry, entry.table.get(entry.name)) for entry in self._entries]  # also what `follow` has not seen yet
+        _show((entry, entry.before) for entry in self._entries)
+        self._order({id(entry.table) for entry, value in shown if value is None})
+        try:
+            yield
+        finally:
+            _show(shown)
+            _show((entry, entry.after) for entry in self._entries[len(shown) :])  # placed inside
+
+    def _order(self, tables: Collection[int]) -> None:
+        """Have tables, by id, list what the model was built with in its first order, then what has come since: captures
+        follow that order, and it must be the same on ranks that keep a tensor and on those that do not."""
+        by_table: defaultdict[int, list[_Entry]] = defaultdict(list)
+        for entry in self._entries if tables else ():
+            by_table[id(entry.table)].append(entry)
+        for key in tables:
+            table, first = by_table[key][0].table, [entry.name for entry in by_table[key]]
+            for name in [*first, *(name for name in table if name not in first)]:
+                table[name] = table.pop(name)
+
+    def follow(self) -> str:
+        """Take over the buffers that were assigned since the last call. Returns why the call must be refused; "" if it
+        need not."""
+        for entry in self._entries:
+            after = entry.after
+            found: Any = entry.table.get(entry.name)
+            if found is after and (after is None or after.dtype is entry.dtype):
+                # Without its name in a table, a module keeps what is assigned to it as any other attribute.
+                if after is not None or entry.name not in entry.module.__dict__:
+                    continue
+                found = entry.module.__dict__[entry.name]
+            if (problem := _problem(entry, found)) != "":
+                return problem
+            entry.module.__dict__.pop(entry.name, None)
+            entry.before = found
+            if after is not None:
+                entry.after = found
+            else:
+                entry.table.pop(entry.name, None)
+        return ""
+
+    def check_known(self, model: nn.Module) -> None:
+        """Inside `whole`, raise InputError for parameters that came into the model since: no rank was given them."""
+        known, modules = {id(entry.before) for entry in self._entries}, {entry.module for entry in self._entries}
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in known:
+                    full = f"{path}.{name}" if path else name
+                    what = (
+                        f"parameter '{full}' was registered" if module in modules else f"module '{path}' was assigned"
+                    )
+                    raise InputError(
+                        f"{what} after the plan had placed the model on ranks, so that '{full}' is on none: write "
+                        "values into the parameters that were there, or change the model before its first call"
+                    )
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The names of all tensors of which this rank has a part."""
+        return frozenset(entry.path for entry in self._entries if entry.after is not None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank has a part of every parameter."""
+        return all(entry.after is not None for entry in self._entries if entry.is_parameter)
+
+
+def _show(values: Iterable[tuple[_Entry, torch.Tensor | None]]) -> None:
+    """Put values into the tables; None: take the name out."""
+    for entry, value in values:
+        if value is None:
+            entry.table.pop(entry.name, None)
+        else:
+            entry.table[entry.name] = value
+
+
+def _problem(entry: _Entry, found: Any) -> str:
+    """Why what is found under a name cannot take its place; "" if it can."""
+    what = f"{'parameter' if entry.is_parameter else 'buffer'} '{entry.path}'"
+    if isinstance(found, torch.Tensor) and found is entry.after:
+        return (
+            f"{what} is {found.dtype} and was {entry.dtype} when the plan placed it on ranks: convert the model before "
+            "its first call"
+        )
+    if not isinstance(found, torch.Tensor):
+        return f"{what} was removed after the plan had placed it on ranks: change the model before its first call"
+    if entry.is_parameter:
+        return f"{what} was assigned anew after the plan had placed it on ranks: {_COPY}"
+    if isinstance(found, nn.Parameter) or (found.shape, found.dtype) != (entry.before.shape, entry.dtype):
+        was, now = (f"{tuple(one.shape)} {one.dtype}" for one in (entry.before, found))
+        return (
+            f"{what} is {now} and was {was} when the plan placed it on ranks: assign a tensor like the one before, or "
+            "change the model before its first call"
+        )
+    return ""

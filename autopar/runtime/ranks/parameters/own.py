@@ -1,0 +1,372 @@
+"""The model's parameters on one rank: what its stages read, as DTensors under their original names, and nothing else.
+
+```
+   the model's tables before      embed.weight, h.0.weight, h.1.weight, head.weight     whole, on every rank
+   rank 0 afterwards              embed.weight, h.0.weight                              DTensors on the mesh of stage 0
+   rank 1 afterwards              h.1.weight, head.weight                               DTensors on the mesh of stage 1
+```
+A mesh has one device where a stage is not sharded: optimizers take lists of DTensors, or of plain tensors, not both.
+
+Captures need the whole model's shapes. While a call is bound to its program (`whole`), the tables have the parameters
+that the model was built with again, but hollow: a single NaN in memory, which every entry of the tensor reads.
+
+An optimizer that was made before the parameters were placed has the old ones. It gets the new ones then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from itertools import compress
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.capture import torch_private
+from autopar.errors import InputError, PlanError
+from autopar.lower.sharded import Piece
+from autopar.lower.stages import Lowered
+from autopar.plan.plan import Plan
+from autopar.runtime.initial_values.missing_values import follow, hollow, is_hollow
+from autopar.runtime.ranks.gradients.apart_gradients import ApartGradients
+from autopar.runtime.ranks.gradients.buckets import Bucket, buckets_of
+from autopar.runtime.ranks.gradients.gathered import GatheredValues
+from autopar.runtime.ranks.parameters.frozen_parameters import FrozenParameters
+from autopar.runtime.ranks.parameters.holders import Holding, StageGrid, holdings
+from autopar.runtime.ranks.parameters.model_changes import ModelChanges
+from autopar.runtime.ranks.parameters.model_tables import ModelTables
+from autopar.runtime.ranks.parameters.optimizer_watch import OptimizerWatch
+from autopar.runtime.ranks.parameters.optimizers import check_works
+from autopar.runtime.ranks.world import World, current
+from autopar.runtime.stages.device_tensors import move
+from autopar.sharding.layouts import placements
+
+_of_this_process: WeakSet[RankParameters] = WeakSet()
+
+
+def known_by(tensors: Sequence[torch.Tensor]) -> list[RankParameters]:
+    """The ranks' parameters that some of `tensors` are of, or were before they were placed. None in one process.
+
+    Without any tensor, as where a rank has nothing of a layer: those of any model on ranks.
+    """
+    placed = [one for one in _of_this_process if one.placed]
+    if not tensors:
+        return [one for one in placed if one.world is current()]
+    return [one for one in placed if any(map(one.has, tensors))]
+
+
+class Borrowed(NamedTuple):
+    """A buffer of the model that ranks read without keeping it."""
+
+    name: str
+    keeper: int  # rank
+    readers: tuple[int, ...]  # ranks
+
+
+class RankParameters:
+    """What this rank holds of the model, once a plan has placed it."""
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self._world, self._model = world, model
+        _of_this_process.add(self)
+        self._meshes: dict[StageGrid, DeviceMesh] = {}
+        self._tables = ModelTables()
+        self.changes = ModelChanges(world, self._tables)
+        self._new: dict[int, torch.Tensor | None] = {}  # by id of the tensor that the model was built with
+        self._holdings: dict[int, dict[int, Holding]] = {}
+        self._gathered = GatheredValues(world.carrier)
+        self.buckets: tuple[Bucket, ...] = ()  # of parameters that other ranks read, too
+        self.parameters: dict[int, nn.Parameter] = {}  # this rank's, by id
+        self._old: dict[int, int] = {}  # by id of this rank's parameter, that of the tensor before
+        self.apart = ApartGradients(world)
+        self._watch = OptimizerWatch(world, self)
+        self.failed = False  # a call failed here, so that the ranks may be out of step
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    @property
+    def placed(self) -> bool:
+        return bool(self._tables)
+
+    # -- placing ----------------------------------------------------------------------------------------------------
+
+    def place(self, plan: Plan, lowered: Lowered, stages: Sequence[StageGrid]) -> None:
+        """Keep what this rank's stages read, and free the rest. All ranks place at the same time.
+
+        Raises InputError for gradients that it would lose, PlanError for tied weights that stages cut differently.
+        """
+        tensors = named_tensors(self._model)
+        grown = next((name for name, t in tensors.items() if t.grad is not None), None)
+        if grown is not None:
+            raise InputError(
+                f"'{grown}' has a gradient from before; call model.zero_grad() before the first pipelined call"
+            )
+        self._holdings = holdings(plan, lowered, stages, tensors)
+        self._make_meshes(plan, stages)
+        every = [h for by_rank in self._holdings.values() for h in by_rank.values()]
+        trained = [self._holdings.get(id(t), {}) for t in tensors.values() if isinstance(t, nn.Parameter)]
+        shared = (len(h.together) > 1 and len(h.row) == 1 for by_rank in trained for h in by_rank.values())
+        self.apart.is_shared = any(shared)
+        groups = self._world.groups([ranks for h in every for ranks in (h.row, h.together)])
+        for key, tensor in {id(t): t for t in tensors.values()}.items():
+            self._new[key] = self._kept(tensor, stages)
+        self._free(lowered, {id(t): t for t in tensors.values()})
+        self.buckets = buckets_of(self._world.rank, self._holdings, self._new, groups)
+        self._gathered.follow(self.buckets)
+        own = {key: new for key, new in self._new.items() if new is not None}
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        frozen = {id(p) for p in self._model.parameters() if not p.requires_grad}
+        self.changes.placed(FrozenParameters(names, self._holdings, own, frozen))
+        self._tables.place(self._model, self._new)
+        self._watch.placed(self)
+
+    def _make_meshes(self, plan: Plan, stages: Sequence[StageGrid]) -> None:
+        for stage, grid in zip(plan.stages, stages, strict=True):
+            if grid not in self._meshes:
+                axes = grid.ordered(stage.sharding.axes) if stage.sharding is not None else ()
+                names = (*(("replica",) if len(grid.ranks) > 1 else ()), *axes) or ("device",)
+                device = self._world.device
+                self._meshes[grid] = DeviceMesh(device.type, torch.from_numpy(grid.grid), mesh_dim_names=names)
+                if self._world.rank in grid.all:
+                    for dim in range(len(names)):
+                        self._world.connect(self._meshes[grid].get_group(dim))
+
+    def lines(self, grid: StageGrid) -> tuple[str, ...]:
+        """The names of the process groups of this rank's lines along the axes of a stage's mesh."""
+        mesh = self._meshes[grid]
+        first = mesh.ndim - len(grid.mesh)
+        return tuple(mesh.get_group(first + grid.order.index(axis)).group_name for axis in range(len(grid.mesh)))
+
+    def _kept(self, tensor: torch.Tensor, stages: Sequence[StageGrid]) -> torch.Tensor | None:
+        """What this rank has in the place of a parameter or buffer. One that no stage reads, every rank keeps."""
+        held = self._holdings.get(id(tensor))
+        if held is None:
+            return tensor
+        mine = held.get(self._world.rank)
+        if mine is None:
+            return None
+        device = self._world.device
+        if not isinstance(tensor, nn.Parameter):
+            move(tensor, device)
+            return tensor
+        grid, piece = stages[mine.stage], mine.piece
+        mesh = self._meshes[grid]
+        layout = placements(grid.ordered(mine.layout)) if grid.mesh else (Replicate(),)
+        layout = (Replicate(),) * (mesh.ndim - len(layout)) + tuple(layout)
+        if piece.whole and not is_hollow(tensor):
+            read = tensor.detach().to(device)
+        else:
+            taken = piece.taken(tensor.detach())
+            read = torch.empty_like(taken, device=device, memory_format=torch.contiguous_format).copy_(taken)
+        local = mine.taken(read).clone() if len(mine.row) > 1 else read
+        whole = DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        new = nn.Parameter(whole, tensor.requires_grad)
+        torch_private.keep_hooks_and_attributes(tensor, new)
+        self.parameters[id(new)] = new
+        self._old[id(new)] = id(tensor)
+        if len(mine.row) > 1:
+            self._gathered.add(id(new), read)
+        return new
+
+    def _free(self, lowered: Lowered, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Give the memory of parameters back that this rank keeps elsewhere, or not at all."""
+        for key, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter) and key in self._holdings:
+                tensor.data = hollow(tensor.shape, tensor.dtype)
+        hollow_stages(lowered)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, the model has all the parameters that it was built with, those that were placed without values."""
+        return self._tables.whole()
+
+    def check_known(self) -> None:
+        """Inside `whole`, raise InputError for parameters that the model did not have when they were placed."""
+        if self._tables:
+            self._tables.check_known(self._model)
+
+    # -- use --------------------------------------------------------------------------------------------------------
+
+    def of(self, tensor: torch.Tensor, piece: Piece) -> nn.Parameter:
+        """This rank's parameter in the place of the one that the model was built with. Raises PlanError for another
+        piece of it than it has."""
+        held = self._holdings.get(id(tensor), {}).get(self._world.rank)
+        new = self._new.get(id(tensor))
+        if (
+            held is None
+            or not isinstance(new, nn.Parameter)
+            or (held.piece.layout, held.piece.place)
+            != (
+                piece.layout,
+                piece.place,
+            )
+        ):
+            raise PlanError(
+                f"rank {self._world.rank} needs '{piece.name}' for a call of another mode or size than the first, and "
+                "the plan placed it elsewhere; make the plan in the mode in which the model trains"
+            )
+        return new
+
+    def borrowed(
+        self, lowered: Lowered, stages: Sequence[StageGrid], whole: Mapping[str, torch.Tensor]
+    ) -> list[Borrowed]:
+        """The buffers that stages read on ranks that do not keep them. Collective; the same on all ranks.
+
+        The first plan's stages keep them. A call of another mode may read a buffer in another stage.
+        """
+        kept, rank = self._tables.kept, self._world.rank
+        mine = [
+            piece.name
+            for stage, grid in zip(lowered.stages, stages, strict=True)
+            for piece in stage.pieces
+            if rank in grid.all and piece.name in whole and not isinstance(whole[piece.name], nn.Parameter)
+        ]
+        needed = sorted(set(mine) - kept)
+        wanted = self._world.gathered(needed)
+        names = sorted({name for theirs in wanted for name in theirs})
+        keepers = self._world.gathered([name in kept for name in names]) if names else []
+        return [
+            Borrowed(
+                name,
+                next(rank for rank, theirs in enumerate(keepers) if theirs[place]),
+                tuple(rank for rank, theirs in enumerate(wanted) if name in theirs),
+            )
+            for place, name in enumerate(names)
+        ]
+
+    def refresh(self) -> None:
+        """Gather the parts of parameters that have changed on some rank. Collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._gathered.refresh(lambda key: _own_part(self.parameters[key]))
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made a step with this rank's parameters."""
+        self._gathered.stepped(id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank's stages read of one of its parameters; it shares the memory, where the rank stores that."""
+        gathered = self._gathered.get(id(parameter))
+        return _own_part(parameter) if gathered is None else gathered
+
+    def as_stored(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of what the rank stores of a parameter, as autograd adds it to the parameter's."""
+        like = self.parameters[key]
+        assert isinstance(like, DTensor)
+        return torch_private.part_like(gradient, like)
+
+    def add_gradient(self, key: int, gradient: torch.Tensor) -> None:
+        """Add a gradient of what the rank stores of a parameter to the parameter's `.grad`, as autograd does."""
+        parameter = self.parameters[key]
+        before, like = parameter.grad, parameter
+        assert isinstance(like, DTensor)
+        if before is None:
+            parameter.grad = self.as_stored(key, gradient)
+        elif isinstance(before, DTensor) and before.placements == like.placements:
+            torch_private.part_of(before).add_(gradient)
+        else:  # the user's own
+            before.add_(self.as_stored(key, gradient))
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer that has parameters from before the placing this rank's instead.
+
+        Raises InputError if it has made steps with them.
+        """
+        follow(optimizer)
+        for group in optimizer.param_groups:
+            old = [p for p in group["params"] if id(p) in self._new and self._new[id(p)] is not p]
+            if not old:
+                continue
+            self._restart(optimizer, old)
+            if any(optimizer.state.get(p) for p in old):
+                raise InputError(
+                    "the optimizer has states of parameters that have since been placed on ranks; make it anew from "
+                    "pm.parameters() after the first call, or give parallelize example_args= and make it then"
+                )
+            present = [self._new.get(id(p), p) is not None for p in group["params"]]
+            if "param_names" in group:
+                group["param_names"] = list(compress(group["param_names"], present))
+            # In place: LBFGS keeps the list.
+            group["params"][:] = [self._new.get(id(p), p) for p in compress(group["params"], present)]
+
+    def check_works(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise InputError for an optimizer that cannot step this rank's parameters."""
+        check_works(optimizer, self._names, len(self._meshes))
+
+    def _restart(self, optimizer: torch.optim.Optimizer, old: Sequence[torch.Tensor]) -> None:
+        """Have this rank's parameters begin with what those from before have of no step: Adagrad's first sums, and the
+        counters that L-BFGS keeps with its first parameter."""
+        for p in old:
+            new, state = self._new[id(p)], optimizer.state.get(p)
+            if not state:
+                continue
+            if not any(isinstance(value, torch.Tensor) for value in state.values()):
+                del optimizer.state[p]
+                if new is not None:
+                    optimizer.state[new] = state
+            elif isinstance(optimizer, torch.optim.Adagrad) and not state["step"]:
+                del optimizer.state[p]
+                if new is not None:
+                    start = state["sum"].flatten()[0].item() if p.numel() else 0.0
+                    optimizer.state[new] = {"step": state["step"], "sum": torch.full_like(new.detach(), start)}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is this model's, from before or after the placing."""
+        return id(tensor) in self._new or id(tensor) in self.parameters
+
+    def has_any(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model, from before or after the placing."""
+        own = {id(p) for p in self._model.parameters()} if not self.placed else ()
+        return any(id(p) in own or self.has(p) for group in optimizer.param_groups for p in group["params"])
+
+    def present(self, given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parameters in the places of `given`, which may be from before the placing; each once."""
+        found = {id(p): p for p in (self._new.get(id(g), g) for g in given) if p is not None}
+        return list(found.values())
+
+    def is_first_holder(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank's stage is the first of those that hold a parameter: several do if it is tied."""
+        by_rank = self._holdings[self._old[id(parameter)]]
+        return by_rank[self._world.rank].stage == min(held.stage for held in by_rank.values())
+
+    def is_first_of_its_sum(self, key: int) -> bool:
+        """Whether this rank is the first of those that add up their gradients of its parameter with the id `key`."""
+        return self._holdings[self._old[key]][self._world.rank].together[0] == self._world.rank
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """This rank's parameters, once placed."""
+        return list(self._model.named_parameters())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank has a part of every parameter."""
+        return self._tables.is_complete
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """By id of this rank's parameters."""
+        return {id(p): name for name, p in self._model.named_parameters()}
+
+
+def _own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of one of its parameters, without history; it shares the parameter's memory."""
+    assert isinstance(parameter, DTensor)
+    return torch_private.part_of(parameter)
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, under all of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def hollow_stages(lowered: Lowered) -> None:
+    """Free what the stages' own modules hold of parameters: pieces of sharded ones are views of whole ones."""
+    for stage in lowered.stages:
+        for parameter in stage.module.parameters():
+            if parameter.untyped_storage().nbytes() > parameter.element_size():
+                parameter.data = hollow(parameter.shape, parameter.dtype)

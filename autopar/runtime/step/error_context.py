@@ -1,0 +1,119 @@
+"""Where in a pipelined call an error, a lack of memory or a NaN came from, as notes on the exception."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.program import describe, users_frames
+from autopar.errors import NotANumberError
+from autopar.runtime.stages.stage_replica import StageReplica
+from autopar.schedule.clock import Phase
+from cost_models import available_memory
+
+PHASE_NAMES = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.INPUT: "backward (inputs)",
+    Phase.WEIGHT: "backward (parameters)",
+}
+
+
+def add_context(error: Exception, replica: StageReplica, phase: Phase, microbatch: int) -> None:
+    """Add the stage, the micro-batch and the line of the user's model that an error came from."""
+    stage = f"stage {replica.stage.index} ({replica.worker.device.name})"
+    note = f"in the {PHASE_NAMES[phase]} of {stage}, micro-batch {microbatch}"
+    names = {node.name: node for node in replica.stage.module.graph.nodes}
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+        node = names.get(line.partition(" ")[0])
+        if node is not None and trace.tb_frame.f_locals.get("self") in (replica.module, replica.code):
+            note += f", at {describe(node)}"
+            source = users_frames(node)
+            if source:
+                note += f"\nThe model's code:\n{source}"
+        trace = trace.tb_next
+    error.add_note(note)
+    if _out_of_memory(error):
+        error.add_note(_memory_note(replica))
+    elif _is_asynchronous(error):
+        error.add_note(_ASYNCHRONOUS)
+
+
+_ASYNCHRONOUS = (
+    "a GPU reports an error of a kernel at a later call: the operator, the micro-batch and the stage named above may "
+    "not be the culprits; run again with the environment variable CUDA_LAUNCH_BLOCKING=1, and the error names them"
+)
+
+
+def _is_asynchronous(error: Exception) -> bool:
+    """Whether the error may come from a kernel that was queued before the call that raised it."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        return False
+    named = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "device-side assert")
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and any(name in str(error) for name in named)
+    )
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)  # what the CPU's allocator says
+    )
+
+
+def _memory_note(replica: StageReplica) -> str:
+    device = replica.worker.device
+    known = replica.predicted_bytes is not None
+    predicted = (
+        f"was predicted to need {replica.predicted_bytes:,} bytes" if known else "has a plan without predictions"
+    )
+    available = f"{available_memory(device.torch_device):,} bytes are available now"
+    advice = "give memory_limit=, more micro-batches, schedule='1f1b', or recompute the stage"
+    return f"out of memory: {device.name} with stage {replica.stage.index} {predicted}; {available}; {advice}"
+
+
+def check_not_nan(values: Sequence[Any], replica: StageReplica, inputs: Sequence[Any] | None = None) -> None:
+    """Raise NotANumberError if a value that leaves a stage has a NaN.
+
+    `inputs`: of the forward that computed the values. With them, the error names the first operator that made a NaN.
+    """
+    if not any(_has_nan(value) for value in values):
+        return
+    if inputs is None:
+        raise NotANumberError(
+            "the gradients that leave the stage have NaN; "
+            "run the step under torch.autograd.detect_anomaly() to find the operator"
+        )
+    if any(_has_nan(value) for value in inputs):
+        raise NotANumberError("the model's inputs have NaN")
+    finder = _NanFinder(replica.module)
+    with torch.no_grad():
+        finder.run(*inputs)
+    where = (
+        describe(finder.first) if finder.first is not None else "an operator that made none when the stage ran again"
+    )
+    raise NotANumberError(f"NaN first came out of {where}")
+
+
+def _has_nan(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
+
+
+class _NanFinder(fx.Interpreter):
+    """Runs a stage operator by operator up to the first NaN."""
+
+    first: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if self.first is None and n.op not in ("placeholder", "get_attr", "output") and _has_nan(value):
+            self.first = n
+        return value

@@ -1,0 +1,294 @@
+"""What an action does with tensors: the forward or backward of one stage, for one micro-batch.
+
+The numbers are those of the drawing in run.py. A backward may come as two actions, for inputs and for parameters
+(split_backward.py). A stage that recomputes keeps only its inputs, and its backward runs the forward again first, with
+the same random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from autopar.analysis.example import LossFunction
+from autopar.capture import module_hooks, torch_private
+from autopar.lower.deferred_batch_norm import collecting
+from autopar.lower.random_operators import generators_held, mix_seed, seeded
+from autopar.lower.split_backward import GradientRoot, input_part
+from autopar.runtime.signatures.loss_splits import checked_loss
+from autopar.runtime.stages.executable import Executable
+from autopar.runtime.stages.stage_replica import StageReplica
+from autopar.runtime.step.call import CallTensors, KeptForward, PipelineCall
+from autopar.runtime.step.error_context import check_not_nan
+from autopar.runtime.step.mailbox import Address, Mailbox
+from autopar.runtime.step.transfers import Transfers, as_leaf
+from autopar.schedule.clock import Phase
+
+
+class Passes:
+    """The actions of one execution, on the tensors of its call."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        call: PipelineCall,
+        tensors: CallTensors,
+        mailbox: Mailbox,
+        transfers: Transfers,
+        loss: LossFunction | None,
+        *,
+        keep_graph: bool,
+    ) -> None:
+        """`loss`: the call's, possibly timed. `keep_graph`: another backward of the same call may follow."""
+        self._executable = executable
+        self._call = call
+        self._tensors = tensors
+        self._mailbox = mailbox
+        self._transfers = transfers
+        self._loss_function = loss
+        self._keep_graph = keep_graph
+        self._grad = call.state.grad
+
+    def acts(self) -> dict[Phase, Callable[[StageReplica, int], None]]:
+        """What each phase does with a stage and a micro-batch."""
+        return {
+            Phase.FORWARD: self._forward,
+            Phase.BACKWARD: self._backward,
+            Phase.INPUT: self._backward_inputs,
+            Phase.WEIGHT: self._backward_weights,
+        }
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def _forward(self, replica: StageReplica, microbatch: int) -> None:
+        self._transfers.begin_action()
+        model_inputs, received = self._stage_inputs(replica, microbatch)
+        recompute = replica.recompute and self._grad
+        if recompute:
+            with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+                outputs = self._compute(replica, microbatch, model_inputs, received)
+            # The graph has shown which outputs need a gradient. The leaves keep that, and the graph is freed.
+            outputs = tuple(map(as_leaf, outputs))
+        else:
+            outputs = self._compute(replica, microbatch, model_inputs, received)
+        if self._executable.watch_nan:
+            check_not_nan(outputs, replica, [*model_inputs, *received])
+        for consumer in self._executable.consumers[replica.stage.index]:
+            self._send_outputs(replica, consumer, microbatch, outputs)
+        kept = KeptForward(model_inputs, received, None if recompute else outputs)
+        if replica.is_last:  # (7)
+            if self._call.return_outputs:
+                self._tensors.outputs.add(self._executable.model_outputs(outputs), microbatch)
+            if self._loss_function is not None:
+                if recompute or self._call.guards_gradients:  # its backward ends at leaves of its own
+                    kept.loss_inputs = outputs if recompute else tuple(map(as_leaf, outputs))
+                read = kept.loss_inputs or outputs
+                kept.loss = self._loss(self._loss_function, read, microbatch, replica.device)
+        if self._grad:
+            self._tensors.kept[replica.stage.index, microbatch] = kept
+
+    def _stage_inputs(self, replica: StageReplica, microbatch: int) -> tuple[list[Any], list[Any]]:
+        """(4) The model's inputs that the stage reads, and what earlier stages sent: leaves of a new autograd graph."""
+        stage, device, grad, transfers = replica.stage, replica.device, self._grad, self._transfers
+        model_inputs: list[Any] = []
+        for index in stage.model_inputs:
+            piece = transfers.push_input(self._call.inputs[index][microbatch], device)
+            model_inputs.append(transfers.leaf(piece, device, grad))
+        received: list[Any] = []
+        if stage.received:
+            messages = {
+                source: self._mailbox.receive(replica.slot, Address(Phase.FORWARD, source, stage.index, microbatch))
+                for source in stage.sources
+            }
+            received = [transfers.leaf(messages[source][position], device, grad) for source, position in stage.received]
+        return model_inputs, received
+
+    def _send_outputs(self, replica: StageReplica, consumer: int, microbatch: int, outputs: tuple[Any, ...]) -> None:
+        """(6) Send the outputs that stage `consumer` reads."""
+        here, target = replica.stage.index, self._executable.replica(consumer, microbatch)
+        message: Any = outputs
+        if target.device != replica.device:
+            positions = self._executable.reads[here, consumer]
+            message = {position: self._transfers.push(outputs[position], target.device) for position in positions}
+        self._mailbox.send(target.slot, Address(Phase.FORWARD, here, consumer, microbatch), message)
+
+    def _compute(
+        self,
+        replica: StageReplica,
+        microbatch: int,
+        model_inputs: list[Any],
+        received: list[Any],
+        *,
+        again: bool = False,
+    ) -> tuple[Any, ...]:
+        """(5) The stage's outputs. `again`: it is recomputed, so that its statistics have been collected already."""
+        stage = replica.stage
+        if not replica.needs_context:
+            return replica.compute(*model_inputs, *received)
+        with ExitStack() as contexts:
+            if stage.random and self._call.seed is not None:
+                contexts.enter_context(seeded(mix_seed(self._call.seed, microbatch, stage.index)))
+            if stage.hooked:
+                contexts.enter_context(module_hooks.running())
+            if stage.deferred and not again:
+                contexts.enter_context(collecting(self._tensors.statistics, microbatch))
+            return replica.compute(*model_inputs, *received)
+
+    def _loss(
+        self, function: LossFunction, outputs: tuple[Any, ...], microbatch: int, device: torch.device
+    ) -> torch.Tensor:
+        target = self._call.targets[microbatch]
+        if self._call.state.streams:  # the caller cannot know on which device the plan puts the last stage
+            target = torch_private.tree_map(lambda x: self._transfers.moved_input(x, device), target)
+        output = self._executable.returned(outputs)
+        loss = checked_loss(function(output, target), self._call.loss or function, output)
+        self._tensors.losses[microbatch] = loss.detach()
+        self._tensors.has_gradient |= loss.requires_grad
+        return loss
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _backward(self, replica: StageReplica, microbatch: int) -> None:
+        self._transfers.begin_action()
+        kept = self._take_kept(replica, microbatch)
+        roots = self._roots(replica, microbatch, kept)
+        if roots:  # (11)
+            tensors, of_tensors = zip(*roots, strict=True)
+            redraws = replica.stage.uncaptured and replica.stage.random  # in checkpoints of its own
+            with generators_held(replica.device) if redraws else nullcontext():
+                torch_private.run_backward(tensors, of_tensors, self._keep_graph)
+            del tensors, of_tensors
+        gradients = [_take_gradient(leaf) for leaf in (*kept.model_inputs, *kept.received)]
+        del roots, kept  # sending needs neither; free them before, as the receiver allocates at once
+        self._send_gradients(replica, microbatch, gradients)
+
+    def _backward_inputs(self, replica: StageReplica, microbatch: int) -> None:
+        kept = self._tensors.kept[replica.stage.index, microbatch]
+        if self._has_whole_backward(replica, kept):
+            self._backward(replica, microbatch)
+            return
+        self._transfers.begin_action()
+        roots = self._roots(replica, microbatch, kept)
+        leaves = [*kept.model_inputs, *kept.received]
+        wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        wanted_gradients, kept.weights = input_part(roots, [leaves[i] for i in wanted])
+        gradients: list[torch.Tensor | None] = [None] * len(leaves)
+        for i, gradient in zip(wanted, wanted_gradients, strict=True):
+            gradients[i] = gradient
+        self._send_gradients(replica, microbatch, gradients)
+
+    def _backward_weights(self, replica: StageReplica, microbatch: int) -> None:
+        kept = self._tensors.kept.get((replica.stage.index, microbatch))
+        if kept is None or kept.weights is None:
+            return  # the input action has done all of it
+        self._take_kept(replica, microbatch)
+        weights, kept.weights = kept.weights, None
+        weights.run(self._keep_graph)
+
+    def _has_whole_backward(self, replica: StageReplica, kept: KeptForward) -> bool:
+        """Whether the input action of a split backward does all of it. A compiled backward is one kernel call, and one
+        over several devices exchanges gradients of inputs and of parameters as it goes; that of uncaptured code may do
+        anything, such as run its forward again (reentrant checkpoints refuse partial backwards). Layers that run again
+        would do so once for every part of their backward. Where no input needs a gradient, the other action does it."""
+        if bool(self._executable.compiled) or replica.stage.shards > 1 or replica.stage.uncaptured:
+            return True
+        leaves = (*kept.model_inputs, *kept.received)
+        return replica.stage.layerwise and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+
+    def _take_kept(self, replica: StageReplica, microbatch: int) -> KeptForward:
+        key = (replica.stage.index, microbatch)
+        return self._tensors.kept[key] if self._keep_graph else self._tensors.kept.pop(key)
+
+    def _roots(self, replica: StageReplica, microbatch: int, kept: KeptForward) -> list[GradientRoot]:
+        """(10) Where the stage's backward starts: the outputs that need a gradient, each with its gradient."""
+        last = replica.is_last
+        if kept.loss is not None:
+            weight = self._loss_weight(kept.loss, microbatch)
+            if weight is None or not kept.loss.requires_grad:
+                return []  # nothing to average, or a constant for these samples
+            if not kept.loss_inputs:
+                return [(kept.loss, weight)]
+            kept.loss.backward(weight, retain_graph=self._keep_graph)
+            gradients = [_take_gradient(leaf) for leaf in kept.loss_inputs]
+            if self._call.guards_gradients:
+                gradients = [None if g is None else torch.where(weight != 0, g, torch.zeros_like(g)) for g in gradients]
+        elif last:
+            gradients = self._tensors.outputs.gradients_of(microbatch)
+        else:
+            gradients = self._received_gradients(replica, microbatch)
+        if all(gradient is None for gradient in gradients):
+            return []  # nothing to recompute for
+        outputs = self._recompute(replica, microbatch, kept) if kept.outputs is None else kept.outputs
+        tensors = self._executable.model_outputs(outputs) if kept.loss is None and last else outputs
+        return [
+            (t, g if g.device == t.device else self._transfers.moved(g, t.device))
+            for t, g in zip(tensors, gradients, strict=True)
+            if g is not None and isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+
+    def _loss_weight(self, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
+        """The gradient of a micro-batch's loss; None for a mean over no targets: its gradient counts nothing."""
+        weight = self._call.loss_weights[microbatch]
+        if isinstance(weight, torch.Tensor):
+            moved: torch.Tensor = self._transfers.moved_input(weight, loss.device)
+            return moved.to(loss.dtype).reshape(loss.shape)
+        return self._executable.loss_weight(weight, loss) if weight else None
+
+    def _received_gradients(self, replica: StageReplica, microbatch: int) -> list[torch.Tensor | None]:
+        """For each output of the stage, the sum of the gradients that later stages sent."""
+        here = replica.stage.index
+        gradients: list[torch.Tensor | None] = [None] * len(replica.stage.outputs)
+        for consumer in self._executable.consumers[here]:
+            message = self._mailbox.receive(replica.slot, Address(Phase.BACKWARD, consumer, here, microbatch))
+            for position, sent in message.items():
+                gradient, before = self._transfers.arrived(sent, replica.device), gradients[position]
+                gradients[position] = gradient if before is None else before + gradient
+        return gradients
+
+    def _recompute(self, replica: StageReplica, microbatch: int, kept: KeptForward) -> tuple[Any, ...]:
+        """The outputs once more, with their graph. Running statistics stay as the first forward left them."""
+        buffers = [buffer.tensor for buffer in replica.buffers if buffer.written]
+        before = [buffer.clone() for buffer in buffers]
+        with torch.enable_grad():
+            outputs = self._compute(replica, microbatch, kept.model_inputs, kept.received, again=True)
+        for buffer, old in zip(buffers, before, strict=True):
+            buffer.data.copy_(old)  # `.data`: autograd saved the buffer and must not see its version change
+        return outputs
+
+    def _send_gradients(self, replica: StageReplica, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """(12) Send the gradients of the stage's inputs, those of the model's inputs first, to where they came from."""
+        stage, n_model_inputs = replica.stage, len(replica.stage.model_inputs)
+        if self._executable.watch_nan:
+            check_not_nan(gradients, replica)
+        for index, gradient in zip(stage.model_inputs, gradients[:n_model_inputs], strict=True):
+            if gradient is not None:
+                self._tensors.input_gradients[index, microbatch, stage.index] = gradient
+        if not stage.sources:
+            return
+        messages: dict[int, dict[int, Any]] = {source: {} for source in stage.sources}
+        for (source, position), gradient in zip(stage.received, gradients[n_model_inputs:], strict=True):
+            if gradient is not None:
+                target = self._executable.replica(source, microbatch)
+                messages[source][position] = self._transfers.push(gradient, target.device)
+        for source, message in messages.items():  # an empty message, too: its receiver waits for one
+            slot = self._executable.replica(source, microbatch).slot
+            self._mailbox.send(slot, Address(Phase.BACKWARD, stage.index, source, microbatch), message)
+
+
+def _take_gradient(leaf: Any) -> torch.Tensor | None:
+    """The gradient of a leaf, which then has none."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _forgotten(nothing: None) -> torch.Tensor:
+    raise AssertionError("a forward without saved tensors was differentiated; its stage should have recomputed it")

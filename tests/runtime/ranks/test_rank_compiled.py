@@ -1,0 +1,48 @@
+"""Compiled stages on ranks compute what the stages of one process do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rank_cases import Job
+from rank_compiled import compiled, refused
+from rank_pool import RankPool
+
+slow = pytest.mark.slow
+
+TOLERANCE = 1e-9  # in float64
+
+
+@slow
+@pytest.mark.parametrize(
+    ("n", "job", "backend"),
+    [
+        (2, Job("mlp", "chain"), True),
+        (2, Job("mlp with dropout", "chain"), "aot_eager"),
+        (3, Job("skips", "chain", "zb-h1"), "aot_eager"),
+        (3, Job("mlp", "replicas 2,1"), "aot_eager"),
+        (2, Job("mlp", "chain stage"), "aot_eager"),
+    ],
+    ids=str,
+)
+def test_compiled_stages_of_ranks_give_the_same_numbers(ranks: RankPool, n: int, job: Job, backend: bool | str) -> None:
+    for result in ranks.run(compiled, n, job, backend):
+        assert max(result["errors"]) < TOLERANCE
+        assert result["own"] == {"CompiledStage"}
+        assert re.match(rf"compile={backend!r}: stages are compiled \(\d+\.\d s so far\)$", result["text"])
+
+
+@slow
+def test_the_stages_of_a_mesh_stay_as_they_are_and_say_why(ranks: RankPool) -> None:
+    for result in ranks.run(compiled, 2, Job("gpt2", "hand tensor=2"), "aot_eager"):
+        assert max(result["errors"]) < TOLERANCE
+        assert "CompiledStage" not in result["own"]
+        assert "its operators run on 2 devices, with collectives between them" in result["text"]
+
+
+@slow
+def test_what_ranks_cannot_compile_is_refused(ranks: RankPool) -> None:
+    for graphs, unplanned in ranks.run(refused, 2):
+        assert graphs.startswith("InputError: compile='graphs': not with one process a device so far")
+        assert unplanned.startswith("InputError: compile= without a plan: ")

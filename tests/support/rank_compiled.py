@@ -1,0 +1,58 @@
+"""Compiled stages on ranks, beside the same plan in one process as it was captured."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_behaviour import message_of
+from rank_cases import MODELS, Job, loss_of, plan_of, relative
+from rank_training import gradient_error
+from torch import nn
+
+import autopar
+
+
+def compiled(job: Job, backend: bool | str) -> dict[str, Any]:
+    """Errors of two training steps and an evaluation, and how the stages of this rank run."""
+    n = dist.get_world_size()
+    torch.manual_seed(3)
+    build, inputs = MODELS[job.model]
+    model, x = build().double(), inputs()
+    x = x.double() if x.is_floating_point() else x
+    original = copy.deepcopy(model)
+    plan = plan_of(job, copy.deepcopy(model), x, n)
+    threads = autopar.parallelize(original, ["cpu"] * n, plan=plan)
+    pm = autopar.parallelize(model, plan=plan, compile=backend)
+    errors = []
+    for seed in range(2):
+        losses = []
+        for one in (pm, threads):
+            one.zero_grad()
+            torch.manual_seed(seed)
+            losses.append(one.train_step(x, target=x, loss_fn=lambda output, y: loss_of(job.model, output, y)))
+        errors += [relative(*losses, losses[1].abs().item()), gradient_error(pm, original)]
+    text = pm.code_text
+    executable = pm._signatures.newest().executable
+    own = {type(one.compute).__name__ for one in executable.replicas if one.slot == executable.slot}
+    with torch.no_grad():
+        pm.eval(), threads.eval()
+        errors += [relative(a, b, 1.0) for a, b in [(logits(pm(x)), logits(threads(x)))]]
+    return {"errors": errors, "text": text, "own": own}
+
+
+def logits(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output.logits if hasattr(output, "logits") else output
+    return found
+
+
+def refused() -> list[str]:
+    """Messages for what ranks cannot compile."""
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    plan = autopar.Plan.from_split({"0": 0, "1": 1}, n_microbatches=2)
+    return [
+        message_of(lambda: autopar.parallelize(model, plan=plan, compile="graphs")),
+        message_of(lambda: autopar.parallelize(model, compile=True)),
+    ]

@@ -96,7 +96,8 @@ def main(what: str, out: str, *arguments: str) -> None:
         text = json.dumps(compare([Plan.from_json(Path(file).read_text()) for file in files], int(rounds)))
     if dist.get_rank() == 0:
         Path(out).write_text(text)
-    dist.destroy_process_group()  # the threads of a group that outlives the interpreter may end the process with SIGABRT
+    # Threads of a group that outlives the interpreter may end the process with SIGABRT.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import autopar
@@ -71,7 +72,7 @@ def print_case(model: str, devices: int, plan: str) -> None:
     try:
         row |= planned({**MODELS, **QUICK}[model], devices, plan)
     except AutoparError as error:
-        row["refused"] = str(error).splitlines()[0][:300]
+        row["refused"] = " ".join(str(error).split())
     row["planning"] = time.perf_counter() - start
     row["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     print(json.dumps(row))
@@ -84,7 +85,8 @@ def planned(training: Training, devices: int, how: str) -> dict[str, Any]:
     model, inputs = training.sizes.build().train(), training.inputs()
     plan = None
     if how == BY_HAND:
-        plan = Plan.by_hand(model, cluster, example_args=inputs, optimizer="adamw", **training.by_hand, **_HOW)
+        degrees = training.degrees(devices)
+        plan = Plan.by_hand(model, cluster, example_args=inputs, optimizer="adamw", **degrees, **_HOW)
     compared = autopar.compare(model, cluster, {how: plan}, example_args=inputs, **_HOW)
     assert isinstance(compared, ClusterComparison), "the cluster is not at hand"
     row = compared[how]
@@ -120,7 +122,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
     devices = f"{row['devices']:,}, {row['plan']}"
     if "refused" in row:
-        return (devices, f"none: {row['refused'][:70]}", *[""] * 6, f"{row['planning']:.0f}")
+        return (devices, f"none: {shorten(row['refused'], 120)}", *[""] * 6, f"{row['planning']:.0f}")
     shape = f"{row['stages']} x {row['shards']} x {row['replicas']}, {row['schedule']}"
     return (
         devices,

@@ -53,6 +53,13 @@ class Training:
         tokens = torch.empty(self.batch, self.sizes.seq, dtype=torch.long, device="meta")
         return tokens, torch.empty_like(tokens)
 
+    def degrees(self, devices: int) -> dict[str, Any]:
+        """What `Plan.by_hand` takes on `devices`. ZeRO only where there are replicas, whose states it divides."""
+        degrees = dict(self.by_hand)
+        if degrees.get("tensor", 1) * degrees.get("pipeline", 1) >= devices:
+            degrees.pop("zero", None)
+        return degrees
+
 
 MODELS = {
     # Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters, 2021, table 2: 96 layers, width

@@ -19,7 +19,7 @@ from benchmarks import peer_models, scale
 from benchmarks.distributed import AUTOPAR, DATA, SHARDED, THREADS, compare
 from benchmarks.distributed_systems import STAGES, BenchmarkRank
 from benchmarks.kept import Kept
-from benchmarks.scale_models import QUICK, ExpertModel, Experts
+from benchmarks.scale_models import MODELS, QUICK, ExpertModel, Experts
 from cost_models.hardware.devices import operator_threads
 
 
@@ -80,6 +80,21 @@ def test_a_mixture_of_experts_is_planned_and_simulated(capsys: pytest.CaptureFix
     assert row["fits"]
     assert 0 < row["utilisation"] < 1
     assert row["device_hours"] == pytest.approx(row["step"] * 2 / 3600 * 1e12 / (4 * 64))
+
+
+def test_a_refused_hand_plan_says_what_contradicts(capsys: pytest.CaptureFixture[str]) -> None:
+    scale.print_case("gpt_2_layers", 1, scale.BY_HAND)
+    row = json.loads(capsys.readouterr().out)
+    assert "tensor=2" in row["refused"]
+    assert "not 1" in row["refused"]
+    assert "tensor=2" in scale._line(row)[1]
+
+
+def test_hand_plans_divide_states_only_over_replicas() -> None:
+    training = MODELS["gpt3_175b"]
+    degrees = training.by_hand["tensor"] * training.by_hand["pipeline"]
+    assert "zero" not in training.degrees(degrees)
+    assert training.degrees(2 * degrees) == training.by_hand
 
 
 def test_experts_take_their_best_tokens_and_add_up_where_they_came_from() -> None:

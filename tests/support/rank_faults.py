@@ -77,6 +77,7 @@ def train(what: str, where: str, rank: int, step: int, schedule: str, folder: Pa
 def interrupted_while_waiting(folder: Path) -> None:
     """Ctrl-C on rank 0 while it waits for rank 1, which sleeps. An event loop with signals has ended before, which
     leaves Python without anyone to tell of signals."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     own = dist.get_rank()
     os.dup2(os.open(folder / f"rank{own}", os.O_WRONLY | os.O_CREAT), 2)
     torch.manual_seed(0)

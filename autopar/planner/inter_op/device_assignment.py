@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 from autopar.costs.cost_graph import CostGraph
@@ -55,9 +56,9 @@ def assign_groups(
 class FreeDevices:
     """The free devices of a pool, in runs; a mesh is taken from the shortest run that holds it.
 
-    Widths divide a node or are multiples of one, and each divides the next. Runs end where meshes of larger widths do,
-    so meshes lie evenly in their nodes. What is left of a run after a mesh has too few devices for a larger one. So a
-    mesh finds its devices exactly if enough are free:
+    Widths that divide a node also divide each other; larger ones are whole nodes, which are taken one after the other.
+    Runs end where larger meshes within a node do, so meshes lie evenly in their nodes. What is left of a run after a
+    mesh has too few devices for a larger one. So a mesh finds its devices exactly if enough are free:
 
         |0 1|2 3|4 5 6 7|    widths 1, 2, 4; after a mesh of 1: runs of 1, 2 and 4
          x     ^
@@ -86,7 +87,8 @@ def _of_any_width(
 ) -> tuple[tuple[DeviceGroup, ...], ...]:
     """The groups of each stage, in order. `needs`: pool, width and replicas of each stage."""
     cluster = costs.mesh_cluster
-    if cluster is None or (costs.shards is not None and cluster.nodes == 1):  # meshes may have any widths
+    if cluster is None or (cluster.nodes == 1 and (costs.shards is not None or not _even(pools, needs))):
+        # Within a single node, meshes may lie anywhere.
         left = [[group.first for group in pool] for pool in pools]
         return tuple(tuple(costs.group(tuple(_first(left[pool], width))) for _ in range(n)) for pool, width, n in needs)
     free = []
@@ -95,6 +97,15 @@ def _of_any_width(
         widths = {width for of_pool, width, _ in needs if of_pool == index}
         free.append(FreeDevices(pool, nodes.count(nodes[0]), widths))
     return tuple(tuple(costs.group(free[pool].take(width)) for _ in range(n)) for pool, width, n in needs)
+
+
+def _even(pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether, in each pool of a single node, widths divide it, and each divides the next (`FreeDevices`)."""
+    for index, pool in enumerate(pools):
+        widths = sorted({len(pool), *(width for of_pool, width, _ in needs if of_pool == index)})
+        if any(b % a for a, b in itertools.pairwise(widths)):
+            return False
+    return True
 
 
 def _first(names: list[str], width: int) -> list[str]:

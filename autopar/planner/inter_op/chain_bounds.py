@@ -32,7 +32,7 @@ import numpy as np
 from autopar.planner.inter_op.problem import Problem
 
 _ROWS = 512  # cuts at a time, to bound memory
-_PAIRS = 1e8  # most pairs of cuts
+_PAIRS = 4e8  # most pairs of cuts
 
 State = tuple[int, ...]  # devices of each pool
 

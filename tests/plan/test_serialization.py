@@ -569,9 +569,11 @@ def priced_mlp() -> Plan:
     return dataclasses.replace(priced, split=(), optimality="within 1 %", bound=1e-6)
 
 
+NAMES = ("first", "second", "third", "fourth")
+
+
 def named() -> nn.Sequential:
-    names = ("first", "second", "third", "fourth")
-    return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in names))
+    return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in NAMES))
 
 
 @pytest.mark.parametrize(
@@ -588,6 +590,10 @@ def test_a_misspelt_operator_or_module_is_refused_with_the_one_that_was_meant(op
     plan = dataclasses.replace(autopar.plan(named(), cluster, plan=split, **call), split=())
     with pytest.raises(PlanError, match=re.escape(said)):
         autopar.plan(named(), cluster, plan=edited(plan, put("stages", 1, "operators", operators)), **call)
+    mesh = {"mesh": {"data": 2}, "strategies": {"third/linaer#0": "S0 R R -> S0"}}
+    whole = Plan((Stage(plan.devices, tuple(f"{name}/linear#0" for name in NAMES)),), 2)
+    with pytest.raises(PlanError, match="stage 0 lists 'third/linaer#0', which the model does not have; did you mean"):
+        autopar.plan(named(), cluster, plan=edited(whole, put("stages", 0, "sharding", mesh)), **call)
     more = put("stages", 1, "operators", ["third: linear#0 linear#1", "fourth: linear#0"])
     found = autopar.plan(named(), cluster, plan=edited(plan, more), **call)
     assert "the plan lists 'third/linear#1', which this call does not run" in found.notes

@@ -46,6 +46,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
         passes = {size: t.stage(inside, split=split) for size, t in mine.items()}
         forward, backward, weight = zip(*(passes[size] for size in sizes), strict=True)
         again: tuple[float, ...] = ()
+        longer = passes
         if recompute == Recompute.SELECTIVE or recompute.by_layer:
             longer = {size: t.stage(inside, split=split, recompute=recompute) for size, t in mine.items()}
             weight = tuple(longer[size].weight for size in sizes)
@@ -63,6 +64,7 @@ def predicted_step(costs: CostGraph, atoms: Atoms, arrangement: Arrangement, con
                 sends_gradient=content.received_gradient > 0,
                 memory=content.memory(atoms.of(names[number]), inside, recompute, shares),
                 again=again,
+                accumulation=min(t.not_accumulated(inside, longer[s], split=split) for s, t in mine.items()),
             )
         )
     one_worker = _one_worker(costs, atoms, arrangement)

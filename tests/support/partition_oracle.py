@@ -265,8 +265,22 @@ def objective(problem: Problem, stages: Stages) -> float:
         )
         reduction += float(kind.exchanged(Gradients(np.array(tied))))
         total += (time - delayed) if problem.sum_counts else 0.0
-        slowest = max(slowest, (math.ceil(m / stage.replicas) - 1) * each_more(problem, stage) + delayed + reduction)
+        passes = (math.ceil(m / stage.replicas) - 1) * each_more(problem, stage) + delayed
+        if m <= stage.replicas and problem.weight is None:
+            total -= lacking_accumulation(problem, stage) if problem.sum_counts else 0.0
+        else:
+            passes = max(0.0, passes - lacking_accumulation(problem, stage))
+        slowest = max(slowest, passes + reduction)
     return total + slowest
+
+
+def lacking_accumulation(problem: Problem, stage: OracleStage) -> float:
+    """What the first micro-batch of a replica takes less, which adds its gradients to none."""
+    if problem.accumulation is None:
+        return 0.0
+    _, backward, weight = pass_times(problem, stage)
+    own = float(sum(problem.accumulation[stage.kind, a] for a in stage.atoms))
+    return min(own, backward if problem.weight is None else weight)
 
 
 def lacking(problem: Problem, stages: Stages, counts: tuple[int, ...]) -> float:
@@ -444,6 +458,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
         cores=again() if draw(st.booleans()) else None,
         blocks=again() if draw(st.booleans()) else None,
         once=draw(st.sampled_from([None, array(len(pools), n)])),
+        accumulation=draw(st.sampled_from([None, np.minimum(array(len(pools), n), backward)])),
         max_replicas=1 if schedule == "interleaved-1f1b" else draw(st.integers(1, 4)),
         may_recompute=draw(st.booleans()),
         sends_behind=schedule in ("gpipe", "interleaved-1f1b") and draw(st.booleans()),

@@ -69,7 +69,7 @@ class Costs:
             for recompute in self._recompute()
         ]
         self._pairs = problem.space.tables.pairs
-        self._known_terms: dict[tuple[Mode, Lane], Terms] = {}
+        self._known_terms: dict[tuple[Mode, Lane, bool], Terms] = {}
         self.terms: dict[Mode, Terms] = {}
         for mode in self.modes:
             terms = self._helpful(mode)
@@ -143,11 +143,31 @@ class Costs:
     def max_term(self, mode: Mode, replicas: int) -> np.ndarray:
         """p_s in seconds, [n_pairs]."""
         terms, kind = self.terms_of(mode, replicas), self.problem.kinds[mode.kind]
-        rounds = math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
+        rounds = self._rounds(replicas)
         reduction = kind.reduction(replicas, self._gradients(mode.kind))
         if self.problem.overlapping is not None:
             reduction = self._not_hidden(mode.kind, replicas, reduction)
-        return rounds * terms.each_more + reduction + self._once(mode.kind) + terms.delayed
+        passes = rounds * terms.each_more + terms.delayed
+        if self.problem.accumulation is not None and not self._lacks_in_fill(replicas):
+            passes = np.maximum(passes - self.problem.chunks * self._lacking(mode), 0.0)
+        return passes + reduction + self._once(mode.kind)
+
+    def _rounds(self, replicas: int) -> int:
+        """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""
+        return math.ceil(self.problem.n_microbatches * self.problem.chunks / replicas) - 1
+
+    def _lacks_in_fill(self, replicas: int) -> bool:
+        """Whether what the first micro-batch lacks is missing in the fill: without another one, in all that a stage
+        computes. A later micro-batch, which comes last through the pipeline, lacks nothing, so that the max term does.
+        """
+        return not self._rounds(replicas) and self.problem.weight is None
+
+    def _lacking(self, mode: Mode) -> np.ndarray:
+        """Seconds that the first micro-batch of a replica takes less, [n_pairs]: its gradients are added to none."""
+        assert self.problem.accumulation is not None
+        passes = self._passes(mode.kind, mode.recompute)
+        most = passes.backward if self.problem.weight is None else passes.weight
+        return np.minimum(self._between(self.problem.accumulation[mode.kind]), most)
 
     def _not_hidden(self, kind: int, replicas: int, reduction: np.ndarray) -> np.ndarray:
         """What adding up gradients over replicas takes longer, with the collectives of a mesh, than the passes that
@@ -244,11 +264,13 @@ class Costs:
     def terms_of(self, mode: Mode, replicas: int) -> Terms:
         """The terms of stages with `replicas`, which share the network cards of their nodes."""
         lane = self.problem.kinds[mode.kind].lane(replicas)
-        if (mode, lane) not in self._known_terms:
-            self._known_terms[mode, lane] = self._terms(mode, lane)
-        return self._known_terms[mode, lane]
+        key = (mode, lane, self._lacks_in_fill(replicas))
+        if key not in self._known_terms:
+            self._known_terms[key] = self._terms(*key)
+        return self._known_terms[key]
 
-    def _terms(self, mode: Mode, lane: Lane) -> Terms:
+    def _terms(self, mode: Mode, lane: Lane, lacks: bool) -> Terms:
+        """`lacks`: see `_lacks_in_fill`."""
         problem, tables = self.problem, self.problem.tables(mode.kind)
         kind, share = problem.kinds[mode.kind], problem.bytes_share
         forward, backward, weight = self._passes(mode.kind, mode.recompute)
@@ -271,6 +293,8 @@ class Costs:
         if problem.weight is not None:
             delayed = np.minimum(2 * (weight + overhead), time)
         fill = (time - delayed) / problem.chunks if problem.sum_counts else np.zeros_like(time)
+        if lacks and problem.accumulation is not None and problem.sum_counts:
+            fill = fill - self._lacking(mode)
         in_flight, working = activation_bytes(tables.activations, mode.recompute)
         once = tables.resident + share * working
         possible = np.where(_allowed(tables, mode.recompute), fill, math.inf)

@@ -33,6 +33,7 @@ class Stage:
     gradient_bytes: int | None = None  # of all its parameters
     optimizer_bytes: int | None = None  # of the optimizer's state
     transient_bytes: int | None = None  # while an action runs
+    step_bytes: int | None = None  # while the optimizer steps; None: none, or not known apart
     # s of the backward (its weight part) that the first micro-batch of a replica lacks: adding gradients of parameters
     # to those of earlier micro-batches. None: not known apart.
     accumulation_time: float | None = None

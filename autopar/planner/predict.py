@@ -191,6 +191,7 @@ def _plan_stages(
                 gradient_bytes=memory.gradients,
                 optimizer_bytes=memory.optimizer,
                 transient_bytes=memory.transient,
+                step_bytes=memory.step or None,
                 usable_memory=int(min(group.memory for group in arrangement.groups[number])),
             )
         )

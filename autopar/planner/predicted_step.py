@@ -208,4 +208,4 @@ def _memory(stage: Stage, shares: Sequence[float]) -> StageMemory | None:
     if resident[0] is None or resident[1] is None or resident[2] is None:
         return None
     activations = tuple(int(stage.activation_bytes * share) for share in shares)
-    return StageMemory(resident[0], resident[1], resident[2], activations, stage.transient_bytes)
+    return StageMemory(*resident, activations, stage.transient_bytes, stage.step_bytes or 0)

@@ -227,11 +227,19 @@ def most_groups(problem: Problem, counts: tuple[int, ...]) -> int:
 
 
 def needed_bytes(problem: Problem, stages: Stages, index: int, groups: int) -> float:
-    stage, share = stages[index], problem.bytes_share
+    stage = stages[index]
     after = sum(later.replicas for later in stages[index + 1 :])
     held = most_in_flight(problem.schedule, problem.n_microbatches, stage.replicas, after, groups)
     space = space_of(problem, stage)
     arriving = sum(v.nbytes for v in received(problem, stage))
+    shares = [s.share for s in space.stepped if stage.atoms & set(s.atoms)]
+    stepping = shared_bytes(space.resident, stage.atoms) + sum(share.held for share in shares)
+    return max(stepping, bytes_of_passes(problem, stage, held, arriving))
+
+
+def bytes_of_passes(problem: Problem, stage: OracleStage, held: int, arriving: float) -> float:
+    """`held`: micro-batches in flight. `arriving`: bytes that the stage receives of the whole batch."""
+    space, share = space_of(problem, stage), problem.bytes_share
     saved = shared_bytes(space.saved, stage.atoms)
     once = shared_bytes(space.resident, stage.atoms) + share * max(space.transient[a] for a in stage.atoms)
     if stage.recompute == Recompute.STAGE:
@@ -361,7 +369,7 @@ def problems(draw: st.DrawFn, *, line: bool = False, most: int = 5, widths: bool
     if line:
         edges |= {(a, a + 1) for a in range(n - 1)}
     shared = st.lists(st.builds(Shared, whole, st.lists(atoms, max_size=3).map(tuple)), max_size=4).map(tuple)
-    share = st.builds(StepShare, whole, whole, st.just(1.0))
+    share = st.builds(StepShare, whole, whole, st.just(1.0), whole)
     stepped = st.lists(st.builds(Stepped, share, st.lists(atoms, max_size=3).map(tuple)), max_size=2).map(tuple)
 
     def rebuilt(saved: tuple[Shared, ...]) -> dict[str, object]:

@@ -244,7 +244,13 @@ class Costs:
     def needed(self, mode: Mode, replicas: int, after: int, start: int, stop: int) -> float:
         """Bytes on each device of a stage."""
         terms, pair = self.terms[mode], self.pair(start, stop)
-        return float(terms.once[pair] + self.in_flight(replicas, after) * terms.each[pair])
+        passes = terms.once[pair] + self.in_flight(replicas, after) * terms.each[pair]
+        return float(max(passes, self._stepping(mode.kind)[pair]))
+
+    def _stepping(self, kind: int) -> np.ndarray:
+        """Bytes on each device while the optimizer steps, [n_pairs]."""
+        tables = self.problem.tables(kind)
+        return tables.resident if tables.stepped is None else np.asarray(tables.resident + tables.stepped.held)
 
     def memory(self, kind: int) -> float:
         """Bytes that one stage may use on a device of `kind`."""
@@ -255,10 +261,10 @@ class Costs:
         values = []
         for mode in self.modes:
             terms, memory = self.terms[mode], self.memory(mode.kind)
-            valid = np.isfinite(terms.fill)
+            valid, stepping = np.isfinite(terms.fill), self._stepping(mode.kind)
             for replicas in self.replicas(mode.kind):
                 for held in dict.fromkeys(self._limits(replicas)):
-                    values.append((terms.once + held * terms.each - memory)[valid])
+                    values.append((np.maximum(terms.once + held * terms.each, stepping) - memory)[valid])
         return np.unique(np.concatenate(values)) if values else np.zeros(0)
 
     def terms_of(self, mode: Mode, replicas: int) -> Terms:
@@ -371,7 +377,7 @@ class Costs:
         return np.maximum(before[self._pairs.stop] - before[self._pairs.start], 0.0)
 
     def _at_once(self, mode: Mode) -> np.ndarray:
-        """Micro-batches that the memory has room for, [n_pairs]."""
+        """Micro-batches that the memory has room for, [n_pairs]; -1 where the optimizer has none to step."""
         terms, memory = self.terms[mode], self.memory(mode.kind)
         most = self.problem.n_microbatches  # no schedule holds more
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -380,7 +386,8 @@ class Costs:
         room = np.clip(np.nan_to_num(room, nan=-1.0, posinf=most, neginf=-1), -1, most).astype(int)
         # Division rounds; the limit is a product.
         room = np.where((room < most) & (terms.once + (room + 1) * terms.each <= memory), room + 1, room)
-        return np.where((room >= 0) & (terms.once + room * terms.each > memory), room - 1, room)
+        room = np.where((room >= 0) & (terms.once + room * terms.each > memory), room - 1, room)
+        return np.where(self._stepping(mode.kind) > memory, -1, room)
 
     def _replicated(self, mode: Mode) -> Iterator[tuple[int, _Choice]]:
         """For every number of replicas the max terms, and how many replicas later stages may have so that a stage's

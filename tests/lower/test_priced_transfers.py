@@ -38,6 +38,7 @@ from autopar.sharding.stage_sharding import (
     Stored,
     TensorRedistribution,
     parse_passage,
+    passage_text,
     strategy_text,
 )
 from autopar.sharding.strategies import Strategy
@@ -364,6 +365,8 @@ def test_the_bias_of_rows_moves_for_no_micro_batch(monkeypatch: pytest.MonkeyPat
     for_parameters = [e for e in sharding.exchanges if e.tensor.endswith(("weight", "bias"))]
     assert {e.tensor for e in for_parameters} == {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert all(e.once for e in for_parameters)
+    of_bias = [one for one in sharding.redistributions if one.tensor == "down.bias"]
+    assert [passage_text(one.own) for one in of_bias] == ["RR > RP, back PR"]  # local, and not at all
     pm = pipelined(model, one_stage(program, sharding, 4))
     assert_same_step(model, pm, x, tolerance=1e-12)
     _, ran, _ = ran_by(pm.stages[0], sharding.axes, leaves_of(pm, [x]), monkeypatch)

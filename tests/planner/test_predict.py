@@ -222,14 +222,15 @@ def test_the_first_micro_batch_of_every_replica_adds_its_gradients_to_none(m: in
     assert saved.timeline().step_time == pytest.approx(after.predicted_step_time)
 
 
-def test_stages_before_the_slowest_one_end_with_a_micro_batch_that_adds_up_gradients() -> None:
-    """GPipe: the last backwards of a pipeline come one after the other, and only the slowest stage has its first one
-    among those that count."""
-    costs, added = line_of(0.4, 0.2), np.array([0.05, 0.01])
+@pytest.mark.parametrize("slower", [0, 1])
+def test_a_stage_before_the_slowest_one_ends_with_a_micro_batch_that_adds_up_gradients(slower: int) -> None:
+    """GPipe: the slowest stage waits for the first backward of a later stage, and an earlier one ends with its last."""
+    costs, added = line_of(*((0.4, 0.2) if slower == 0 else (0.2, 0.4))), np.array([0.05, 0.01])
     tables = tuple(dataclasses.replace(table, accumulation=added) for table in costs.tables)
     stage_of, m = {"n0": 0, "n1": 1}, 4
     before, after = (
         predict(one, two_stages(m), stage_of, INSIDE) for one in (costs, dataclasses.replace(costs, tables=tables))
     )
     assert before.predicted_step_time is not None
-    assert after.predicted_step_time == pytest.approx(before.predicted_step_time - added[0])
+    less = added.sum() if slower == 0 else added[1]
+    assert after.predicted_step_time == pytest.approx(before.predicted_step_time - less)

@@ -68,7 +68,8 @@ def mlp_on_meshes(samples: int, m: int) -> CostGraph:
 def objective(problem: Problem, kind: int, replicas: int) -> float:
     """Of the plan of one stage."""
     costs, mode = Costs(problem, problem.counts), Mode(kind, recompute=False)
-    return float((costs.terms[mode].fill + costs.max_term(mode, replicas))[costs.pair(0, -1)])
+    fill = costs.terms_of(mode, replicas).fill
+    return float((fill + costs.max_term(mode, replicas))[costs.pair(0, -1)])
 
 
 def one_stage(searching: Searching, replicas: int, m: int, schedule: str, name: str = "") -> Arrangement:
@@ -303,7 +304,8 @@ def test_a_tied_weight_on_meshes_is_reduced_once_in_every_stage_that_has_it() ->
 def test_the_objective_of_a_pipeline_is_the_simulated_step_of_gpipe_and_never_below_that_of_1f1b(
     seconds: list[float], m: int, schedule: str, accumulated: float, data: st.DataObject
 ) -> None:
-    """Without transfers. Under 1F1B, forwards of the warm-up fill what the objective counts as waiting."""
+    """Without transfers. Under 1F1B, forwards of the warm-up fill what the objective counts as waiting. It counts the
+    last backward of all stages but the slowest one, which adds up gradients; of later stages the first one counts."""
     n = len(seconds)
     cut = data.draw(st.integers(1, n - 1))
     costs = line_of(seconds, [4] * n, Cluster.preset("8xH100"), accumulated=accumulated)
@@ -319,5 +321,7 @@ def test_the_objective_of_a_pipeline_is_the_simulated_step_of_gpipe_and_never_be
     arrangement = replace(arrangement, schedule=schedule)
     step = predicted_step(costs, searching.atoms, arrangement, INSIDE).timeline().step_time
     if schedule == "gpipe":
-        assert price == pytest.approx(step, rel=SAME)
+        later = sum(2 * accumulated * s for s in seconds[cut:])
+        assert step * (1 - SAME) <= price <= (step + later) * (1 + SAME)
+        assert accumulated > 0 or price == pytest.approx(step, rel=SAME)
     assert step <= price * (1 + SAME)

@@ -158,7 +158,8 @@ class Costs:
 
     def _lacks_in_fill(self, replicas: int) -> bool:
         """Whether what the first micro-batch lacks is missing in the fill: without another one, in all that a stage
-        computes. A later micro-batch, which comes last through the pipeline, lacks nothing, so that the max term does.
+        computes. A later micro-batch lacks nothing. It is the last one of stages before the slowest one, so that of all
+        stages with several micro-batches only the slowest one counts as lacking it, in its max term.
         """
         return not self._rounds(replicas) and self.problem.weight is None
 

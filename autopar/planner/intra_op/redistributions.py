@@ -190,6 +190,8 @@ class ChosenUse:
                 backward = (needed.before, *passed)
             elif not (needed.once or needed.again):
                 forward = (needed.before, *passed)
+        if self.use.origin == "parameter" and len(forward) > 1 and self.training:
+            backward = backward or self.into[1:]  # it moves once a step
         return Passage(forward, backward)
 
 

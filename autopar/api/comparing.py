@@ -19,6 +19,7 @@ from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
     check_module,
+    check_plans,
     devices_at_hand,
     need_example,
     need_target,
@@ -77,6 +78,7 @@ def compare(
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
     plans, systems = {"auto": None} if plans is None else plans, check_systems(systems)
+    check_plans(plans)
     if isinstance(devices, Cluster) and not devices.at_hand:
         if systems:
             raise InputError(f"systems: {devices.title} is not at hand, so no other system can run on it")

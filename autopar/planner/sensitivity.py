@@ -42,6 +42,6 @@ def sensitivity(plan: Plan, step: PredictedStep | None = None) -> tuple[Change, 
 
 def _slower(stage: Stage, factor: float) -> Stage:
     """The stage with passes that take `factor` times as long, collectives inside of a mesh among them."""
-    times = ("forward_time", "backward_time", "weight_time", "recompute_time")
+    times = ("forward_time", "backward_time", "weight_time", "recompute_time", "accumulation_time")
     changed = {name: value * factor for name in times if (value := getattr(stage, name)) is not None}
     return replace(stage, **changed)

@@ -144,7 +144,7 @@ def _unclear_axes(stage: Stage) -> list[str]:
     for axis, size in enumerate(sharding.mesh if sharding is not None else ()):
         assert sharding is not None
         name, in_parts = sharding.axes[axis], _read_in_parts(sharding, axis)
-        if in_parts and name != _BY_HAND and _FEW < _samples_share(sharding, axis) <= _MOST:
+        if in_parts and name != _BY_HAND and _is_mixed(sharding, axis, len(in_parts)):
             found.append(
                 f"along axis '{name}' of its mesh some operators cut samples, and others parameters ({few(in_parts)})"
             )
@@ -159,6 +159,13 @@ def _unclear_axes(stage: Stage) -> list[str]:
         elif not any(p[axis] >= 0 for _, (_, outputs) in sharding.strategies for p in outputs):
             found.append(f"devices along axis '{name}' of its mesh all do the same")
     return found
+
+
+def _is_mixed(sharding: StageSharding, axis: int, in_parts: int) -> bool:
+    """Whether along an axis many operators cut samples, and others read many parameters in parts."""
+    share = _samples_share(sharding, axis)
+    read = len({name for name, _ in sharding.parameters} - _inputs(sharding))
+    return _FEW < share <= _MOST or (share > _MOST and in_parts > _FEW * read)
 
 
 def _cuts_tensors(sharding: StageSharding, axis: int) -> bool:

@@ -22,13 +22,14 @@ import typer
 import autopar
 from autopar import Cluster, InputError, Plan
 from autopar.analysis.user_factory import load_call
-from autopar.cli.entries import named_degrees, named_plan, named_split
+from autopar.cli.entries import add_plan, named_degrees, named_plan, named_split
 from autopar.cli.errors import ErrorGroup
 from autopar.cli.report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
 from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.exits.tools import TOOLS, configuration_for
+from autopar.report.comparison_figure import check_figure
 from autopar.report.plan_report.subject import Wanted
 from autopar.runtime.other_systems.catalogue import SYSTEMS
 
@@ -167,7 +168,7 @@ def profile(
     result = autopar.profile(devices=place, optimizer=optimizer, **options, **load_call(factory))
     typer.echo(result.to_json() if json else result)
     if html is not None:
-        save_report(result.report(), html, quiet=json)
+        save_report(result.report(command=typed_command()), html, quiet=json)
 
 
 @app.command()
@@ -275,29 +276,32 @@ def compare(
     device, or predicted for a cluster that is not here."""
     if figure is not None:
         _check_writable(figure, "--figure ")
+        check_figure(figure)
     if html is not None:
         _check_writable(html, "--html ")
     place, call = _devices(devices, cluster, nodes), load_call(factory)
     plans: dict[str, Plan | None] = {"auto": None}
-    plans |= dict(named_plan(entry) for entry in plan or ())
+    for entry in plan or ():
+        add_plan(plans, "--plan", *named_plan(entry))
     for entry in by_hand or ():
         name, degrees = named_degrees(entry)
-        plans[name] = Plan.by_hand(devices=place, **call, **degrees)
+        add_plan(plans, "--by-hand", name, Plan.by_hand(devices=place, **call, **degrees))
     for entry in split or ():
         name, stages = named_split(entry)
         n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"
-        plans[name] = Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule)
+        add_plan(plans, "--split", name, Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule))
     for entry in configuration or ():
         tool, equals, file = entry.partition("=")
         if not (equals and file):
             raise typer.BadParameter(f"{entry!r} is not TOOL=FILE", param_hint="--configuration")
-        plans[tool] = Plan.from_configuration(devices=place, tool=tool, source=Path(file), **call)
+        made = Plan.from_configuration(devices=place, tool=tool, source=Path(file), **call)
+        add_plan(plans, "--configuration", tool, made)
     result = autopar.compare(devices=place, plans=plans, repeats=repeats, systems=system or (), **options, **call)
     typer.echo(result.to_json() if json else result)
     if figure is not None:
         result.figure(figure)
     if html is not None:
-        save_report(result.report(), html, quiet=json)
+        save_report(result.report(command=typed_command()), html, quiet=json)
 
 
 @app.command()

@@ -50,3 +50,11 @@ def _value(text: str) -> int | bool | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     return int(text) if text.isdecimal() else text
+
+
+def add_plan(plans: dict[str, Plan | None], option: str, name: str, plan: Plan) -> None:
+    """Raises BadParameter for a name that another plan has."""
+    if name in plans:
+        whose = "the automatic plan has" if plans[name] is None else "another plan has"
+        raise typer.BadParameter(f"{whose} the name {name!r}; give this one another", param_hint=option)
+    plans[name] = plan

@@ -104,14 +104,14 @@ def _exposed(plan: Plan) -> Table:
             ", ".join(str(s) for s in range(rank, len(plan.stages), plan.ranks)),
             seconds_text(exposed),
             percent(exposed / step) if step else _UNKNOWN,
-            seconds_text(sum(plan.stages[s].sync_time or 0.0 for s in range(rank, len(plan.stages), plan.ranks))),
             seconds_text(hidden),
+            seconds_text(sum(plan.stages[s].sync_time or 0.0 for s in range(rank, len(plan.stages), plan.ranks))),
         )
         for rank, (exposed, hidden) in enumerate(pairs)
     )
-    columns = ("devices", "stages", "exposed", "of the step", "of it once a step", "hidden behind computing")
+    columns = ("devices", "stages", "exposed", "of the step", "hidden", "exposed once a step")
     return Table(
-        "Collectives and sums of gradients in a step, on each device; sums over replicas come once a step",
+        "Collectives and sums of gradients in a step, on each device: exposed, or hidden behind computing",
         columns,
         rows,
         words=2,

@@ -14,6 +14,7 @@ from autopar.report.quantities import (
     count,
     digits,
     duration_text,
+    flops_text,
     no_data_sheet,
     percent,
     rate_text,
@@ -23,6 +24,7 @@ from autopar.report.quantities import (
 )
 
 _AMOUNTS = ((1e12, "1T tokens"), (1e9, "1B tokens"), (1e6, "1M tokens"))
+_SAMPLES = 1e6  # where neither tokens nor the size of the data set are known
 _HOUR = 3600.0
 _LONG = 10 * 365.25 * 86400.0  # s: nobody trains for longer, so a smaller amount says more
 _WORTH = 0.005  # gains below this share of the step help nobody
@@ -63,7 +65,7 @@ def _figures(subject: Subject) -> Iterator[Figure]:
     if plan.single_device_time is not None and plan.predicted_step_time and subject.n_devices > 1:
         speed_up = plan.single_device_time / plan.predicted_step_time
         note = f"predicted: {seconds_text(plan.single_device_time)} there"
-        yield Figure("beside one device", f"{digits(speed_up)}x", note)
+        yield Figure("speed-up over one device", f"{digits(speed_up)}x", note)
 
 
 def _step_note(subject: Subject) -> str:
@@ -97,7 +99,7 @@ def _utilisation(subject: Subject, step: float | None) -> Figure:
         return Figure(label, "unknown", f"FLOPs are counted for {count(plan.batch_size or 0, 'sample')} a step")
     if work.flops is None:
         return Figure(label, "unknown", "FLOPs are not counted, because some code runs without a captured graph")
-    rate = f"{digits(work.flops / step / 1e12 / subject.n_devices)} TFLOP/s a device"
+    rate = f"{flops_text(work.flops / step / subject.n_devices)} a device"
     share = work.utilisation(step)
     if share is None:
         return Figure(label, "unknown", f"{no_data_sheet(plan.device_kinds)}; {rate}")
@@ -114,17 +116,20 @@ def _memory(subject: Subject) -> Figure:
 
 
 def _duration(subject: Subject, step: float | None) -> Iterator[Figure]:
+    """The time and the price of an epoch, of 1T tokens, or of 1M samples."""
     wanted, tokens = subject.wanted, subject.tokens
-    seconds: float | None = None
-    if wanted.samples_per_epoch is not None and step and subject.samples:
+    if not (step and subject.samples):
+        return
+    if wanted.samples_per_epoch is not None:
         seconds, label = wanted.samples_per_epoch / subject.samples * step, "time per epoch"
         note = f"{digits(wanted.samples_per_epoch)} samples"
-    elif tokens and step:
+    elif tokens:
         times = [(amount / tokens * step, what) for amount, what in _AMOUNTS]
         seconds, what = next((one for one in times if one[0] < _LONG), times[-1])
         label, note = f"time per {what}", "without restarts and evaluations"
-    if seconds is None:
-        return
+    else:
+        seconds, label = _SAMPLES / subject.samples * step, "time per 1M samples"
+        note = "samples_per_epoch= shows the time of an epoch"
     yield Figure(label, duration_text(seconds), note)
     if wanted.price_per_device_hour is not None:
         hours = seconds / _HOUR * subject.n_devices

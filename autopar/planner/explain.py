@@ -23,6 +23,7 @@ from autopar.schedule.timeline import Timeline
 # `helps` shows the step with the bottleneck's devices, and with links and collectives, this much faster.
 _FASTER = 1.1
 _MORE_LINK = 2.0
+PER_HALF = ", per half of it"  # ends the change whose step is that of half of its batch
 
 TUNED = "tuned over"  # begins the note of a plan that measured steps chose
 _NO_REASONS = ("estimated from", "predictions scaled", "by hand:")  # notes that do not say why a device is idle
@@ -155,16 +156,16 @@ def _helps(plan: Plan, bottleneck: Bottleneck, step: PredictedStep, larger: Pred
         return found.timeline().step_time
 
     faster = other_step((one.devices,), computing=1 / _FASTER)
-    which = "all devices" if plan.ranks == 1 else f"devices of stage {bottleneck.stage}"
+    which = "all devices" if plan.ranks == 1 else f"the devices of stage {bottleneck.stage}"
     which = one.devices[0] if len(one.devices) == 1 else which
-    changes = [Change(f"{which} {_FASTER - 1:.0%} faster", faster)]
+    changes = [Change(f"computing {_FASTER - 1:.0%} faster on {which}", faster)]
     if any(exposed_communication(plan)):
         everywhere = {stage.devices for stage in plan.stages}
         changes.append(Change("collectives twice as fast", other_step(everywhere, collectives=1 / _MORE_LINK)))
     if plan.transfers:
         changes.append(Change("links twice as fast", step.timeline(link_speed=_MORE_LINK).step_time))
     if len(plan.used_devices) > 1:
-        changes.append(Change("a batch twice as large, per half of it", larger.timeline().step_time / 2))
+        changes.append(Change(f"a batch twice as large{PER_HALF}", larger.timeline().step_time / 2))
     return tuple(changes)
 
 

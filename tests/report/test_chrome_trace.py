@@ -342,3 +342,18 @@ def test_holistic_trace_analysis_reads_what_computing_hides(tmp_path: Path) -> N
         assert breakdown.loc[rank, "non_compute_time(us)"] == pytest.approx(exposed * 1e6, rel=1e-3)
         share = 100 * hidden / (hidden + exposed)
         assert overlap.loc[rank, "comp_comm_overlap_pctg"] == pytest.approx(share, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_holistic_trace_analysis_reads_a_measured_step(tmp_path: Path) -> None:
+    pytest.importorskip("hta.trace_analysis")
+    from hta.trace_analysis import TraceAnalysis
+
+    profile = measured_beside(priced_plan())
+    files = {rank: str(tmp_path / f"rank{rank}.json.gz") for rank in range(2)}
+    for rank, file in files.items():
+        profile.trace(file, rank=rank)
+    found = TraceAnalysis(trace_files=files).get_temporal_breakdown(visualize=False).set_index("rank")
+    for rank, name in enumerate(("cuda:0", "cuda:2")):
+        computed = sum(end - start for one in profile.actions if one.device == name for start, end in one.spans)
+        assert found.loc[rank, "compute_time(us)"] == pytest.approx(computed * 1e6, rel=1e-3)

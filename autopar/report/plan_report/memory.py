@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from autopar.planner.device_memory import OWNERS, DeviceMemory
 from autopar.report.document import Band, Block, Curve, Curves, Fold, Paragraph, Section, Table
 from autopar.report.plan_report.subject import Subject
-from autopar.report.plan_report.summary import devices_text, limit_in_sight, memory_bars
+from autopar.report.plan_report.summary import devices_text, limit_in_sight, memory_bars, stages_text
 from autopar.report.quantities import percent, seconds_text, share_of_text, size_text, ticks
 
 _MOST_PLACES = 16
@@ -49,7 +49,7 @@ def _curves(subject: Subject, places: Sequence[DeviceMemory]) -> Curves:
     top = _ROOM * max([*highest, *(limit for limit in limits if limit is not None)])
     curves = tuple(
         Curve(
-            f"{devices_text(one.devices)}, stage {', '.join(map(str, one.stages))}",
+            f"{devices_text(one.devices)}, {stages_text(one.stages)}",
             f"at most {share_of_text(high, one.usable)}",
             tuple(_bands(one, end, top)),
             None if limit is None else limit / top,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from autopar.plan.stage import Stage
 from autopar.planner.communication import exposed_each
 
-_TIMES = ("forward_time", "backward_time", "weight_time", "recompute_time")
+_TIMES = ("forward_time", "backward_time", "weight_time", "recompute_time", "accumulation_time")
 
 
 def at_other_speed(stage: Stage, *, computing: float = 1.0, collectives: float = 1.0) -> Stage:

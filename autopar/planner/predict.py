@@ -116,6 +116,8 @@ def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
         plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
     if example.program.training == plan.training:
         plan = with_notes(plan, unknown_operators([stage.operators for stage in plan.stages], example.program))
+        shardings = [stage.sharding for stage in plan.stages]
+        unknown_operators([[key for key, _ in one.strategies] if one else [] for one in shardings], example.program)
     return plan.listing(example.program, example.batching.storages)
 
 

@@ -202,10 +202,10 @@ def _memory(stage: Stage, shares: Sequence[float]) -> StageMemory | None:
 
     `shares`: of each micro-batch, in the activations of the largest one.
     """
-    resident = (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+    parameters, gradients, states = stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes
     if stage.activation_bytes is None or stage.transient_bytes is None:
         return None
-    if resident[0] is None or resident[1] is None or resident[2] is None:
+    if parameters is None or gradients is None or states is None:
         return None
     activations = tuple(int(stage.activation_bytes * share) for share in shares)
-    return StageMemory(*resident, activations, stage.transient_bytes, stage.step_bytes or 0)
+    return StageMemory(parameters, gradients, states, activations, stage.transient_bytes, stage.step_bytes or 0)

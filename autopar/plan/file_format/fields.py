@@ -1,4 +1,4 @@
-"""The fields of a plan as JSON values by their types, without layers: format 2, and what format 4 is folded from.
+"""The fields of a plan as JSON values by their types, without layers: format 2, and what format 5 is folded from.
 
 Keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`, `StageSharding`, `Assumptions` and `RunnerUp`.
 Fields that are None or empty are left out. One line lists the operators `module.path/operator#k` of one module that

@@ -127,7 +127,7 @@ def _accumulation(program: SplitProgram, solution: Sharding, table: CostTable) -
         """Of the node's parameters that each device has."""
         total = own = 0.0
         for storage, weight in program.costs.operators[node].parameters.items():
-            known = stored.get(program.represented[node].get(storage, storage))
+            known = stored.get(program.represented[node].get(storage) or storage)
             total += weight.trained * weight.nbytes
             own += weight.trained * weight.nbytes / (1 if known is None else parts(known.layout, mesh.shape))
         return own / total if total else 1.0

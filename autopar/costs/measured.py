@@ -202,7 +202,7 @@ class Measured:
 
     def accumulate(self) -> float:
         first = self.devices[0]
-        key = signature_key("accumulate", first.kind, first.threads)
+        key = signature_key("accumulate in turn", first.kind, first.threads)
         known = self._cache.get(key, _seconds_from_json) if self._cache is not None else None
         if known is not None:
             return known

@@ -120,11 +120,11 @@ def wide() -> nn.Module:
 
 
 def live_bytes() -> int:
-    """Of all tensors in this process, each memory once."""
+    """Of all tensors in this process that have values, each memory once."""
     gc.collect()
     found: dict[int, int] = {}
     for one in gc.get_objects():
-        if isinstance(one, torch.Tensor) and type(one) in (torch.Tensor, nn.Parameter):
+        if isinstance(one, torch.Tensor) and type(one) in (torch.Tensor, nn.Parameter) and not one.is_meta:
             found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
     return sum(found.values())
 

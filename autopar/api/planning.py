@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from autopar.analysis.example import LossFunction, capture_example, example_ahead
+from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.api.cluster_plans import cluster_pricer, priced_on_cluster
 from autopar.errors import InputError
 from autopar.options import PlanKeywords, PlanOptions
@@ -98,17 +98,22 @@ def plan(
     world = joined() if devices is None else None
     parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
     if plan is not None or world is not None:
-        chosen = chosen if world is None else check_options(chosen, has_plan=False)
-        example = capture_example(
-            model,
-            parsed,
-            args,
-            kwargs,
-            loss_fn=loss_fn,
-            target=target,
-            batch_dim=chosen.batch_dim,
-            strict=chosen.strict,
-        )
+
+        def captured() -> tuple[PlanOptions, Example]:
+            allowed = chosen if world is None else check_options(chosen)
+            example = capture_example(
+                model,
+                parsed,
+                args,
+                kwargs,
+                loss_fn=loss_fn,
+                target=target,
+                batch_dim=chosen.batch_dim,
+                strict=chosen.strict,
+            )
+            return allowed, example
+
+        chosen, example = captured() if world is None else world.outcome("autopar.plan", captured)
         decide = (
             pricing(plan, parsed, chosen, progress_bar) if plan is not None else deciding(parsed, chosen, progress_bar)
         )

@@ -56,7 +56,11 @@ def read_rows(path: Path) -> list[Row]:
 
 def _rows(path: Path) -> Iterator[Row]:
     header: list[str] | None = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(f"{path} cannot be read as text: {error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         cells = [cell.strip() for cell in next(csv.reader([line]))]

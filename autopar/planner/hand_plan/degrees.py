@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.plan.degrees import Degrees
+from autopar.plan.degrees import ZERO, Degrees
 from autopar.plan.recompute import RECOMPUTE
 from autopar.schedule.builders import SCHEDULES
-
-ZERO = (0, 1, 2, 3)
 
 _INTERLEAVED = "interleaved-1f1b"
 

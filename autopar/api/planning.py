@@ -108,8 +108,11 @@ def plan(
         return capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
 
     if plan is not None or world is not None:
-        chosen = chosen if world is None else check_options(chosen, has_plan=False)
-        example = captured(model)
+
+        def allowed() -> tuple[PlanOptions, Example]:
+            return chosen if world is None else check_options(chosen), captured(model)
+
+        chosen, example = allowed() if world is None else world.outcome("autopar.plan", allowed)
         decide = (
             pricing(plan, parsed, chosen, progress_bar) if plan is not None else deciding(parsed, chosen, progress_bar)
         )

@@ -74,8 +74,7 @@ def test_hosts_with_different_numbers_of_ranks_train_as_one_process_does(script:
         printed = network.torchrun(script, "3", "replicas", "searched", per_host=counts)
     for found, count in zip(losses(printed), counts, strict=True):
         assert sorted(found) == pytest.approx(sorted(2 * count * alone), abs=2e-6)
-    note = "hosts have 2, 1 ranks: collectives among n ranks are priced as among the first n, and no stage has a mesh"
-    assert note in printed[0]
+    assert "no stage has a mesh" not in printed[0]  # meshes of the two ranks of the first host are searched
 
 
 @pytest.mark.parametrize(("n", "per_host"), [(2, 2), pytest.param(3, 1, marks=exhaustive)])

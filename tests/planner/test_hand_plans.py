@@ -414,7 +414,7 @@ def test_zero_cuts_parameters_and_no_buffers() -> None:
 def test_the_peak_of_a_mesh_has_room_for_what_the_optimizer_holds_while_it_steps(degrees: dict[str, Any]) -> None:
     """Where that is more than activations: few samples, many parameters. A fused step needs nothing besides."""
     model, cluster = nn.Sequential(*(Wide() for _ in range(4))), Cluster.preset("4xH100")
-    example = (torch.zeros(4, 2, 256, device="meta"),)
+    example = (torch.zeros(4, 2, 256),)
     foreach, fused = (
         Plan.by_hand(model, cluster, example_args=example, optimizer="adamw", optimizer_step=how, **degrees)
         for how in ("foreach", "fused")

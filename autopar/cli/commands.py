@@ -22,12 +22,12 @@ import typer
 import autopar
 from autopar import Cluster, InputError, Plan
 from autopar.analysis.user_factory import load_call
-from autopar.cli.entries import named_degrees, named_plan, named_split
+from autopar.cli.entries import named_plan, named_split, plans_by_hand
 from autopar.cli.errors import ErrorGroup
 from autopar.cli.report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
-from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
+from autopar.options import AHEAD_ONLY, COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.exits.tools import TOOLS, configuration_for
 from autopar.report.plan_report.subject import Wanted
 from autopar.runtime.other_systems.catalogue import SYSTEMS
@@ -242,7 +242,7 @@ def compare(
         typer.Option(
             metavar="NAME=DEGREES",
             help="A plan by hand, such as megatron=tensor=8,pipeline=4,micro_batch=1; may be repeated. The degrees are "
-            "those of Plan.by_hand.",
+            f"those of Plan.by_hand, and so are {', '.join(AHEAD_ONLY)} with --cluster.",
         ),
     ] = None,
     configuration: Annotated[
@@ -280,9 +280,8 @@ def compare(
     place, call = _devices(devices, cluster, nodes), load_call(factory)
     plans: dict[str, Plan | None] = {"auto": None}
     plans |= dict(named_plan(entry) for entry in plan or ())
-    for entry in by_hand or ():
-        name, degrees = named_degrees(entry)
-        plans[name] = Plan.by_hand(devices=place, **call, **degrees)
+    how = {name: options[name] for name in AHEAD_ONLY if options[name] is not None}
+    plans |= plans_by_hand(by_hand or (), place, call, how)
     for entry in split or ():
         name, stages = named_split(entry)
         n_microbatches, schedule = options.get("n_microbatches") or 1, options.get("schedule") or "1f1b"

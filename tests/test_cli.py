@@ -96,6 +96,7 @@ def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 ON_CPU = ("plan", "factories:with_args", "--devices", "cpu")
+TWICE = ("--split", "mine=0:0", "--split", "mine=0:0,2:1")
 ON_CLUSTER = ("compare", "factories:with_args", "--cluster", "2xH100")
 
 
@@ -257,9 +258,13 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         ((*ON_CPU, "--price-per-device-hour", "2"), "it is for the report: give --html as well", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean tensor?", 2),
         ((*ON_CLUSTER, "--by-hand", "tensor"), "is not NAME=DEGREE=VALUE", 2),
+        ((*ON_CLUSTER, "--by-hand", "mine=tensor=2,tensor=1"), "it gives tensor twice", 2),
+        ((*ON_CLUSTER, *TWICE), "there are two plans called 'mine'; give them other names", 2),
+        ((*ON_CLUSTER, "--split", "half=0:0,0:1"), "gives '0' twice", 2),
+        ((*ON_CLUSTER, "--split", "auto=0:0,2:1"), "there are two plans called 'auto'", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=two,zero=4"), "zero must be one of 0, 1, 2, 3, got 4", 2),
         ((*ON_CLUSTER, "--by-hand", "a=tensr=2,zero=,zero=1,data"), "zero has no value", 2),
-        ((*ON_CLUSTER, "--by-hand", "a=data=2", "--by-hand", "a=data=2"), "several plans are called a", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=data=2", "--by-hand", "a=data=2"), "there are two plans called 'a'", 2),
         ((*ON_CLUSTER, "--by-hand", "a=zero=4", "--by-hand", "b=recompute=all"), "b: the plan by hand contradicts", 2),
         ((*ON_CLUSTER, "--by-hand", "a=zero=4,launch=slow"), "launch must be one of", 2),
     ],

@@ -13,6 +13,7 @@ from autopar.errors import InputError
 from autopar.options import PlanOptions
 from autopar.plan.display import by_hand
 from autopar.plan.plan import Plan
+from autopar.planner.changed_zero import unpriced_at_hand
 from autopar.planner.hand_plan.by_hand import plan_by_hand, plan_by_hand_for_workers
 from autopar.planner.pricers import with_pricer
 from autopar.report.progress import progress_bar
@@ -49,9 +50,13 @@ def _by_hand(
         parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
         example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
         if all(device.torch_device.type == "cpu" for device in parsed):
-            return plan_by_hand_for_workers(example, parsed, options, degrees, progress, problems)
+            found = plan_by_hand_for_workers(example, parsed, options, degrees, progress, problems)
+            return with_pricer(found, unpriced_at_hand(example, parsed, options))
         cluster = Cluster.from_devices(list(parsed))
-        return plan_by_hand(example, cluster, options, degrees, progress, problems=problems)
+        return with_pricer(
+            plan_by_hand(example, cluster, options, degrees, progress, problems=problems),
+            cluster_pricer(example, cluster, options),
+        )
 
 
 def _options(optimizer: str, how: Mapping[str, Any]) -> tuple[PlanOptions, tuple[str, ...]]:

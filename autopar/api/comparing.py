@@ -19,6 +19,7 @@ from autopar.report.progress import progress_bar
 from autopar.runtime.arguments import (
     Devices,
     check_module,
+    check_plans,
     devices_at_hand,
     need_example,
     need_target,
@@ -76,7 +77,8 @@ def compare(
     need_target(loss_fn, target)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats must be a whole number of at least 1, got {repeats!r}")
-    plans, systems = {"auto": None} if plans is None else _checked(plans), check_systems(systems)
+    plans, systems = {"auto": None} if plans is None else plans, check_systems(systems)
+    check_plans(plans)
     if isinstance(devices, Cluster) and not devices.at_hand:
         if systems:
             raise InputError(f"systems: {devices.title} is not at hand, so no other system can run on it")
@@ -93,21 +95,6 @@ def compare(
             model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=batch_dim, strict=strict
         )
         return compare_at_hand(example, parsed, plans, chosen, repeats, progress, systems)
-
-
-def _checked(plans: Any) -> Mapping[str, Plan | None]:
-    """`plans`, once they are plans by name. Raises InputError that lists everything wrong."""
-    if not isinstance(plans, Mapping) or not plans:
-        raise InputError(f"plans must be a dict from names to plans, such as {{'auto': None}}, got {plans!r:.80}")
-    problems = [f"the name of a plan must be a text, got {name!r}" for name in plans if not isinstance(name, str)]
-    problems += [
-        f"plans[{name!r}] must be a Plan, or None for the automatic one, got {type(plan).__name__}"
-        for name, plan in plans.items()
-        if plan is not None and not isinstance(plan, Plan)
-    ]
-    if problems:
-        raise InputError("; ".join(problems))
-    return plans
 
 
 def accuracy(since: datetime | None = None, kind: str | None = None) -> Accuracy:

@@ -16,6 +16,7 @@ from autopar.runtime.arguments import (
     Devices,
     check_data,
     check_module,
+    check_plan,
     devices_at_hand,
     example_call,
 )
@@ -128,6 +129,7 @@ def parallelize(
 
     def checked() -> tuple[PlanOptions, tuple[tuple[Any, ...], dict[str, Any]]]:
         check_module(model)
+        check_plan(plan)
         check_data(data, devices)
         options = PlanOptions(
             n_microbatches=n_microbatches,

@@ -1,4 +1,5 @@
-"""Named plans as written on the command line: `NAME=FILE`, `NAME=MODULE:STAGE,...` and `NAME=DEGREE=VALUE,...`."""
+"""Named plans as written on the command line: `NAME=FILE`, `NAME=MODULE:STAGE,...`, `NAME=DEGREE=VALUE,...` and
+`TOOL=FILE`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,16 @@ from autopar.plan.plan import Plan
 _BY_HAND = (*DEGREES, *AHEAD_ONLY)
 
 
+class NamedPlans(dict[str, Plan | None]):
+    """Plans to compare; None is the automatic one."""
+
+    def add(self, option: str, name: str, plan: Plan) -> None:
+        """Raises BadParameter for a name that there is already: one of both would silently not be compared."""
+        if name in self:
+            raise typer.BadParameter(f"there are two plans called {name!r}; give them other names", param_hint=option)
+        self[name] = plan
+
+
 def named_plan(entry: str) -> tuple[str, Plan]:
     name, equals, path = entry.partition("=")
     if not (name and equals):
@@ -32,6 +43,10 @@ def named_split(entry: str) -> tuple[str, dict[str, int]]:
     parts = [part.strip().rpartition(":") for part in text.split(",")]
     if not (name and equals) or not all(colon and stage.isdecimal() for _, colon, stage in parts):
         raise typer.BadParameter(f"{entry!r} is not NAME=MODULE:STAGE,...", param_hint="--split")
+    modules = [module for module, _, _ in parts]
+    twice = next((module for module in modules if modules.count(module) > 1), None)
+    if twice is not None:
+        raise typer.BadParameter(f"{entry!r} gives {twice!r} twice", param_hint="--split")
     return name, {module: int(stage) for module, _, stage in parts}
 
 
@@ -54,7 +69,7 @@ def named_degrees(entry: str) -> tuple[str, dict[str, Any]]:
         elif not value:
             problems.append(f"{key} has no value; write {key}=VALUE")
         elif key in degrees:
-            problems.append(f"{key} is given twice")
+            problems.append(f"it gives {key} twice")
         else:
             degrees[key] = _value(value)
     if problems:
@@ -64,26 +79,29 @@ def named_degrees(entry: str) -> tuple[str, dict[str, Any]]:
 
 def plans_by_hand(
     entries: Sequence[str], devices: Any, call: Mapping[str, Any], how: Mapping[str, Any]
-) -> dict[str, Plan]:
-    """The plans of `NAME=DEGREE=VALUE,...`, by name. `how`: of a step, where an entry says nothing else.
+) -> list[tuple[str, Plan]]:
+    """The plans of `NAME=DEGREE=VALUE,...`, with their names. `how`: of a step, where an entry says nothing else.
 
     Raises BadParameter for entries that cannot be read, and PlanError that says of every plan what contradicts.
     """
-    wanted = [named_degrees(entry) for entry in entries]
-    names = [name for name, _ in wanted]
-    twice = dict.fromkeys(name for name in names if names.count(name) > 1)
-    if twice:
-        raise typer.BadParameter(f"several plans are called {', '.join(twice)}", param_hint="--by-hand")
-    plans: dict[str, Plan] = {}
+    plans: list[tuple[str, Plan]] = []
     refused = []
-    for name, degrees in wanted:
+    for name, degrees in [named_degrees(entry) for entry in entries]:
         try:
-            plans[name] = Plan.by_hand(devices=devices, **{**how, **call, **degrees})
+            plans.append((name, Plan.by_hand(devices=devices, **{**how, **call, **degrees})))
         except (InputError, PlanError) as error:
             refused.append(f"{name}: {error}")
     if refused:
         raise PlanError("\n".join(refused))
     return plans
+
+
+def named_configuration(entry: str) -> tuple[str, Path]:
+    """The tool and the file of `TOOL=FILE`."""
+    tool, equals, file = entry.partition("=")
+    if not (tool and equals and file):
+        raise typer.BadParameter(f"{entry!r} is not TOOL=FILE", param_hint="--configuration")
+    return tool, Path(file)
 
 
 def _value(text: str) -> int | bool | str:

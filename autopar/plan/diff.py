@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.errors import InputError
 from autopar.hints.module_paths import ancestors, few, nearest
 from autopar.plan.display import compared, shown, step_parts
 from autopar.plan.exits.plan_degrees import replica_axes, zero_of
@@ -116,7 +117,12 @@ class PlanDiff:
 
 @compared.register(Plan)
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
-    """What `after` decides and predicts differently from `before`. O(operators x depth of modules)."""
+    """What `after` decides and predicts differently from `before`. O(operators x depth of modules).
+
+    Raises InputError where `after` is no plan.
+    """
+    if not isinstance(after, Plan):
+        raise InputError(f"a plan is compared with another Plan, got {type(after).__name__}")
     stages = _stage_of(before, after)
     both = {key: pair for key, pair in stages.items() if None not in pair}
     again = {

@@ -33,6 +33,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from autopar.plan.file_format.fields import plain, read_fields
@@ -85,15 +86,9 @@ class Reading:
 
 def read(text: str, kind: Any) -> Reading:
     """The dataclass `kind` that `write` wrote. Raises ValueError for text that is not JSON, or of another version."""
-    problems: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(name for name, _ in pairs)
-        problems.extend(f"'{name}' appears twice" for name, count in counts.items() if count > 1)
-        return dict(pairs)
-
     try:
-        data = json.loads(text, object_pairs_hook=unique, parse_int=_parsed_int)
+        data = json.loads(text, object_pairs_hook=_Object, parse_int=_parsed_int)
+        problems = list(_twice(data, ""))
     except RecursionError:
         raise ValueError("lists in lists too deep to read") from None
     version, addition = _version(data.pop("autopar_plan", None) if isinstance(data, dict) else None)
@@ -104,6 +99,23 @@ def read(text: str, kind: Any) -> Reading:
     unknown = [problem for problem in problems if problem.endswith(" is unknown")] if addition > ADDITION else []
     problems = [problem for problem in problems if problem not in unknown]
     return Reading(values, recorded, problems, [problem.removesuffix(" is unknown") for problem in unknown])
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that knows which names appear in it twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+
+
+def _twice(data: Any, where: str) -> Iterator[str]:
+    """Names that an object has twice, with their places."""
+    if isinstance(data, _Object):
+        yield from (f"{where}{'.' if where else ''}{name} appears twice" for name in data.twice)
+    if isinstance(data, (dict, list)):
+        for name, part in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _twice(part, f"{where}[{name}]" if isinstance(data, list) else f"{where}.{name}".lstrip("."))
 
 
 def _version(found: Any) -> tuple[int, int]:

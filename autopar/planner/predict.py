@@ -18,7 +18,8 @@ from autopar.costs.cost_graph import CostGraph
 from autopar.costs.operator_cost import OperatorCost
 from autopar.costs.python_overhead import NOT_MEASURED
 from autopar.costs.shared_hardware import SHARED_GPU, shared_gpu_notes
-from autopar.plan.plan import DROPPED, Plan
+from autopar.plan.assignment import unknown_operators
+from autopar.plan.plan import DROPPED, Plan, with_notes
 from autopar.plan.recompute import Recompute
 from autopar.plan.scaling import notes_without_scale
 from autopar.plan.stage import Stage, StageTransfer
@@ -108,10 +109,13 @@ def predict_plan(plan: Plan, example: Example, costs: CostGraph, conditions: Con
 
 
 def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
-    """`plan` on the devices of `costs`, with all operators of the example's call. Raises PlanError."""
+    """`plan` on the devices of `costs`, with all operators of the example's call, and a note about operators that the
+    call does not run. Raises PlanError."""
     plan = plan.on([device.name for device in costs.devices], [device.kind for device in costs.devices])
     if example.batching.obstacle:
         plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
+    if example.program.training == plan.training:
+        plan = with_notes(plan, unknown_operators([stage.operators for stage in plan.stages], example.program))
     return plan.listing(example.program, example.batching.storages)
 
 

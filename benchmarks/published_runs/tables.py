@@ -82,7 +82,7 @@ class _Lines:
         try:
             text = self.path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise TableError(f"{self.path}: cannot be read as UTF-8: {error}") from None
+            raise TableError(f"{self.path} cannot be read as text: {error}") from None
         return [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
 
     @property

@@ -84,7 +84,7 @@ def test_files_that_are_no_tables_are_refused_by_name(tmp_path: Path, capsys: py
     binary = tmp_path / "b.csv"
     binary.write_bytes(b"\xff\xfe\x00")
     twice = written(tmp_path / "c.csv", "model,layers,model", "a,b,c")
-    for path, why in ((binary, "cannot be read as UTF-8"), (twice, "several columns are called model")):
+    for path, why in ((binary, "cannot be read as text"), (twice, "several columns are called model")):
         assert main(["published", "--tables", str(path), "--results", str(tmp_path / "r")]) == 2
         err = capsys.readouterr().err
         assert path.name in err

@@ -345,6 +345,11 @@ SHARDING = ("stages", 1, "sharding")
         (put("layers", "model.layers", "colours", {}), "layers['model.layers'].colours is unknown"),
         (put("layers", "model.layers", "operators", 3), "layers['model.layers'].operators must be an object"),
         (put("layers", "model.layers", "operators", "A", ["x"]), "layers['model.layers'].operators.A[0] must be like"),
+        (put("layers", "model.layers", "operators", "A", 5), "['model.layers'].operators.A must be a list, got 5"),
+        (
+            put("layers", "model.layers", "strategies", "A", ["S0"]),
+            "['model.layers'].strategies.A must be an object from names to placements, got ['S0']",
+        ),
         (put(*SHARDING, "mesh", [2]), "stages[1].sharding.mesh must be an object from axes to numbers of devices"),
         (put(*SHARDING, "strategies", {"model.layers.4-7": "as C"}), "defines no strategies 'C'"),
         (put(*SHARDING, "strategies", {"model.layers.5/x#0": "Q"}), "model.layers.5/x#0: 'Q' is no strategy"),

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from plans import hand_plans, plans, searched_plans
 from torch import nn
 
 import autopar
-from autopar import Plan, PlanError
+from autopar import Cluster, Plan, PlanError
 from autopar.analysis.operators import compute_nodes, operator_keys, replicable_nodes
 from autopar.capture.program import Program, capture
 from autopar.plan.stage import RunnerUp, Stage, StageTransfer
@@ -272,7 +273,14 @@ def test_only_interleaved_stages_share_devices(schedule: str) -> None:
 def test_a_name_given_twice_is_reported_wherever_it_is() -> None:
     text = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2).to_json()
     text = text.replace('"b": 1', '"b": 1, "b": 0').replace('"schedule"', '"schedule": "gpipe", "schedule"')
-    with pytest.raises(PlanError, match=r"(?s)'b' appears twice.*'schedule' appears twice"):
+    with pytest.raises(PlanError, match=r"(?s)schedule appears twice.*split\.b appears twice"):
+        Plan.from_json(text)
+    text = (
+        Plan((Stage(("a",), ("0/x#0",)), Stage(("b",), ("1/x#0",))), 1)
+        .to_json()
+        .replace('["b"]', '["b"], "devices": []')
+    )
+    with pytest.raises(PlanError, match=r"stages\[1\]\.devices appears twice"):
         Plan.from_json(text)
 
 
@@ -559,3 +567,28 @@ def priced_mlp() -> Plan:
     x = torch.randn(8, 16)
     priced = autopar.plan(mlp(), ["cpu", "cpu"], example_args=(x,), plan=split)
     return dataclasses.replace(priced, split=(), optimality="within 1 %", bound=1e-6)
+
+
+def named() -> nn.Sequential:
+    names = ("first", "second", "third", "fourth")
+    return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in names))
+
+
+@pytest.mark.parametrize(
+    ("operators", "said"),
+    [
+        (["third: linaer#0", "fourth: linear#0"], "stage 1 lists 'third/linaer#0', which the model does not have; did"),
+        (["third: linear#0", "forth: linear#0"], "it has no modules 'forth'; did you mean 'fourth'"),
+    ],
+)
+def test_a_misspelt_operator_or_module_is_refused_with_the_one_that_was_meant(operators: list[str], said: str) -> None:
+    call: dict[str, Any] = {"example_args": (torch.randn(8, 16),)}
+    cluster = Cluster.preset("2xH100")
+    split = Plan.from_split({"first": 0, "third": 1}, n_microbatches=2)
+    plan = dataclasses.replace(autopar.plan(named(), cluster, plan=split, **call), split=())
+    with pytest.raises(PlanError, match=re.escape(said)):
+        autopar.plan(named(), cluster, plan=edited(plan, put("stages", 1, "operators", operators)), **call)
+    more = put("stages", 1, "operators", ["third: linear#0 linear#1", "fourth: linear#0"])
+    found = autopar.plan(named(), cluster, plan=edited(plan, more), **call)
+    assert "the plan lists 'third/linear#1', which this call does not run" in found.notes
+    assert [stage.operators for stage in found.stages] == [stage.operators for stage in plan.stages]

@@ -137,12 +137,10 @@ def test_equal_meshes_of_neighbouring_stages_are_counted() -> None:
 @pytest.mark.parametrize(
     ("plans", "message"),
     [
-        ({}, "plans must be a dict from names to plans"),
-        (["auto"], "plans must be a dict from names to plans"),
-        (
-            {"a": "plan.json", 3: None},
-            r"the name of a plan must be a text, got 3; plans\['a'\] must be a Plan.*got str",
-        ),
+        ({}, "plans must be a mapping from names to plans.*an empty one"),
+        (["auto"], "plans must be a mapping from names to plans.*got list"),
+        ({"a": "plan.json"}, r"plans\['a'\] must be a Plan, got str"),
+        ({3: None}, "the name of a plan must be a text, got 3"),
     ],
 )
 def test_what_is_no_plan_is_refused(plans: Any, message: str) -> None:

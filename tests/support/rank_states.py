@@ -27,9 +27,17 @@ def odd() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 7), nn.LayerNorm(7))
 
 
-def ready(zero: int, build: Callable[[], nn.Module] = odd, **degrees: Any) -> tuple[nn.Module, Any, torch.Tensor]:
-    """A model as it was, its ranks, placed, and a batch."""
-    model, x, plan = planned(zero, torch.distributed.get_world_size(), build, **degrees)
+def ready(
+    zero: int, build: Callable[[], nn.Module] = odd, *, changed: str = "", **degrees: Any
+) -> tuple[nn.Module, Any, torch.Tensor]:
+    """A model as it was, its ranks, placed, and a batch. `changed`: the plan is made without ZeRO, of "mesh"es or of
+    whole "replicas", and `Plan.with_` cuts states afterwards."""
+    n = torch.distributed.get_world_size()
+    model, x, plan = planned(0 if changed else zero, n, build, **degrees)
+    if changed == "replicas":
+        plan = Plan.from_split({"": 0}, n_microbatches=4, devices=[[f"cpu:{rank}" for rank in range(n)]])
+        plan = autopar.plan(model, plan=plan, example_args=(x,), cache=False)
+    plan = plan.with_(zero=zero) if changed else plan
     original = copy.deepcopy(model)
     return original, autopar.parallelize(model, plan=plan, example_args=(x,)), x
 

@@ -282,6 +282,9 @@ class _Definitions:
                 if other is not None:
                     same.append((place, parent, definition, other))
                     continue
+                if not isinstance(value, dict if kinds[name].pairs else list):
+                    what = "an object from names to placements" if kinds[name].pairs else "a list"
+                    problems.append(f"{place}.{definition} must be {what}, got {value!r}")
                 for entry in kinds[name].read(value):
                     if isinstance(entry, Reference):
                         problems.append(f"{place}.{definition}: '{entry.text}' names layers inside of a layer")

@@ -189,7 +189,7 @@ def _on_meshes(
     plan: Plan, degrees: Degrees, costs: CostGraph, shared: SharedWork, example: Example, progress: Progress
 ) -> tuple[CostGraph, tuple[str, ...], tuple[str, ...]]:
     """The cost graph over the meshes of all stages, the name of every stage's configuration, and notes."""
-    builder = _Configurations(degrees, costs, shared, example)
+    builder = Configurations(degrees, costs, shared, example)
     names = []
     for number, stage in enumerate(plan.stages[: degrees.pipeline]):
         progress(f"strategies of stage {number}", number / degrees.pipeline)
@@ -198,7 +198,7 @@ def _on_meshes(
     return on_meshes, tuple(names * degrees.chunks), tuple(builder.notes)
 
 
-class _Configurations:
+class Configurations:
     """The stage configurations of a plan: one for all stages whose devices lie on nodes in the same way."""
 
     def __init__(self, degrees: Degrees, costs: CostGraph, shared: SharedWork, example: Example) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autopar.plan.degrees import Degrees
+from autopar.plan.degrees import ZERO, Degrees
 from autopar.plan.recompute import RECOMPUTE
 from autopar.planner.hand_plan.cut_sizes import largest_divisor
 from autopar.schedule.builders import SCHEDULES
-
-ZERO = (0, 1, 2, 3)
 
 _INTERLEAVED = "interleaved-1f1b"
 

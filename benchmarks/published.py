@@ -93,7 +93,7 @@ def run_published(folder: Path | None, quick: bool, kept: Kept | None = None) ->
     Raises:
         TableError: a file that is no table.
     """
-    files = _files(folder)
+    files = sorted(folder.glob("*.csv")) if folder else []
     tables = {path.stem: table for path in files if (table := _read(path)) is not None}
     if quick:
         tables = {name: replace(table, cases=table.cases[:QUICK_CASES]) for name, table in tables.items()}
@@ -152,13 +152,6 @@ def _priced_in_turn(cases: Sequence[Case]) -> list[Figures]:
         return [Figures.of(pricer.price(case)) for case in cases]
     finally:
         gc.set_threshold(*thresholds)
-
-
-def _files(folder: Path | None) -> list[Path]:
-    """Of a folder, or the one file itself."""
-    if folder is None:
-        return []
-    return [folder] if folder.is_file() else sorted(folder.glob("*.csv"))
 
 
 def _read(path: Path) -> PublishedTable | None:

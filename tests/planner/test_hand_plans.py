@@ -287,9 +287,7 @@ def test_mixed_stages_are_said_beside_other_contradictions() -> None:
 
 def test_batch_norm_needs_samples_enough_in_a_micro_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    with pytest.raises(
-        PlanError, match=r"batch norm needs 2 .*micro_batch=2 or more"
-    ):
+    with pytest.raises(PlanError, match=r"batch norm needs 2 .*micro_batch=2 or more"):
         Plan.by_hand(model, Cluster.preset("2xH100"), example_args=(torch.randn(4, 4),), pipeline=2, micro_batch=1)
 
 

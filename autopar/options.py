@@ -102,6 +102,18 @@ COMMAND_LINE_TYPES: dict[str, Any] = {  # where not those of PlanOptions
 }
 
 
+def check_names(call: str, known: type, keywords: Mapping[str, Any]) -> None:
+    """Raise InputError for keywords of `call` that are none of `known`, a TypedDict, with the closest known name."""
+    names = list(get_type_hints(known))
+    problems = []
+    for name in (name for name in keywords if name not in names):
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(names)}"
+        problems.append(f"{call} has no option {name!r}; {hint}")
+    if problems:
+        raise InputError("; ".join(problems))
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """What the user fixes. Raises InputError that lists everything wrong. `parallelize` documents every option."""
@@ -143,14 +155,7 @@ class PlanOptions:
 
         Raises InputError for an unknown name, with the closest name that is known.
         """
-        names = list(get_type_hints(known))
-        problems = []
-        for name in (name for name in keywords if name not in names):
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(names)}"
-            problems.append(f"{call} has no option {name!r}; {hint}")
-        if problems:
-            raise InputError("; ".join(problems))
+        check_names(call, known, keywords)
         return cls(**keywords)
 
     @property

@@ -127,9 +127,8 @@ def _parsed(text: str) -> dict[str, Any] | None:
     if not isinstance(line, dict):
         return None
     key = line.get("key")
-    whole = isinstance(key, list) and {"date", "value"} <= line.keys()
-    named = whole and all(isinstance(one, (str, int, float)) for one in key)
-    return line if named or isinstance(line.get("on"), dict) else None
+    named = isinstance(key, list) and all(isinstance(one, (str, int, float)) for one in key)
+    return line if (named and {"date", "value"} <= line.keys()) or isinstance(line.get("on"), dict) else None
 
 
 def as_row(kind: Callable[..., Row], values: Mapping[str, Any]) -> Row:

@@ -29,6 +29,7 @@ from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
 from autopar.options import AHEAD_ONLY, COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.exits.tools import TOOLS, configuration_for
+from autopar.report.comparison_figure import check_figure
 from autopar.report.plan_report.subject import Wanted
 from autopar.runtime.other_systems.catalogue import SYSTEMS
 
@@ -167,7 +168,7 @@ def profile(
     result = autopar.profile(devices=place, optimizer=optimizer, **options, **load_call(factory))
     typer.echo(result.to_json() if json else result)
     if html is not None:
-        save_report(result.report(), html, quiet=json)
+        save_report(result.report(command=typed_command()), html, quiet=json)
 
 
 @app.command()
@@ -275,6 +276,7 @@ def compare(
     device, or predicted for a cluster that is not here."""
     if figure is not None:
         _check_writable(figure, "--figure ")
+        check_figure(figure)
     if html is not None:
         _check_writable(html, "--html ")
     place, call = _devices(devices, cluster, nodes), load_call(factory)
@@ -296,7 +298,7 @@ def compare(
     if figure is not None:
         result.figure(figure)
     if html is not None:
-        save_report(result.report(), html, quiet=json)
+        save_report(result.report(command=typed_command()), html, quiet=json)
 
 
 @app.command()

@@ -24,7 +24,8 @@ class NamedPlans(dict[str, Plan | None]):
     def add(self, option: str, name: str, plan: Plan) -> None:
         """Raises BadParameter for a name that there is already: one of both would silently not be compared."""
         if name in self:
-            raise typer.BadParameter(f"there are two plans called {name!r}; give them other names", param_hint=option)
+            whose = "the automatic plan has" if self[name] is None else "another plan has"
+            raise typer.BadParameter(f"{whose} the name {name!r}; give this one another", param_hint=option)
         self[name] = plan
 
 

@@ -269,7 +269,7 @@ class Plan(PlanByHand, PlanChanges, PlanExits, PlanReport):
             PlanError: with the file's name, if it cannot be read or holds no valid plan.
         """
         try:
-            plan = cls.from_json(Path(path).read_text())
+            plan = cls.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(f"{path}: it cannot be read: {error.strerror or error}") from error
         except (UnicodeDecodeError, PlanError) as error:

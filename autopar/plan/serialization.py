@@ -1,7 +1,7 @@
 """A plan as a JSON file to be read and edited by hand.
 
     {
-     "autopar_plan": "4.0",
+     "autopar_plan": "5.0",
      "checksum": "5f0c...",
      "n_microbatches": 8,
      "schedule": "1f1b",
@@ -17,12 +17,13 @@ To move a layer, edit the ranges of layers: `layers.0-8` and `layers.9-15`. To m
 module, `layers.8.attention.q: linear#0`, or say where the stage ends, `layers.8 before mlp/mul#0` (and `layers.8 from
 mlp/mul#0` in the next stage). Layers that are equal share an entry under "layers" (`file_format/folding.py`).
 
-"every_stage" has fields of all stages. Other keys are the names of the fields of `Plan`, `Stage`, `StageTransfer`,
-`StageSharding` and what these hold. The checksum tells a plan that was edited, whose predictions no longer belong to
-it; editors need not update it.
+"every_stage" has fields of all stages that do not have them themselves. Other keys are the names of the fields of
+`Plan`, `Stage`, `StageTransfer`, `StageSharding` and what these hold. The checksum tells a plan that was edited, whose
+predictions no longer belong to it; editors need not update it.
 
 The version is "format.addition". An addition only has fields that older readers can leave out: they say so in a note.
-Another format is refused. Format 3, which says the same at more length, and format 2, without layers, can be read.
+Another format is refused. Formats 4 and 3, which say the same at more length, and format 2, without layers, can be
+read.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from autopar.plan.file_format.fields import plain, read_fields
 from autopar.plan.file_format.json_text import json_text
 from autopar.plan.file_format.layered import flattened, layered
 
-FORMAT, ADDITION = 4, 0
-_LONGER = 3  # a format that is read as the present one
+FORMAT, ADDITION = 5, 0
+_LONGER = (4, 3)  # formats that are read as the present one
 _FLAT = 2  # the format without layers
 _CHECKSUM_DIGITS = 16
 _MOST_DIGITS = 30  # of a whole number: longer ones are no quantity, and too large for a float
@@ -123,7 +124,7 @@ def _version(found: Any) -> tuple[int, int]:
     if found == _FLAT and type(found) is int:
         return _FLAT, 0
     match = _VERSION.fullmatch(found) if isinstance(found, str) else None
-    if match is not None and int(match[1]) in (FORMAT, _LONGER):
+    if match is not None and int(match[1]) in (FORMAT, *_LONGER):
         return FORMAT, int(match[2])
     later = " a later autopar wrote this file;" if match is not None and int(match[1]) > FORMAT else ""
     raise ValueError(

@@ -6,22 +6,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.analysis.example import Example
 from autopar.costs.cost_table import SILENT, Progress
 from autopar.costs.model_flops import least_seconds, model_flops, tokens_of
 from autopar.options import PlanOptions
 from autopar.plan.diff import PlanDiff
-from autopar.plan.display import drawn, reported, shown
+from autopar.plan.display import drawn
 from autopar.plan.plan import Plan
+from autopar.plan.results import Result
 from autopar.planner.communication import exposed_communication
 from autopar.planner.plan_ahead import plan_ahead, priced_ahead
 from cost_models import Cluster
 from cost_models.memory.training_memory import usable_memory
-
-if TYPE_CHECKING:
-    from autopar.report.document import Report
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class PlannedRow:
 
 
 @dataclass(frozen=True)
-class ClusterComparison:
+class ClusterComparison(Result):
     """Predicted steps on the same batch under several plans; `print(comparison)` shows a table."""
 
     rows: tuple[PlannedRow, ...]
@@ -98,17 +96,9 @@ class ClusterComparison:
         """What the fastest plan does otherwise than `name`."""
         return self[name].plan.diff(self.fastest.plan)
 
-    def __str__(self) -> str:
-        return shown(self)
-
     def figure(self, path: str | Path) -> None:
         """Draw all rows into a file (.png, .svg, .pdf). Raises AutoparError without matplotlib."""
         drawn(self, Path(path))
-
-    def report(self) -> Report:
-        """The same as a `Report`, which a notebook shows as a page, and `save` writes as one HTML file."""
-        made: Report = reported(self)
-        return made
 
     def to_json(self) -> str:
         """All rows and their plans; times in seconds, memory in bytes."""

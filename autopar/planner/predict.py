@@ -116,6 +116,8 @@ def completed(plan: Plan, example: Example, costs: CostGraph) -> Plan:
         plan = plan.with_decision("the batch of this model cannot be split", n_microbatches=1)
     if example.program.training == plan.training:
         plan = with_notes(plan, unknown_operators([stage.operators for stage in plan.stages], example.program))
+        shardings = [stage.sharding for stage in plan.stages]
+        unknown_operators([[key for key, _ in one.strategies] if one else [] for one in shardings], example.program)
     return plan.listing(example.program, example.batching.storages)
 
 
@@ -190,10 +192,12 @@ def _plan_stages(
                 peak_memory=max((peaks[slot] for slot in timeline.schedule.slots_of(number)), default=0),
                 sync_time=predicted.once,
                 optimizer_time=predicted.optimizer or None,
+                accumulation_time=predicted.accumulation or None,
                 hidden_time=each.hidden(inside) or None,
                 gradient_bytes=memory.gradients,
                 optimizer_bytes=memory.optimizer,
                 transient_bytes=memory.transient,
+                step_bytes=memory.step or None,
                 usable_memory=int(min(group.memory for group in arrangement.groups[number])),
             )
         )
@@ -229,7 +233,8 @@ def _single_device_time(costs: CostGraph, atoms: Atoms, optimizer: str) -> float
     whole = times.stage(range(len(atoms.nodes)))
     rates = optimizer_rates(costs, costs.devices[0].kind, optimizer)
     shares = [one.share for one in stepped(costs, atoms, optimizer)]
-    return whole.forward + whole.backward + (0.0 if rates is None else rates.seconds(sum_of(shares)))
+    passes = whole.forward + whole.backward - times.not_accumulated(range(len(atoms.nodes)), whole, split=False)
+    return passes + (0.0 if rates is None else rates.seconds(sum_of(shares)))
 
 
 def _with_sharded(priced: Plan, own: Plan) -> Plan:

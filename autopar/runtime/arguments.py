@@ -46,17 +46,6 @@ def check_plan(plan: object, name: str = "plan") -> None:
         raise InputError(f"{name} must be a Plan, got {type(plan).__name__}{file}")
 
 
-def check_plans(plans: object) -> None:
-    """Raise InputError for what is no mapping from names to plans."""
-    if not isinstance(plans, Mapping) or not plans:
-        what = "an empty one" if isinstance(plans, Mapping) else type(plans).__name__
-        raise InputError(f"plans must be a mapping from names to plans, such as {{'auto': None}}, got {what}")
-    for name, plan in plans.items():
-        if not isinstance(name, str):
-            raise InputError(f"the name of a plan must be a text, got {name!r}")
-        check_plan(plan, f"plans[{name!r}]")
-
-
 def check_data(data: object, devices: Devices) -> None:
     """Raise InputError for what ranks cannot pass to calls."""
     if data not in get_args(Data):

@@ -19,7 +19,7 @@ import statistics
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
@@ -58,6 +58,8 @@ class GraphTimes:
     loss_forward: float = 0.0  # s
     loss_backward: float = 0.0  # s
     spread: float = 0.0  # of the seconds of whole passes: how far the middle half of them lies apart, of the median
+    # Node -> s of `backward`: adding gradients of parameters to those of earlier micro-batches.
+    accumulation: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -79,8 +81,10 @@ class GraphTimes:
         times = cls(**value)
         if {*times.forward} != {*nodes} or {*times.backward} != {*nodes}:
             raise ValueError("the cached times are of other operators")
+        if "accumulation" not in value or not {*times.accumulation} <= {*nodes}:
+            raise ValueError("the cached times do not tell the accumulation of gradients apart")
         seconds = (*times.forward.values(), *times.backward.values(), times.loss_forward, times.loss_backward)
-        seconds = (*seconds, times.spread)
+        seconds = (*seconds, *times.accumulation.values(), times.spread)
         if not all(type(s) in (int, float) and 0 <= s < _LONGEST for s in seconds):
             raise ValueError(f"cached times must be seconds from 0 to {_LONGEST:g}")
         if not all(type(count) is int and count >= 1 for count in (times.rows, times.workers)):
@@ -268,6 +272,7 @@ def _typical_times(
     typical = statistics.median_low
     forward = {n: typical([t.forward[n] for t in timed]) for n in timed[0].forward}
     backward = {n: typical([t.backward[n] for t in timed]) for n in timed[0].backward}
+    accumulation = {n: typical([t.accumulation[n] for t in timed]) for n in timed[0].accumulation}
     loss_forward, loss_backward = (typical([t.loss[phase] for t in timed]) for phase in (0, 1))
     scale_f = _ratio(typical([p[0] for p in plain]), sum(forward.values()) + loss_forward)
     scale_b = _ratio(typical([p[1] for p in plain]), sum(backward.values()) + loss_backward)
@@ -279,6 +284,7 @@ def _typical_times(
         loss_forward * scale_f,
         loss_backward * scale_b,
         spread(totals),
+        {n: s * scale_b for n, s in accumulation.items() if s > 0},
     )
 
 

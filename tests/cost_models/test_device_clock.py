@@ -52,6 +52,21 @@ def test_equal_layers_take_equal_seconds_forward_and_backward_on_a_device_that_w
     assert sum(times.backward.values()) + times.loss[1] == pytest.approx(times.totals[1], rel=0.05)
 
 
+def test_adding_up_gradients_of_parameters_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, eight_equal_layers: fx.GraphModule
+) -> None:
+    """Of what is trained alone, among the seconds of the backward."""
+    first = next(iter(eight_equal_layers.parameters()))
+    first.requires_grad_(False)
+    gpu = SimulatedGpu()
+    times = timed(monkeypatch, eight_equal_layers, gpu, gpu)
+    own = dict(times.accumulation)
+    assert own.pop("_0") == 0.0
+    assert len(own) == LAYERS - 1
+    assert all(0 < seconds < times.backward[node] for node, seconds in own.items())
+    assert list(own.values()) == pytest.approx([OTHER + LAUNCH] * len(own), abs=2 * (OTHER + LAUNCH))
+
+
 def test_the_device_is_waited_for_only_at_the_ends_of_passes(
     monkeypatch: pytest.MonkeyPatch, eight_equal_layers: fx.GraphModule
 ) -> None:

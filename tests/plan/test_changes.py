@@ -364,9 +364,12 @@ def test_at_hand_zero_cuts_what_a_plan_by_hand_for_these_devices_cuts(zero: int)
         found = plan.with_(zero=zero)
         assert (found.n_microbatches, found.devices) == (2, ("cpu:0", "cpu:1"))
         assert decided(found) == decided(expected)
-        moves = [s.sharding.redistributions for s in (*found.stages, *expected.stages) if s.sharding]
-        assert moves[0] == moves[1]
         assert Plan.from_json(found.to_json()) == found
+    # What is priced by measurements moves tensors in the steps that were the fastest here.
+    moves = [
+        s.sharding.redistributions for plan in (by_hand.with_(zero=zero), expected) for s in plan.stages if s.sharding
+    ]
+    assert moves[0] == moves[1]
     assert searched.with_(zero=0) is searched
     with pytest.raises(PlanError, match="and no stage has any"):
         searched.with_(zero=zero)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -132,21 +131,6 @@ def test_equal_meshes_of_neighbouring_stages_are_counted() -> None:
     other = Plan.by_hand(mlp(), cluster, pipeline=4, micro_batch=16, **CALL)
     (meshes,) = (one for one in other.diff(hand).settings if one.name == "meshes")
     assert (meshes.before, meshes.after) == (None, "tensor 2")
-
-
-@pytest.mark.parametrize(
-    ("plans", "message"),
-    [
-        ({}, "plans must be a mapping from names to plans.*an empty one"),
-        (["auto"], "plans must be a mapping from names to plans.*got list"),
-        ({"a": "plan.json"}, r"plans\['a'\] must be a Plan, got str"),
-        ({3: None}, "the name of a plan must be a text, got 3"),
-    ],
-)
-def test_what_is_no_plan_is_refused(plans: Any, message: str) -> None:
-    for devices in (Cluster.preset("2xH100"), ["cpu"]):
-        with pytest.raises(InputError, match=message):
-            autopar.compare(mlp(), devices, plans, **CALL)
 
 
 def test_a_plan_for_other_devices_is_refused() -> None:

@@ -17,6 +17,7 @@ from autopar.options import PlanOptions
 from autopar.planner.hand_plan.by_hand import plan_by_hand
 from autopar.planner.hand_plan.shared_work import SharedWork
 from autopar.report.sharding import stored_words
+from cost_models.memory.optimizer_step import optimizer_step_temporaries
 
 HIDDEN, LENGTH, VOCABULARY, BATCH = 16, 6, 24, 8
 
@@ -443,3 +444,36 @@ def test_zero_cuts_parameters_and_no_buffers() -> None:
     stored = dict(plan.stages[0].sharding.parameters)
     assert "head.weight" in stored
     assert "shift" not in stored
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"tensor": 4}, {"tensor": 2, "zero": 1}, {"tensor": 2, "pipeline": 2}])
+def test_the_peak_of_a_mesh_has_room_for_what_the_optimizer_holds_while_it_steps(degrees: dict[str, Any]) -> None:
+    """Where that is more than activations: few samples, many parameters. A fused step needs nothing besides."""
+    model, cluster = nn.Sequential(*(Wide() for _ in range(4))), Cluster.preset("4xH100")
+    example = (torch.zeros(4, 2, 256, device="meta"),)
+    foreach, fused = (
+        Plan.by_hand(model, cluster, example_args=example, optimizer="adamw", optimizer_step=how, **degrees)
+        for how in ("foreach", "fused")
+    )
+    for stage, other in zip(foreach.stages, fused.stages, strict=True):
+        states = (stage.optimizer_bytes or 0) // 8  # elements on a device, of two states each
+        held = optimizer_step_temporaries("adamw", [(states,)], implementation="foreach")
+        assert held > 0
+        resident = sum((stage.parameter_bytes or 0, stage.gradient_bytes or 0, stage.optimizer_bytes or 0))
+        assert stage.peak_memory == pytest.approx(resident + held, rel=1e-3)
+        assert (other.peak_memory or 0) < (stage.peak_memory or 0)
+    loaded = Plan.from_json(foreach.to_json())
+    assert [stage.step_bytes for stage in loaded.stages] == [stage.step_bytes for stage in foreach.stages]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))

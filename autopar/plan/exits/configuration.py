@@ -100,7 +100,7 @@ def _parsed(tool: str, text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        refuse_reading(tool, [f"{why}; to read YAML, pip install pyyaml"])
+        refuse_reading(tool, [f'{why}; to read YAML, pip install "autopar[integrations]"'])
         return None
     try:
         return yaml.safe_load(text)

@@ -61,10 +61,11 @@ class CutSizes:
                 if (matrix := self._matrix(source)) is not None
             }
             for name, shape in matrices.items():
-                if all(size % n for size in shape):
+                sizes = shape[:2] if "conv" in str(node.target) else shape  # not the extent of a convolution's kernel
+                if all(size % n for size in sizes):
                     yield (
                         f"{name} of shape {shape} cannot be cut over tensor={n}: no size is a multiple of it; "
-                        f"give a divisor of one, such as {max(largest_divisor(size, n) for size in shape)}"
+                        f"give a divisor of one, such as {max(largest_divisor(size, n) for size in sizes)}"
                     )
             rule = self.facts.with_rule(node).rule
             if rule is None or matrices or not is_product(node):

@@ -47,9 +47,11 @@ def chain_bounds(
     [n_cuts, atoms], and is better than `best`; inf where there is no such plan.
 
     n is the number of cuts that can be afforded with `effort`, a share of the most there is. None where the sum of
-    stages counts or stages have replicas.
+    stages counts, stages have replicas or the first micro-batch lacks something.
     """
     if problem.sum_counts or problem.max_replicas > 1 or any(kind.space or kind.width > 1 for kind in problem.kinds):
+        return None
+    if problem.accumulation is not None:
         return None
     cuts = cuts[: _affordable(problem, cuts, best, effort)]
     sizes = cuts.sum(axis=1)

@@ -101,6 +101,7 @@ class SearchSpace:
             launches=_launches(times),
             overlapping=_overlapping(times, costs.overlap),
             once=np.array([t.once for t in times]),
+            accumulation=_accumulation(times),
             n_microbatches=m // copies,
             schedule="gpipe" if phased else schedule,
             kinds=tuple(kind.of_one_copy(copies, chunks) for kind in kinds),
@@ -349,6 +350,13 @@ def _captured(times: Sequence[AtomTimes]) -> Captured | None:
         return None
     each = [t.kernels if t.captured is None else t.captured for t in times]
     return Captured(PassSeconds(*(np.maximum(of, 0.0) for of in zip(*each, strict=True))), modes)
+
+
+def _accumulation(times: Sequence[AtomTimes]) -> np.ndarray | None:
+    """By kind; None where it is not known apart."""
+    if not any(np.any(t.accumulation) for t in times):
+        return None
+    return np.array([np.maximum(t.accumulation, np.zeros(t.once.shape)) for t in times])
 
 
 def _launches(times: Sequence[AtomTimes]) -> Launches | None:

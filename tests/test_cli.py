@@ -210,7 +210,8 @@ def test_plans_by_hand_are_compared_on_a_cluster() -> None:
     arguments = ("factories:Kinds.with_loss", "--cluster", "2xH100", "--by-hand", "mine=tensor=2", "--by-hand")
     out, _ = run("compare", *arguments, "dp=data=2,zero=1", "--json")
     assert [row["name"] for row in json.loads(out)["rows"]] == ["auto", "mine", "dp"]
-    text, _ = run("compare", *arguments, "dp=data=2,zero=1")
+    text, _ = run("compare", *arguments, "dp=data=2,zero=1,overlap=gradients,launch=compiled")
+    assert "dp is priced for a step with" in " ".join(text.split())
     assert "mine: 1 stage (1 replica on meshes of 2)" in " ".join(text.split())
 
 
@@ -261,10 +262,14 @@ def test_saved_plans_are_compared_with_the_automatic_one() -> None:
         ((*ON_CPU, "--price-per-device-hour", "2"), "it is for the report: give --html as well", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensr=2"), "did you mean tensor?", 2),
         ((*ON_CLUSTER, "--by-hand", "tensor"), "is not NAME=DEGREE=VALUE", 2),
-        ((*ON_CLUSTER, "--by-hand", "mine=tensor=2,tensor=1"), "gives tensor twice", 2),
+        ((*ON_CLUSTER, "--by-hand", "mine=tensor=2,tensor=1"), "it gives tensor twice", 2),
         ((*ON_CLUSTER, *TWICE), "another plan has the name 'mine'; give this one another", 2),
         ((*ON_CLUSTER, "--split", "half=0:0,0:1"), "gives '0' twice", 2),
         ((*ON_CLUSTER, "--by-hand", "mine=tensor=two,zero=4"), "zero must be one of 0, 1, 2, 3, got 4", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=tensr=2,zero=,zero=1,data"), "zero has no value", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=data=2", "--by-hand", "a=data=2"), "another plan has the name 'a'", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=zero=4", "--by-hand", "b=recompute=all"), "b: the plan by hand contradicts", 2),
+        ((*ON_CLUSTER, "--by-hand", "a=zero=4,launch=slow"), "launch must be one of", 2),
         ((*ON_CLUSTER, "--split", "auto=0:0,2:1"), "the automatic plan has the name 'auto'", 2),
         ((*ON_CLUSTER, "--split", "a=0:0,2:1", "--split", "a=0:0,1:1"), "another plan has the name 'a'", 2),
         ((*ON_CLUSTER, "--figure", "compared.jpeg2"), "the name must end in .png, .svg or .pdf", 2),

@@ -22,12 +22,12 @@ import typer
 import autopar
 from autopar import Cluster, InputError, Plan
 from autopar.analysis.user_factory import load_call
-from autopar.cli.entries import NamedPlans, named_configuration, named_degrees, named_plan, named_split
+from autopar.cli.entries import NamedPlans, named_configuration, named_plan, named_split, plans_by_hand
 from autopar.cli.errors import ErrorGroup
 from autopar.cli.report import save_report, typed_command
 from autopar.demo import DEMOS, run_demo
 from autopar.doctor.command import doctor
-from autopar.options import COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
+from autopar.options import AHEAD_ONLY, COMMAND_LINE_TYPES, HELP, CompareKeywords, PlanOptions
 from autopar.plan.exits.tools import TOOLS, configuration_for
 from autopar.report.comparison_figure import check_figure
 from autopar.report.plan_report.subject import Wanted
@@ -243,7 +243,7 @@ def compare(
         typer.Option(
             metavar="NAME=DEGREES",
             help="A plan by hand, such as megatron=tensor=8,pipeline=4,micro_batch=1; may be repeated. The degrees are "
-            "those of Plan.by_hand.",
+            f"those of Plan.by_hand, and so are {', '.join(AHEAD_ONLY)} with --cluster.",
         ),
     ] = None,
     configuration: Annotated[
@@ -284,9 +284,9 @@ def compare(
     plans = NamedPlans({"auto": None})
     for entry in plan or ():
         plans.add("--plan", *named_plan(entry))
-    for entry in by_hand or ():
-        name, degrees = named_degrees(entry)
-        plans.add("--by-hand", name, Plan.by_hand(devices=place, **call, **degrees))
+    how = {name: options[name] for name in AHEAD_ONLY if options[name] is not None}
+    for name, made in plans_by_hand(by_hand or (), place, call, how):
+        plans.add("--by-hand", name, made)
     for entry in split or ():
         name, stages = named_split(entry)
         plans.add("--split", name, Plan.from_split(stages, n_microbatches=n_microbatches, schedule=schedule))

@@ -20,6 +20,7 @@ from autopar.plan.stage import Stage
 
 Fact = str | int | bool | None
 _ASSUMED = "priced for a step with"
+_DEGREES = ("stages", "micro-batches", "schedule", "meshes", "ZeRO", "activations gathered again")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ class PlanDiff:
         """Whether both run alike: stages, devices, micro-batches, schedule, strategies and recomputation."""
         decided = [setting for setting in self.settings if setting.name != _ASSUMED]
         return not (decided or self.modes or self.moves or self.recomputed or self.only_before or self.only_after)
+
+    @property
+    def degrees(self) -> tuple[Setting, ...]:
+        """The settings that a plan by hand fixes, but for recomputation (`modes`)."""
+        return tuple(setting for setting in self.settings if setting.name in _DEGREES)
 
     @property
     def same(self) -> bool:
@@ -220,14 +226,19 @@ def _settings(before: Plan, after: Plan) -> list[Setting]:
 
 
 def _meshes(plan: Plan) -> str | None:
-    """The mesh of every stage, in order."""
+    """The meshes of all stages, in order; equal neighbours are counted."""
     texts = [
         " x ".join(f"{name} {n}" for name, n in zip(s.sharding.axes, s.sharding.mesh, strict=True))
         if s.sharding
         else "-"
         for s in plan.stages
     ]
-    return " | ".join(texts) if any(stage.sharding for stage in plan.stages) else None
+    if not any(stage.sharding for stage in plan.stages):
+        return None
+    runs = [(text, sum(1 for _ in run)) for text, run in itertools.groupby(texts)]
+    if len(runs) == 1:
+        return texts[0]
+    return " | ".join(f"{text} in {n} stages" if n > 1 else text for text, n in runs)
 
 
 def _zero(plan: Plan) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,15 @@ class ClusterComparison(Result):
             "batch_size": self.batch_size,
             "flops": self.flops,
             "training": self.training,
-            "rows": [_as_json(row) for row in self.rows],
+            "fastest": self.fastest.name,
+            "rows": [_as_json(row) | {"fastest_does_otherwise": self._otherwise(row.name)} for row in self.rows],
         }
         return json.dumps(data, indent=1)
+
+    def _otherwise(self, name: str) -> list[dict[str, Any]]:
+        difference = self.difference(name)
+        modes = [asdict(mode) | {"name": "recompute"} for mode in difference.modes]
+        return [*map(asdict, difference.degrees), *modes]
 
 
 def compare_ahead(

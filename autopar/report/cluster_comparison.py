@@ -6,6 +6,7 @@ from autopar.plan.display import shown
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import DESCRIBED
 from autopar.planner.cluster_comparison import ClusterComparison, PlannedRow
+from autopar.report.diff import decisions_in_words
 from autopar.report.quantities import seconds_text, size_text
 from autopar.report.tables import megabytes, milliseconds, paragraph, table
 from cost_models import bytes_text
@@ -36,7 +37,7 @@ def _comparison(comparison: ClusterComparison) -> str:
         done += [paragraph(f"{name} is priced for a step with {how}") for name, how in assumed.items()]
     fastest = comparison.fastest
     others = [
-        paragraph(f"{fastest.name} against {row.name}: {gained(row, fastest)}")
+        paragraph(f"{fastest.name} against {row.name}: {gained(row, fastest)}.{otherwise(comparison, row)}")
         for row in comparison.rows
         if row is not fastest
     ]
@@ -75,6 +76,12 @@ def described(plan: Plan) -> str:
     if any(one.state != one.layout for one in stored):
         text += ", optimizer's state cut further than parameters"
     return text
+
+
+def otherwise(comparison: ClusterComparison, row: PlannedRow) -> str:
+    """What the fastest plan decides otherwise than `row`, as a sentence after another one; "" for nothing."""
+    words = decisions_in_words(comparison.difference(row.name))
+    return f" It has {'; '.join(words)}." if words else ""
 
 
 def gained(row: PlannedRow, fastest: PlannedRow) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.analysis.example import LossFunction, capture_example, example_ahead
+from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.api.cluster_plans import cluster_pricer
 from autopar.errors import InputError
 from autopar.options import PlanOptions
@@ -48,10 +48,14 @@ def _by_hand(
                 cluster_pricer(example, devices, options),
             )
         parsed = devices_at_hand(model, devices, None, joined() if devices is None else None)
-        example = capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+
+        def captured(model: nn.Module) -> Example:
+            return capture_example(model, parsed, args, kwargs, loss_fn=loss_fn, target=target, batch_dim=None)
+
+        example = captured(model)
         if all(device.torch_device.type == "cpu" for device in parsed):
             found = plan_by_hand_for_workers(example, parsed, options, degrees, progress, problems)
-            return with_pricer(found, unpriced_at_hand(example, parsed, options))
+            return with_pricer(found, unpriced_at_hand(model, captured, parsed, options))
         cluster = Cluster.from_devices(list(parsed))
         return with_pricer(
             plan_by_hand(example, cluster, options, degrees, progress, problems=problems),

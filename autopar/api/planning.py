@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from autopar.analysis.example import LossFunction, capture_example, example_ahead
+from autopar.analysis.example import Example, LossFunction, capture_example, example_ahead
 from autopar.api.cluster_plans import cluster_pricer, priced_on_cluster
 from autopar.errors import InputError
 from autopar.options import PlanKeywords, PlanOptions
@@ -102,23 +102,24 @@ def plan(
     refuse_estimated(options)
     world = joined() if devices is None else None
     parsed = devices_at_hand(model, devices, options.get("optimizer"), world)
+
+    def captured(model: nn.Module) -> Example:
+        how: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": chosen.batch_dim}
+        return capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
+
     if plan is not None or world is not None:
-        chosen = chosen if world is None else check_options(chosen, has_plan=False)
-        example = capture_example(
-            model,
-            parsed,
-            args,
-            kwargs,
-            loss_fn=loss_fn,
-            target=target,
-            batch_dim=chosen.batch_dim,
-            strict=chosen.strict,
-        )
+
+        def allowed() -> tuple[PlanOptions, Example]:
+            return chosen if world is None else check_options(chosen), captured(model)
+
+        chosen, example = allowed() if world is None else world.outcome("autopar.plan", allowed)
         decide = (
             pricing(plan, parsed, chosen, progress_bar) if plan is not None else deciding(parsed, chosen, progress_bar)
         )
         if world is not None:  # a changed plan is not priced: that takes all ranks, and one may change it alone
-            return with_pricer(plan_together(world, parsed, example, decide), unpriced_at_hand(example, parsed, chosen))
+            return with_pricer(
+                plan_together(world, parsed, example, decide), unpriced_at_hand(model, captured, parsed, chosen)
+            )
         pricer = Pricer(
             lambda other: pricing(other, parsed, chosen, progress_bar)(example),
             lambda other, zero: at_zero_at_hand(other, zero, example, parsed, chosen),
@@ -135,9 +136,7 @@ def plan(
     kept: dict[str, Any] = {name: value for name, value in options.items() if name not in _OF_SEARCHES}
 
     def at_zero(other: Plan, zero: int) -> Plan:
-        how: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "batch_dim": chosen.batch_dim}
-        example = capture_example(model, parsed, args, kwargs, strict=chosen.strict, **how)
-        return at_zero_at_hand(other, zero, example, parsed, chosen)
+        return at_zero_at_hand(other, zero, captured(model), parsed, chosen)
 
     return with_pricer(found, Pricer(lambda other: _plan(model, devices, plan=other, **call, **kept), at_zero))
 

@@ -136,7 +136,9 @@ def training_step(example: Example, optimizer: str, device_type: str) -> StepMem
 
 
 def summarize(costs: CostGraph, memory: StepMemory | None = None) -> Profile:
-    """The cost graph as a profile: one device of each kind, the whole batch."""
+    """The cost graph as a profile: one device of each kind, the whole batch. Raises InputError without operators."""
+    if not len(costs.graph):
+        raise InputError("the model runs no operators in this call, so there is nothing to profile")
     kinds = tuple(dict.fromkeys(device.kind for device in costs.devices))
     names = list(costs.graph)
     forward: dict[str, dict[str, float]] = {}  # kind -> node -> s

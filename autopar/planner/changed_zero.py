@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+
+from torch import nn
 
 from autopar.analysis.example import Example
 from autopar.costs.estimated import estimate_costs
+from autopar.errors import PlanError
 from autopar.options import PlanOptions
 from autopar.plan.plan import Plan, with_notes
 from autopar.planner.hand_plan.replicas_on_meshes import ARE_A_MESH, replicas_on_meshes
@@ -52,9 +56,25 @@ def at_zero_at_hand(plan: Plan, zero: int, example: Example, devices: Sequence[D
     return with_notes(changed, [note for note in decided.notes if ARE_A_MESH in note])
 
 
-def unpriced_at_hand(example: Example, devices: Sequence[Device], options: PlanOptions) -> Pricer:
-    """For plans on devices at hand of which nothing is predicted, before a change or after it."""
-    return Pricer(lambda plan: plan, lambda plan, zero: at_zero_at_hand(plan, zero, example, devices, options))
+def unpriced_at_hand(
+    model: nn.Module, captured: Callable[[nn.Module], Example], devices: Sequence[Device], options: PlanOptions
+) -> Pricer:
+    """For plans of a model on devices at hand of which nothing is predicted, before a change or after it.
+
+    `captured`: captures the call again. The plan does not keep the model: ranks need the memory of its values.
+    """
+    alive = weakref.ref(model)
+
+    def changed(plan: Plan, zero: int) -> Plan:
+        model = alive()
+        if model is None:
+            raise PlanError(
+                "the model that this plan was made for is gone; give it again: autopar.plan(model, devices, plan=plan, "
+                "...).with_(zero=...)"
+            )
+        return at_zero_at_hand(plan, zero, captured(model), devices, options)
+
+    return Pricer(lambda plan: plan, changed)
 
 
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:

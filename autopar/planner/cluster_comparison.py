@@ -85,7 +85,7 @@ class ClusterComparison(Result):
         for row in self.rows:
             if row.name == name:
                 return row
-        raise KeyError(name)
+        raise KeyError(f"there is no plan {name!r}; known are {', '.join(row.name for row in self.rows)}")
 
     @property
     def fastest(self) -> PlannedRow:

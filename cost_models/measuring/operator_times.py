@@ -44,6 +44,8 @@ _ROUNDS_UNKNOWN, _PASSES_UNKNOWN = 2, 5
 # Seconds of a pass above which the clock reads around its operators (about a microsecond each) do not matter.
 _LONG_PASS = 0.3
 
+_PAIRS = 8  # of gradients that are added up in turn: 256 MiB in all
+
 _LONGEST = 1e9  # s: longer times come from a damaged cache
 
 
@@ -289,14 +291,18 @@ def _typical_times(
 
 
 def measure_accumulate(device: torch.device, nbytes: int = 1 << 24) -> float:
-    """Seconds per byte of adding one gradient to another in place."""
-    total, part = torch.zeros(nbytes // 4, device=device), torch.ones(nbytes // 4, device=device)
+    """Seconds per byte of adding one gradient to another in place.
+
+    Several pairs take turns, as many as caches forget: those of a model come from memory.
+    """
+    pairs = [[torch.full((nbytes // 4,), float(i), device=device) for i in range(2)] for _ in range(_PAIRS)]
     clock = device_clock(device)
     spans = []
-    for _ in range(7):
-        start = clock.mark()
-        total.add_(part)
-        spans.append((start, clock.mark()))
+    for turn in range(4):
+        for total, part in pairs:
+            start = clock.mark()
+            total.add_(part)
+            spans += [(start, clock.mark())] if turn else []  # the first turn finds memory that nobody has touched
     clock.wait()
     seconds = [clock.between(*span) for span in spans]
     return statistics.median(seconds) / nbytes

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -379,7 +380,10 @@ def test_figures_of_several_columns_have_errors_of_their_own(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_models_shared_out_over_processes_have_the_prices_of_one_process(tmp_path: Path) -> None:
+def test_models_shared_out_over_processes_have_the_prices_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "get_context", lambda _: forked.context())
     rows = [VTRAIN_ROW, VTRAIN_ROW.replace(",256,4,4,", ",128,4,4,"), VTRAIN_ROW.replace(",8,16,2,", ",8,32,2,")]
     cases = cases_of(tmp_path / "t.csv", VTRAIN, *rows)
     alone, shared = (published.evaluate("t", cases, processes=n) for n in (1, 2))

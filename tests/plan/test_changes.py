@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -373,3 +375,15 @@ def test_at_hand_zero_cuts_what_a_plan_by_hand_for_these_devices_cuts(zero: int)
     assert searched.with_(zero=0) is searched
     with pytest.raises(PlanError, match="and no stage has any"):
         searched.with_(zero=zero)
+
+
+@pytest.mark.slow
+def test_a_plan_by_hand_for_workers_does_not_keep_the_model() -> None:
+    model, x = mlp(), torch.randn(8, 16)
+    plan = Plan.by_hand(model, ["cpu", "cpu"], data=2, example_args=(x,))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(PlanError, match=r"the model that this plan was made for is gone; give it again: autopar.plan"):
+        plan.with_(zero=1)

@@ -139,3 +139,9 @@ def test_what_calls_return_is_shown_in_notebooks_and_saved(result: Any, tmp_path
     assert command in page_of(result.report(command=command), tmp_path).text
     with pytest.raises(InputError, match="no step to trace"):
         report.trace(tmp_path / "t.json")
+
+
+def test_a_plan_that_was_not_compared_is_named_with_those_that_were() -> None:
+    for comparison in (measured(FASTER, SLOWER), planned(0.31, 0.62)):
+        with pytest.raises(KeyError, match="there is no plan 'mine'; known are <b>one</b>, another & more"):
+            comparison["mine"]

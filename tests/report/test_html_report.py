@@ -337,3 +337,26 @@ def test_a_mesh_that_cuts_samples_and_parameters_is_not_called_data_parallel() -
     )
     with pytest.raises(PlanError, match="some operators cut samples, and others parameters"):
         mixed(4).to_megatron_args()
+
+
+def test_a_schedule_without_times_is_drawn_with_few_of_many_micro_batches() -> None:
+    plan = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2000)
+    text = str(plan.report().only("Timeline of one step"))
+    assert "with 32 of 2,000" in " ".join(text.split())
+    assert len(text) < 5000
+    assert "B31" in text
+
+
+def test_a_measured_step_without_predictions_says_that_nothing_was_predicted() -> None:
+    plan = Plan.from_split({"a": 0, "b": 1}, n_microbatches=2)
+    stages = tuple(StageStep(s, f"cpu:{s}", 2, 0.1, 0.0, 0.2, 0.0, None, None) for s in range(2))
+    actions = tuple(MeasuredAction("F", s, 0, f"cpu:{s}", ((0.1 * s, 0.1 * s + 0.1),)) for s in range(2))
+    report = plan_report(Subject(plan, StepProfile(0.6, None, 8, 2, "1f1b", stages, False, actions)))
+    text = " ".join(str(report).split())
+    for part in (
+        "measured, 8 samples",
+        "nothing was predicted",
+        "what its devices hold, and what bounds it, is unknown",
+    ):
+        assert part in text
+    assert "400 ms of the measured step are outside of these actions" in text

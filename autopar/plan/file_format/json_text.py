@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 _WIDTH = 120
-_DEEPEST = 2  # levels that are indented: those inside stand as far in
+_DEEPEST = 3  # levels that are indented: those inside stand as far in
 
 
 def json_text(value: Any, depth: int = 0) -> str:

@@ -62,6 +62,8 @@ class Costs:
         self._known_passes: dict[tuple[int, int], PassSeconds[np.ndarray]] = {}
         self._known_networks: dict[int, PassSeconds[np.ndarray]] = {}
         self._known_behind: dict[int, Behind[np.ndarray]] = {}
+        self._known_reduced: dict[int, np.ndarray] = {}  # by replicas, of one kind
+        self._reduced_kind = -1
         self.modes = [
             Mode(kind, recompute)
             for kind, pool in enumerate(problem.pools)
@@ -142,15 +144,22 @@ class Costs:
 
     def max_term(self, mode: Mode, replicas: int) -> np.ndarray:
         """p_s in seconds, [n_pairs]."""
-        terms, kind = self.terms_of(mode, replicas), self.problem.kinds[mode.kind]
-        rounds = self._rounds(replicas)
-        reduction = kind.reduction(replicas, self._gradients(mode.kind))
-        if self.problem.overlapping is not None:
-            reduction = self._not_hidden(mode.kind, replicas, reduction)
-        passes = rounds * terms.each_more + terms.delayed
+        terms = self.terms_of(mode, replicas)
+        passes = self._rounds(replicas) * terms.each_more + terms.delayed
         if self.problem.accumulation is not None and not self._lacks_in_fill(replicas):
             passes = np.maximum(passes - self.problem.chunks * self._lacking(mode), 0.0)
-        return passes + reduction + self._once(mode.kind)
+        return passes + self._reduced(mode.kind, replicas) + self._once(mode.kind)
+
+    def _reduced(self, kind: int, replicas: int) -> np.ndarray:
+        """Seconds once a step to add up gradients over replicas, whatever stages run again, [n_pairs]."""
+        if self._reduced_kind != kind:  # the modes of a kind follow each other
+            self._known_reduced, self._reduced_kind = {}, kind
+        if replicas not in self._known_reduced:
+            reduction = self.problem.kinds[kind].reduction(replicas, self._gradients(kind))
+            if self.problem.overlapping is not None:
+                reduction = self._not_hidden(kind, replicas, reduction)
+            self._known_reduced[replicas] = reduction
+        return self._known_reduced[replicas]
 
     def _rounds(self, replicas: int) -> int:
         """Micro-batches of a replica after its first; of a device, pairs of a stage and a micro-batch."""
@@ -178,7 +187,7 @@ class Costs:
         behind = self._behind(kind)
         if overlapping.reductions:
             bucket = behind.bucket + self.problem.kinds[kind].bucket(replicas)
-            behind, reduction = behind._replace(gradients=behind.gradients + reduction, bucket=bucket), 0 * reduction
+            behind, reduction = behind._replace(gradients=behind.gradients + reduction, bucket=bucket), np.zeros(())
         split = self.problem.weight is not None
         return reduction + seconds_once(behind, self._passes(kind), self._network(kind), split=split)
 

@@ -38,13 +38,9 @@ def summary(subject: Subject) -> Section:
     blocks: list[Block] = [Figures(tuple(_figures(subject)))]
     if subject.plan.predicted_step_time is None:
         why = "; ".join(subject.plan.notes) or "it was made by hand, and nothing has priced it"
-        blocks.append(
-            Paragraph(
-                f"This plan has no predictions ({why}): what it takes and holds is unknown until "
-                "autopar.plan(model, devices, plan=plan, ...) prices it.",
-                strong=True,
-            )
-        )
+        what = "what it takes and holds" if subject.measured is None else "what its devices hold, and what bounds it,"
+        until = "until autopar.plan(model, devices, plan=plan, ...) prices it"
+        blocks.append(Paragraph(f"This plan has no predictions ({why}): {what} is unknown {until}.", strong=True))
     if subject.fullest is not None:
         blocks.append(memory_bars((subject.fullest,), "Memory of the fullest device at its peak"))
     blocks += list(_bottleneck(subject))
@@ -197,7 +193,8 @@ def how_sure(subject: Subject) -> Iterator[str]:
     """Where the numbers come from, how far such numbers were off before, and what is proven."""
     plan = subject.plan
     if subject.measured is not None:
-        yield "The step was measured on these devices; the rest is predicted."
+        rest = "the rest is predicted" if plan.predicted_step_time is not None else "nothing was predicted"
+        yield f"The step was measured on these devices; {rest}."
     elif plan.predicted_step_time is not None:
         estimated = costs_of(plan) == "estimated"
         yield (

@@ -18,6 +18,7 @@ from autopar.schedule.timeline import Timeline
 _MOST_LANES = 24  # of all replicas
 _MOST_PLACES = 64  # of the pipeline, drawn by their first replica
 _MOST_LINES = 48  # of the timeline on a terminal
+_MOST_DRAWN = 32  # micro-batches of a schedule without times
 _MOST_ROWS = 400  # of the same as a table
 _MOST_TITLES = 1500  # spans that say what they are; more would make the file large
 
@@ -37,11 +38,13 @@ def timeline(subject: Subject) -> Section:
     title = "Timeline of one step"
     if predicted is None:
         counts = [stage.replicas for stage in plan.stages[: plan.ranks]]
-        schedule = make_schedule(plan.schedule, plan.n_microbatches, counts, chunks=plan.chunks, training=plan.training)
+        drawn = min(plan.n_microbatches, _MOST_DRAWN)
+        schedule = make_schedule(plan.schedule, drawn, counts, chunks=plan.chunks, training=plan.training)
         alone = _measured_alone(profile)
         text = "The plan does not say how long its stages take, so there is no timeline."
-        chart = Code("The schedule, drawn as if all stages took equally long:", str(schedule))
-        plain = (Paragraph(text), Paragraph(chart.label), chart.text, *((profile,) if alone else ()))
+        some = f", with {drawn} of {plan.n_microbatches:,} micro-batches" if drawn < plan.n_microbatches else ""
+        chart = Code(f"The schedule, drawn as if all stages took equally long{some}:", str(schedule))
+        plain = (Paragraph(text), Paragraph(chart.label), chart.text, *alone[1:-1], *((profile,) if alone else ()))
         return Section(title, (Paragraph(text), chart, *alone), plain)
     end = max(predicted.step_time, profile.seconds if profile is not None else 0.0)
     slots = _shown_slots(predicted)
@@ -131,7 +134,8 @@ def _measured_alone(profile: StepProfile | None) -> tuple[Block, ...]:
     if profile is None or not profile.actions:
         return ()
     lanes = _measured_lanes(profile, profile.seconds, "")
-    return _drawing(lanes, profile.seconds, "A measured step.", ""), _stages_table(profile)
+    drawing = _drawing(lanes, profile.seconds, "A measured step.", "")
+    return drawing, *map(Paragraph, _outside(profile)), _stages_table(profile)
 
 
 def _drawing(lanes: Sequence[Lane], end: float, description: str, text: str) -> Lanes:

@@ -119,7 +119,7 @@ class Comparison(Result):
         for row in self.plans:
             if row.name == name:
                 return row
-        raise KeyError(name)
+        raise KeyError(f"there is no plan {name!r}; known are {', '.join(row.name for row in self.plans)}")
 
     def speed_up(self, row: Row) -> float:
         """The measured time on the single device over that of `row`."""

@@ -95,7 +95,7 @@ def test_the_text_and_the_json_hold_every_plan() -> None:
     hand = Plan.by_hand(mlp(), cluster, tensor=2, **CALL)
     comparison = compared(cluster, auto=None, hand=hand)
     text = str(comparison)
-    for part in ("auto", "hand", "MFU", "bubble", "samples", "beside", "1 replica on meshes of 2"):
+    for part in ("auto", "hand", "MFU", "bubble", "samples", "against", "1 replica on meshes of 2"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
     rows = json.loads(comparison.to_json())["rows"]

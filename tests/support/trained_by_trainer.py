@@ -75,7 +75,11 @@ def main(name: str, folder: Path, *options: str) -> None:
     model: Any = model_of(name)
     kind: Any = Trainer
     if n > 1:
-        stages = {"bert": 0, "classifier": 1} if name == "bert" else {"transformer.wte": 0, "transformer.h.1": 1, "lm_head": 1}
+        stages = (
+            {"bert": 0, "classifier": 1}
+            if name == "bert"
+            else {"transformer.wte": 0, "transformer.h.1": 1, "lm_head": 1}
+        )
         plan = Plan.from_split(stages, n_microbatches=2)
         model, kind = autopar.parallelize(model, plan=plan, data="per-rank"), PipelinedTrainer
     kind._get_train_sampler = in_order

@@ -46,6 +46,7 @@ class RankMeasurements(Protocol):
     def cores(self) -> int:
         """Cores of a machine that its ranks may use together; of the machine with the fewest for each rank."""
 
+    @property
     def backend(self) -> str:
         """Of torch.distributed, that carries tensors between the ranks."""
 

@@ -118,7 +118,7 @@ class PipelinedTrainer(transformers.Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         save(Path(output_dir) / _STATES, self._ranked, _inner(self.optimizer), step=self.state.global_step)
-        if self.args.should_save:
+        if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -126,7 +126,8 @@ class PipelinedTrainer(transformers.Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         load(Path(checkpoint) / _STATES, self._ranked, _inner(self.optimizer), random_state=False)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -50,7 +50,7 @@ def for_ranks(accelerator: Accelerator) -> Accelerator:
         whole = next((model for model in ranked if keys == {id(p) for p in model.parameters()}), None)
         return clip_grad_norm_(given if whole is None else whole, max_norm, norm_type)
 
-    accelerator.prepare_model, accelerator.clip_grad_norm_ = prepare_model, clip_grad_norm
+    vars(accelerator).update(prepare_model=prepare_model, clip_grad_norm_=clip_grad_norm)
     return accelerator
 
 
@@ -107,11 +107,11 @@ class PipelinedTrainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._ranked is None:
-            return super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir, _internal_call)
+            return
         whole = whole_state_dict(self._ranked)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=whole)
-        return None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._ranked is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +16,14 @@ from order_oracle import orders, prefix_sets
 from partition_oracle import all_partitions, cut_matrix, lacking, objective, problems
 
 from autopar.planner.inter_op import cut_selection
-from autopar.planner.inter_op.bounds import cut_bounds
+from autopar.planner.inter_op.bounds import cut_bounds, relaxed_bound
 from autopar.planner.inter_op.candidates import Searching
+from autopar.planner.inter_op.chain_bounds import chain_bounds
 from autopar.planner.inter_op.cut_selection import best_partition, cuts_along_orders
 from autopar.planner.inter_op.cuts import AtomGraph
 from autopar.planner.inter_op.partition import solve
-from autopar.planner.inter_op.problem import Problem
+from autopar.planner.inter_op.problem import DeviceKind, Problem, Space
+from autopar.planner.inter_op.stage_bytes import Value
 from autopar.planner.search import make_plan
 from autopar.planner.search_options import SearchOptions
 from benchmarks.planning import Case, synthetic_costs
@@ -79,7 +82,7 @@ def test_no_partition_with_a_cut_is_better_than_the_bound_of_the_cut(problem: Pr
     blocks = problem.blocks if sum_counts or problem.weight is None else None  # see `test_partition`
     problem = replace(problem, sum_counts=sum_counts, blocks=blocks)
     cuts = problem.space.cuts
-    bounds = cut_bounds(problem, problem.counts, cuts)
+    bounds, _ = cut_bounds(problem, problem.counts, cuts)
     sets = [frozenset(np.flatnonzero(row).tolist()) for row in cuts]
     best = dict.fromkeys(sets, math.inf)
     for stages in all_partitions(problem, problem.counts):
@@ -91,6 +94,63 @@ def test_no_partition_with_a_cut_is_better_than_the_bound_of_the_cut(problem: Pr
         best[done] = min(best[done], seconds)
     for inside, bound in zip(sets, bounds, strict=True):
         assert bound <= best[inside] * (1 + 1e-9)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(problems(most=5), st.sampled_from([1.0, 0.7, math.inf]))
+def test_chains_bound_each_cut_by_the_best_plan_that_has_it(problem: Problem, share: float) -> None:
+    """Under a limit, cuts of plans below it keep their bounds, and others may have none."""
+    kinds = tuple(replace(kind, memory=math.inf, pool=None, space=None, width=1) for kind in problem.kinds)
+    problem = replace(
+        problem, kinds=kinds, sum_counts=False, max_replicas=1, weight=None, blocks=None, cores=None, schedule="gpipe"
+    )
+    counts, cuts = problem.counts, problem.space.cuts
+    best = dict.fromkeys((frozenset(np.flatnonzero(row).tolist()) for row in cuts), math.inf)
+    for stages in all_partitions(problem, counts):
+        done, seconds = frozenset[int](), objective(problem, stages)
+        for inside in [done, *(done := done | stage.atoms for stage in stages)]:
+            best[inside] = min(best[inside], seconds)
+    limit = share * max((least for least in best.values() if math.isfinite(least)), default=1.0) * (1 + 1e-9)
+    bounds = chain_bounds(problem, counts, cuts, cut_bounds(problem, counts, cuts)[1], limit)
+    assert bounds is not None
+    for (inside, least), bound in zip(best.items(), bounds, strict=True):
+        if least < limit:
+            assert bound <= least * (1 + 1e-9), inside
+
+
+def test_parallel_branches_are_split_as_well_as_possible_and_proven_so() -> None:
+    """Thousands of cuts: each of the modules has 125, and only those near equal parts of the work matter."""
+    rng = np.random.default_rng(0)
+    edges, values, n = set[tuple[int, int]](), [], 1
+    for _ in range(40):
+        entry, join = n - 1, n + 12
+        for branch in range(3):
+            line = [entry, *range(n + 4 * branch, n + 4 * branch + 4), join]
+            edges |= set(itertools.pairwise(line))
+        n = join + 1
+    for atom in range(n):
+        readers = tuple(sorted(b for a, b in edges if a == atom))
+        if readers:
+            values.append(Value(atom, readers, float(rng.uniform(0.01, 0.3)), 0.0))
+    times = rng.uniform(0.1, 2.0, (1, n))
+    device = DeviceKind("device", 5, math.inf, 0.0, 1.0, 0.0, 1.0)
+
+    def problem_of(cuts: np.ndarray) -> Problem:
+        space = Space(cuts, tuple(values), (), (), (), np.zeros(n))
+        return Problem(
+            space, times, np.zeros((1, n)), 2, "gpipe", (device,), max_replicas=1, sum_counts=False, share=1.0
+        )
+
+    graph = AtomGraph(n, frozenset(edges), times[0], tuple(values))
+    found = best_partition(graph, problem_of, counts=(5,), limit=400, rounds=3)
+    assert found is not None
+    assert found.proven
+    whole = problem_of(np.array([np.zeros(n, dtype=bool), np.ones(n, dtype=bool)]))
+    assert relaxed_bound(whole, (5,)) < found.solution.objective
+    for cuts in cuts_along_orders(graph):
+        along = solve(problem_of(cuts), (5,))
+        assert along is not None
+        assert found.solution.objective <= along.objective * (1 + 1e-9)
 
 
 @settings(max_examples=examples(10), deadline=None)

@@ -109,7 +109,7 @@ def test_meshes_of_any_widths_lie_evenly_in_their_nodes_and_leave_no_device_unus
     per_node: int, nodes: int, data: st.DataObject
 ) -> None:
     n = per_node * nodes
-    widths = {1, n, *(per_node >> s for s in range(4) if per_node % (1 << s) == 0), *(per_node << s for s in range(2))}
+    widths = {1, *(per_node >> s for s in range(4) if per_node % (1 << s) == 0), *range(per_node, n + 1, per_node)}
     wanted: list[int] = []
     while sum(wanted) < n:
         wanted.append(data.draw(st.sampled_from([w for w in sorted(widths) if w <= n - sum(wanted)])))
@@ -121,6 +121,23 @@ def test_meshes_of_any_widths_lie_evenly_in_their_nodes_and_leave_no_device_unus
         assert mesh[0] % min(width, per_node) == 0
         taken += mesh
     assert sorted(taken) == list(range(n))
+
+
+def test_two_of_three_devices_may_share_an_operator() -> None:
+    """Three devices cannot cut it evenly, and no single one holds it with its gradient and optimizer state."""
+    case = Case((2048, 2048), 4, 16, "3xT4", 1, 0.7 * 16 * 2048 * 2048, step=False)
+    fewer = case.plan(Cluster.preset("2xT4"))
+    assert fewer is not None
+    assert step_time(case.plan()) <= step_time(fewer) * SAME
+
+
+@pytest.mark.slow
+def test_a_part_of_a_cluster_is_searched_like_a_cluster_of_its_own() -> None:
+    """Tiny layers, for which twelve devices are too many."""
+    case = Case((256, 256, 256, 256), 31, 64, "4xT4", 3, None, step=False)
+    plan = case.plan()
+    for nodes in (1, 2):
+        assert step_time(plan) <= step_time(case.plan(Cluster.preset("4xT4", nodes))) * SAME
 
 
 def test_a_batch_of_a_prime_number_of_samples_is_split_where_that_is_faster() -> None:

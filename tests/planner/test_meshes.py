@@ -75,6 +75,26 @@ def test_what_fits_no_device_is_split_over_meshes() -> None:
     assert (found.stages[0].peak_memory or 0) <= 80e9
 
 
+@pytest.mark.parametrize(
+    ("node", "nodes", "samples", "widths"),
+    [
+        ("4xT4", 4, 12, [2, 4, 8, 12, 16]),
+        ("4xT4", 4, 8, [2, 4, 8, 16]),  # neither samples nor features come in three parts
+        ("6xT4", 1, 12, [2, 3, 4, 6]),
+        ("6xT4", 2, 12, [3, 6, 12]),  # two or four devices would not lie evenly in the nodes
+    ],
+)
+def test_meshes_have_any_number_of_nodes_or_devices_that_the_model_can_be_cut_into(
+    node: str, nodes: int, samples: int, widths: list[int]
+) -> None:
+    with META:
+        example = example_ahead(nn.Linear(1024, 1024), (torch.empty(samples, 1024),), {}, batch_dim=None)
+    costs = estimate_costs(example, Cluster.preset(node, nodes))
+    meshes = Meshes(costs, subject_of(example, "adamw"))
+    assert meshes.widths() == widths
+    assert all(meshes.configurations(width, 1) for width in widths)
+
+
 @pytest.mark.slow
 def test_meshes_are_reported_with_their_devices_collectives_and_work(llama: nn.Module) -> None:
     cluster = Cluster.preset("8xH100")

@@ -22,7 +22,7 @@ from dataclasses import replace
 from autopar.costs.cost_graph import CostGraph
 from autopar.planner.inter_op.bounds import work_bound
 from autopar.planner.inter_op.candidates import Candidate, Searching
-from autopar.planner.inter_op.config import Config, MeshChoices
+from autopar.planner.inter_op.config import Config, MeshChoices, Used
 from autopar.planner.inter_op.cut_selection import PartitionResult
 from autopar.planner.inter_op.search_space import MANY_DEVICES
 from autopar.planner.search_options import SearchOptions
@@ -31,8 +31,6 @@ from autopar.planner.search_options import SearchOptions
 # schedules that promise more than the larger share are looked at.
 _OBJECTIVE, _LIKELY_OBJECTIVE = 0.8, 0.9
 _ACTIONS_SIMULATED = 600_000  # in total; more would take longer than the search itself
-# Where there are more pairs of a mesh shape and a number of micro-batches, meshes are only added as long as they gain.
-_MOST_SHAPES = 60
 _MICROBATCHES, _USUAL = 4, 8  # micro-batches for each mesh, and its devices, where the search starts
 _FIRST_TOLERANCE = 0.01  # share of the objective that a large search first leaves unproven
 _TRIES = 3  # numbers of micro-batches in a row that need not gain on many devices, whose meshes change with them
@@ -49,7 +47,6 @@ class SearchingAhead(Searching):
         self._actions_left = _ACTIONS_SIMULATED
         self._best = math.inf  # s, the shortest step so far
         self._many = sum(self.full) > MANY_DEVICES
-        self._all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= _MOST_SHAPES
         # Tries in a row, with more and with fewer micro-batches, in which meshes gained nothing.
         self._in_vain, self._enough = dict.fromkeys((-1, 0, 1), 0), _TRIES if self._many else 1
 
@@ -63,7 +60,7 @@ class SearchingAhead(Searching):
             self.least_steps[m] = self._least_step(m)
             if self.least_steps[m] < self._best:
                 candidates += self._at(m, 0 if m == first else 1 if m > first else -1, candidates)
-        return candidates if self._all_shapes else [*candidates, *self._closer(candidates)]
+        return candidates if self.all_shapes else [*candidates, *self._closer(candidates)]
 
     def _closer(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """What took the least time at first sight, searched again until less is unproven."""
@@ -78,9 +75,9 @@ class SearchingAhead(Searching):
         return self._simulate(chosen)
 
     def _cutoff(self, config: Config, found: dict[Config, PartitionResult]) -> float:
-        if self._all_shapes and config.least_width == config.most_width:
+        if self.all_shapes and config.least_width == config.most_width:
             return self._best / _OBJECTIVE  # the objective may be far above their steps: it counts sends as exposed
-        share = _OBJECTIVE if self._all_shapes else _LIKELY_OBJECTIVE
+        share = _OBJECTIVE if self.all_shapes else _LIKELY_OBJECTIVE
         return min(super()._cutoff(config, found), self._best / share)
 
     def some_plan_uses_more(self, n_devices: int) -> bool:
@@ -101,9 +98,9 @@ class SearchingAhead(Searching):
     def _at(self, m: int, side: int, known: Sequence[Candidate]) -> list[Candidate]:
         """The candidates with `m` micro-batches. `side`: 1 if m is more than where the search began, -1 if less."""
         widths = self._widths(m, side, known)
-        tolerance = self.effort.tolerance if self._all_shapes else _FIRST_TOLERANCE
+        tolerance = self.effort.tolerance if self.all_shapes else _FIRST_TOLERANCE
         for some in self._in_turn(widths, known):
-            self.add_meshes(m, some, every_shape=self._all_shapes)
+            self.add_meshes(m, some, every_shape=self.all_shapes)
             self._search_each(m, some, tolerance)
             if not any(config.n_microbatches == m for config in self._found):
                 break  # nothing promising
@@ -113,7 +110,7 @@ class SearchingAhead(Searching):
             for counts in self.device_counts():
                 if sum(counts) == 1:
                     self._search(Config(self.schedules[0], 1, counts), self._found, self.effort.tolerance)
-        if self._all_shapes:
+        if self.all_shapes:
             self._limited(m)
         here = {config: found for config, found in self._found.items() if config.n_microbatches == m}
         candidates = self._simulate(here)
@@ -127,18 +124,20 @@ class SearchingAhead(Searching):
         """Widths of meshes that are worth a look: all, or where they are too many, those next to the best plan's."""
         if self.meshes is None or not self.meshes.n_shapes(m):
             return []
-        if self._all_shapes:
+        if self.all_shapes:
             return self.meshes.widths
+        usual = self._usual_width(m)
         if self._in_vain[side] >= self._enough:
-            return []
-        used = {self._usual_width(m)}
+            # On many devices, few micro-batches on wide meshes are plans of another kind than many on narrow ones.
+            return [min(self.meshes.widths, key=lambda w: abs(math.log(w / usual)))] if self._many else []
+        used = {usual}
         if not self._in_vain[side]:
             used |= _widths_of_best(known)
         return [w for w in self.meshes.widths if any(w <= 2 * own and own <= 2 * w for own in used)]
 
     def _in_turn(self, widths: Sequence[int], known: Sequence[Candidate]) -> list[list[int]]:
         """Widths to look at one after the other; where there is much to search, those of the best plan first."""
-        used = [] if self._all_shapes or self._many else [w for w in widths if w in _widths_of_best(known)]
+        used = [] if self.all_shapes or self._many else [w for w in widths if w in _widths_of_best(known)]
         rest = [w for w in widths if w not in used]
         return [some for some in (used, rest) if some]
 
@@ -159,11 +158,16 @@ class SearchingAhead(Searching):
         return min(_MICROBATCHES * sum(self.full) / m, per_node * self.costs.batch_size / m)
 
     def _limited(self, m: int) -> None:
-        """Search under each limit that the best plan without it breaks."""
+        """Search under each limit that the best plan without it breaks; on parts of the cluster that could do the work
+        in time, also under each further limit, as a search for such a part would."""
         missing: list[Config] = []  # nothing promising under these
-        found = self._found
-        for config in [c for c in found if c.n_microbatches == m and c.least_width == 1]:
+        found, parts = self._found, self._parts(m)
+        configs = [c for c in found if c.n_microbatches == m and c.least_width == 1]
+        for config in configs:  # grows
             for limited in self.limited(config):
+                fewer = limited == replace(config, counts=limited.counts)
+                if fewer and limited.counts in parts and config.counts == self.full:
+                    configs.append(limited)
                 if any(limited.within(other) for other in missing):
                     continue
                 if any(limited.within(c) and _keeps(f, limited) for c, f in found.items()):
@@ -171,6 +175,18 @@ class SearchingAhead(Searching):
                 self._search(limited, found, self.effort.tolerance)
                 if limited not in found:
                     missing.append(limited)
+        for counts in parts:
+            for config in self.configs(m, counts):
+                if config.schedule == "interleaved-1f1b":
+                    self._search(config, found, self.effort.tolerance)
+
+    def _parts(self, m: int) -> list[Used]:
+        """Numbers of devices of smaller clusters that could do the work in less than the best step."""
+        if len(self.pools) > 1:
+            return []
+        best = min([self._best, *(f.solution.objective for c, f in self._found.items() if c.n_microbatches == m)])
+        least = self.least_steps[m] * sum(self.full)
+        return [some for some in self.parts_of_cluster() if some != self.full and least < best * sum(some)]
 
     def _worth_simulating(self, found: dict[Config, PartitionResult]) -> list[Config]:
         """All that are promising, the best first, as many as time allows."""

@@ -21,7 +21,7 @@ passes, c counts in the sum of the fills alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +47,10 @@ def work_bound(problem: Problem, counts: Sequence[int]) -> float:
     return max(0.0, float(problem.n_microbatches * busy[0] - relaxed.lacking))
 
 
+# By the number of devices of each pool before cuts, bounds for these devices and for the others; see `cut_bounds`.
+Splits = dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]
+
+
 class LeastTerms(NamedTuple):
     """What no plan is below, in seconds."""
 
@@ -66,12 +70,21 @@ def least_terms(problem: Problem, counts: Sequence[int]) -> LeastTerms:
     return LeastTerms(largest, float(after[0]), before, after)
 
 
-def cut_bounds(problem: Problem, counts: Sequence[int], cuts: np.ndarray) -> np.ndarray:
-    """[n_cuts] lower bounds in seconds on every plan on at most `counts` devices that has the cut, [n_cuts, n].
+def cut_bounds(problem: Problem, counts: Sequence[int], cuts: np.ndarray) -> tuple[np.ndarray, Splits]:
+    """[n_cuts] lower bounds in seconds on every plan on at most `counts` devices that has the cut, [n_cuts, n]; and the
+    same by how many devices of each pool come before it: [n_cuts] seconds of the slowest of these devices at least, and
+    of the slowest of the others; {} where the sum of fills counts, which is in neither.
 
-    `cuts` need not be those of the problem. O(n_cuts x n x vectors of device counts).
+    `cuts` need not be those of the problem. O(n_cuts x (n x values + vectors of device counts)).
     """
     return _Relaxed(problem, counts).with_cuts(cuts)
+
+
+def _crossing(problem: Problem, cuts: np.ndarray) -> np.ndarray:
+    """`crossing` of what counts. Where kinds differ in what they send, and for values that may be scattered, transfers
+    count as free."""
+    values = () if any(kind.space for kind in problem.kinds) else problem.space.values
+    return np.asarray(problem.bytes_share * crossing([value for value in values if value.copies == 1], cuts))
 
 
 class _Relaxed:
@@ -103,23 +116,42 @@ class _Relaxed:
         self.rounds = max(problem.n_microbatches * problem.chunks - most_replicas, 0)
         self.lacking = problem.chunks * float(problem.most_lacking.sum())  # s that a device needs less at most
         self._one_round = most_replicas >= problem.n_microbatches * problem.chunks
-        # Where kinds differ in what they send, and for values that may be scattered, transfers count as free.
-        values = () if any(kind.space for kind in kinds) else problem.space.values
-        self._values = tuple(value for value in values if value.copies == 1)
 
-    def with_cuts(self, cuts: np.ndarray) -> np.ndarray:
+    def with_cuts(self, cuts: np.ndarray) -> tuple[np.ndarray, Splits]:
         """`cut_bounds`."""
-        later, earlier = self._problem.bytes_share * crossing(self._values, cuts)
-        before, after = cuts.astype(float), (~cuts).astype(float)
-        slowest = np.full(len(cuts), np.inf)
-        for first in itertools.product(*(range(count + 1) for count in self._counts)):
-            early = self.busy(np.array(first), before, later[0], earlier.sum(axis=0))
-            late = self.busy(self._counts - np.array(first), after, earlier[0], later.sum(axis=0))
+        later, earlier = _crossing(self._problem, cuts)
+        slowest, splits = np.full(len(cuts), np.inf), Splits()
+        for first, early, late in self._splits(cuts, later, earlier):
             np.minimum(slowest, np.maximum(early, late), out=slowest)
+            if not self._problem.sum_counts:
+                splits[first] = self._in_all_rounds(early), self._in_all_rounds(late)
         possible = np.isfinite(slowest)  # one device has no cut but those at its ends
         both = later + earlier
         seconds = self.seconds(self.fills(both[0], both.sum(axis=0)), np.where(possible, slowest, 0.0))
-        return np.where(possible, seconds, np.inf)
+        return np.where(possible, seconds, np.inf), splits
+
+    def _in_all_rounds(self, busy: np.ndarray) -> np.ndarray:
+        """Seconds of all rounds at least; inf also where there is none."""
+        seconds = np.multiply(self.rounds, busy, where=np.isfinite(busy), out=busy.copy())
+        return np.maximum(seconds - self.lacking, 0.0)
+
+    def _splits(
+        self, cuts: np.ndarray, later: np.ndarray, earlier: np.ndarray
+    ) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+        """By the number of devices before each cut, what `busy` says of them and of the others. `later`, `earlier`:
+        what crosses the cuts."""
+        numbers, sizes = cuts.astype(float), cuts.sum(axis=1)
+        pools = range(len(self._counts))
+        every = [used for n in range(1, len(pools) + 1) for used in itertools.combinations(pools, n)]
+        # The seconds of all atoms where these pools have devices that make up one of the speed of 1.
+        each = {used: (self._speed[list(used), None] * self._work[list(used)]).min(axis=0) for used in every}
+        before = {used: numbers @ seconds for used, seconds in each.items()}
+        after = {used: np.maximum(each[used].sum() - before[used], 0.0) for used in every}
+        for first in itertools.product(*(range(count + 1) for count in self._counts)):
+            early = self._busy(np.array(first), before, sizes == 0, later[0], earlier.sum(axis=0))
+            rest = self._counts - np.array(first)
+            late = self._busy(rest, after, sizes == self._problem.n_atoms, earlier[0], later.sum(axis=0))
+            yield first, early, late
 
     def seconds(self, fills: np.ndarray, slowest: np.ndarray) -> np.ndarray:
         """[n] seconds of a step at least, with the sum of the fills and what the slowest device does for a
@@ -137,15 +169,30 @@ class _Relaxed:
         For any weights a_k of the pools with sum_k a_k count_k = 1, it is at least sum_i min_k a_k w_ki (duality);
         weights by speed make that tight where pools differ by a factor alone.
         """
+        used = tuple(np.flatnonzero(counts).tolist())
+        seconds = (self._speed[list(used), None] * self._work[list(used)]).min(axis=0) if used else None
+        work = {} if seconds is None else {used: atoms @ seconds}
+        return self._busy(counts, work, ~atoms.any(axis=1), sent, received)
+
+    def _busy(
+        self,
+        counts: np.ndarray,
+        work: Mapping[tuple[int, ...], np.ndarray],
+        idle: np.ndarray,
+        sent: np.ndarray,
+        received: np.ndarray,
+    ) -> np.ndarray:
+        """`busy`. `work`: by the pools with devices, seconds of the atoms on devices that make up one of the speed of
+        1. `idle`: where there are no atoms."""
         used = np.flatnonzero(counts)
         if not used.size:
-            return np.where(atoms.any(axis=1), np.inf, 0.0)
-        multiplier = self._speed[used] / (self._speed[used] @ counts[used])
-        seconds = (multiplier[:, None] * self._work[used]).min(axis=0)
-        send, receive = (multiplier * each[used] for each in (self._busy_send, self._busy_receive))
-        if self._problem.sends_behind:
-            return np.asarray(atoms @ seconds)
-        return np.asarray(atoms @ seconds + send.min() * sent + receive.min() * received)
+            return np.where(idle, 0.0, np.inf)
+        speed = self._speed[used]
+        seconds = work[tuple(used.tolist())]
+        if not self._problem.sends_behind:
+            send, receive = (speed * each[used] for each in (self._busy_send, self._busy_receive))
+            seconds = seconds + send.min() * sent + receive.min() * received
+        return np.asarray(seconds / (speed @ counts[used]))
 
     def fills(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
         """[n] seconds of the first micro-batch at least."""

@@ -8,118 +8,190 @@ what crosses J, unless it was produced before I:
     sent     = (crosses J) - (produced before I, crosses J)
 
 What is subtracted are matrix products for all pairs of cuts. Values whose readers come before their producer (backward
-nodes may come along with forward nodes that run early) are the same thing seen from the other end. A dynamic program
-over the loads from the front and one from the back meet at each cut. Only pairs whose load is below the best plan's are
-kept, which are few.
+nodes may come along with forward nodes that run early) are the same thing seen from the other end.
+
+The least loads of the stages before each cut, by the devices that these take, are a dynamic program from the front; the
+least loads of those after it are one from the back, over the same pairs of cuts. Where all loads must stay below a
+limit, a cut can only come after so many devices that those before it can do the work before it, and those after it the
+rest (`bounds.cut_bounds`). Under a limit hardly above the least possible one these are few cuts for every number of
+devices, and the pairs to look at are those of neighbours:
+
+    devices before    0   1   2   3         cuts by the work before them
+                      |  ===  |  |  |
+                      '-> === ------> ===
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.planner.inter_op.problem import Problem
 
-_ROWS = 256  # cuts at a time, to bound memory
-_PAIRS = 1.2e7  # most pairs of cuts
-_WORK = 1.3e10  # most multiplications
+_ROWS = 512  # cuts at a time, to bound memory
+_PAIRS = 1e8  # most pairs of cuts
+
+State = tuple[int, ...]  # devices of each pool
 
 
 class _Pairs(NamedTuple):
-    """Stages on one kind of device."""
+    """Stages on a device of one pool that may come after some devices and before others."""
 
     pool: int
+    before: tuple[State, ...]  # devices that may come before it
     start: np.ndarray  # cut
     stop: np.ndarray  # cut
     load: np.ndarray  # s
 
-    def reversed(self) -> _Pairs:
-        order = np.argsort(self.stop, kind="stable")
-        return _Pairs(self.pool, self.stop[order], self.start[order], self.load[order])
-
 
 def chain_bounds(
-    problem: Problem, counts: Sequence[int], cuts: np.ndarray, best: float, effort: float = 1.0
+    problem: Problem,
+    counts: Sequence[int],
+    cuts: np.ndarray,
+    splits: Mapping[State, tuple[np.ndarray, np.ndarray]],
+    limit: float,
 ) -> np.ndarray | None:
     """[n] lower bounds in seconds on every plan that has this cut, only others among the first n of `cuts`
-    [n_cuts, atoms], and is better than `best`; inf where there is no such plan.
+    [n_cuts, atoms], and is better than `limit`; inf where there is no such plan.
 
-    n is the number of cuts that can be afforded with `effort`, a share of the most there is. None where the sum of
-    stages counts, stages have replicas or the first micro-batch lacks something.
+    `splits`: `cut_bounds` of the cuts. n is the number of cuts that can be afforded. None where the sum of stages
+    counts, stages have replicas or the first micro-batch lacks something.
     """
     if problem.sum_counts or problem.max_replicas > 1 or any(kind.space or kind.width > 1 for kind in problem.kinds):
         return None
     if problem.accumulation is not None:
         return None
-    cuts = cuts[: _affordable(problem, cuts, best, effort)]
+    states = _allowed(splits, counts, limit)
+    n = _affordable(states, counts)
+    cuts, states = cuts[:n], {state: allowed[:n] for state, allowed in states.items()}
     sizes = cuts.sum(axis=1)
     if not (sizes == 0).any() or not (sizes == problem.n_atoms).any():
         return None
-    least = _least_work(problem, cuts)
-    order = np.lexsort((sizes, least))
-    pairs = _stages(problem, cuts[order], least[order], best)
-    first, last = (int(np.flatnonzero(sizes[order] == size)[0]) for size in (0, problem.n_atoms))
-    ahead = _least_loads(pairs, len(cuts), counts, last)
-    behind = _least_loads([p.reversed() for p in pairs], len(cuts), counts, first)
-    whole = tuple(counts)
-    bounds = np.full(len(cuts), np.inf)
-    for used in ahead:
-        rest = tuple(c - u for c, u in zip(whole, used, strict=True))
-        np.minimum(bounds, np.maximum(ahead[used], behind[rest]), out=bounds)
-    found = np.empty(len(cuts))
-    found[order] = bounds
-    return found
+    first, last = (int(np.flatnonzero(sizes == size)[0]) for size in (0, problem.n_atoms))
+    stages = _Stages(problem, cuts, limit)
+    ahead = {state: np.full(n, np.inf) for state in states}
+    nothing = (0,) * len(counts)
+    ahead[nothing][first] = 0.0
+    pairs = []
+    for some in _stages_in_order(stages, states, ahead, counts):
+        pairs.append(some)
+        for state in some.before:
+            np.minimum.at(ahead[_with(state, some.pool)], some.stop, np.maximum(ahead[state][some.start], some.load))
+    # From the back, by the devices that may come before the cut.
+    behind = {state: np.full(n, np.inf) for state in states}
+    for state in behind:
+        behind[state][last] = 0.0
+    for some in reversed(pairs):
+        for state in reversed(some.before):
+            np.minimum.at(behind[state], some.start, np.maximum(behind[_with(state, some.pool)][some.stop], some.load))
+    bounds = np.minimum.reduce([np.maximum(ahead[state], behind[state]) for state in states])
+    return np.where(bounds < limit, bounds, np.inf)
 
 
-def _affordable(problem: Problem, cuts: np.ndarray, best: float, effort: float) -> int:
+def _allowed(
+    splits: Mapping[State, tuple[np.ndarray, np.ndarray]], counts: Sequence[int], limit: float
+) -> dict[State, np.ndarray]:
+    """[n_cuts] for every number of devices of each pool, whether they may come before each cut."""
+    return {state: (splits[state][0] < limit) & (splits[state][1] < limit) for state in _states(counts)}
+
+
+def _states(counts: Sequence[int]) -> Iterator[State]:
+    """All numbers of devices; those of the last pool come first."""
+    return itertools.product(*(range(count + 1) for count in counts))
+
+
+def _with(state: State, pool: int) -> State:
+    """One device more."""
+    return tuple(count + (index == pool) for index, count in enumerate(state))
+
+
+def _affordable(states: Mapping[State, np.ndarray], counts: Sequence[int]) -> int:
     """How many of the first cuts do not take too long."""
-    n_columns = sum(1 + len(value.consumers) for value in problem.space.values)
-    least, n = _least_work(problem, cuts), len(cuts)
-    while n:
-        ends = _ends(problem, np.sort(least[:n]), best)
-        pairs = float((ends - np.arange(n)).sum())
-        if pairs <= effort * _PAIRS and pairs * (cuts.shape[1] + n_columns) <= effort * _WORK:
-            break
-        n = n * 7 // 8
-    return n
+    sums = {state: np.cumsum(allowed, dtype=float) for state, allowed in states.items()}
+    pairs = np.zeros(len(next(iter(sums.values()))))
+    for state, after in sums.items():
+        for pool, count in enumerate(counts):
+            if state[pool] < count:
+                pairs += after * sums[_with(state, pool)]
+    return int(np.searchsorted(pairs, _PAIRS, side="right"))
 
 
-def _least_work(problem: Problem, cuts: np.ndarray) -> np.ndarray:
-    """[n_cuts] seconds before each cut on the fastest kind."""
-    return np.asarray(cuts @ problem.least_work.min(axis=0))
+def _stages_in_order(
+    stages: _Stages, states: Mapping[State, np.ndarray], ahead: Mapping[State, np.ndarray], counts: Sequence[int]
+) -> Iterator[_Pairs]:
+    """The stages that come after cuts with known loads, `ahead`, which grow with every stage that is yielded.
+
+    A pool's first device is that after which all devices of later pools may come, so stages that it may run after any
+    of them are looked at together.
+    """
+    for state in _states(counts):
+        for pool, used in enumerate(state):
+            if not used or (pool == 0 and any(state[1:])):
+                continue
+            here = tuple(count - (index == pool) for index, count in enumerate(state))
+            before: tuple[State, ...] = (here,)
+            if pool == 0:
+                rest = _states(counts[1:])
+                before = tuple((used - 1, *others) for others in rest)
+            reached = np.logical_or.reduce([np.isfinite(ahead[one]) for one in before])
+            wanted = np.logical_or.reduce([states[_with(one, pool)] for one in before])
+            start, stop, load = stages.between(pool, np.flatnonzero(reached), np.flatnonzero(wanted))
+            yield _Pairs(pool, before, start, stop, load)
 
 
-def _ends(problem: Problem, least: np.ndarray, best: float) -> np.ndarray:
-    """[n_cuts]: no stage that starts at a cut and is below `best` stops at this one or a later one."""
-    rounds = problem.n_microbatches * problem.chunks - 1
-    return np.searchsorted(least, least + (best / rounds if rounds else np.inf), side="right")
+class _Stages:
+    """The loads of stages between cuts."""
 
+    def __init__(self, problem: Problem, cuts: np.ndarray, limit: float) -> None:
+        self._problem, self._cuts, self._limit = problem, cuts, limit
+        self._rounds = problem.n_microbatches * problem.chunks - 1
+        self._work = problem.least_work @ cuts.T.astype(float)  # [n_kinds, n_cuts] s
+        self._transfers = _Transfers(problem, cuts)
+        self._longest = float(self._work.max(initial=0.0)) + self._transfers.longest(problem)  # s, of any stage
 
-def _stages(problem: Problem, cuts: np.ndarray, least: np.ndarray, best: float) -> list[_Pairs]:
-    """The stages on each kind whose load is below `best`, by start. Cuts come by `least` (s)."""
-    rounds = problem.n_microbatches * problem.chunks - 1
-    ends = _ends(problem, least, best)
-    values = _Transfers(problem, cuts)
-    inside, sizes = cuts.astype(np.float32), cuts.sum(axis=1)
-    work = problem.least_work @ cuts.T.astype(float)  # [n_kinds, n_cuts] s
-    found: list[list[tuple[np.ndarray, ...]]] = [[] for _ in problem.kinds]
-    for top in range(0, len(cuts), _ROWS):
-        rows = slice(top, min(top + _ROWS, len(cuts)))
-        columns = slice(top, int(ends[rows].max()))
-        follows = inside[rows] @ inside[columns].T == sizes[rows, None]
-        follows &= sizes[rows, None] < sizes[None, columns]
-        arriving, leaving = values.received(rows, columns), values.sent(rows, columns)
-        for kind, seconds, mine in zip(problem.kinds, work, found, strict=True):
-            load = seconds[None, columns] - seconds[rows, None]
-            if not problem.sends_behind:
-                load += kind.seconds_per_byte * arriving + kind.send_seconds_per_byte * leaving
-            load *= rounds
-            start, stop = np.nonzero(follows & (load < best))
-            mine.append((start + top, stop + top, load[start, stop]))
-    stages = [tuple(np.concatenate(column) for column in zip(*mine, strict=True)) for mine in found]
-    return [_Pairs(pool, *columns) for pool, columns in zip(problem.pools, stages, strict=True)]
+    def between(self, pool: int, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(start, stop, load in s) of all stages below the limit from cuts of `starts` to cuts of `stops`."""
+        found: list[tuple[np.ndarray, ...]] = []
+        for kind, of_pool in enumerate(self._problem.pools):
+            if of_pool != pool or not (starts.size and stops.size):
+                continue
+            work = self._work[kind]
+            starts, stops = starts[np.argsort(work[starts])], stops[np.argsort(work[stops])]
+            ascending = work[stops]
+            for at in range(0, len(starts), _ROWS):
+                rows = starts[at : at + _ROWS]
+                # Work never falls from a cut to a later one, and is below the limit.
+                most = work[rows[-1]] + (self._limit / self._rounds if self._rounds else np.inf)
+                low, high = np.searchsorted(ascending, [work[rows[0]] * (1 - 1e-12), most])
+                found.append(self._below(kind, rows, stops[low:high]))
+        if not found:
+            return np.zeros(0, dtype=int), np.zeros(0, dtype=int), np.zeros(0)
+        start, stop, load = (np.concatenate(column) for column in zip(*found, strict=True))
+        return start, stop, load
+
+    def _below(self, number: int, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The stages from `rows` to `columns`. One matrix product adds up all that a load consists of, and more than
+        any stage takes for each atom that is before the first cut and not before the second."""
+        kind, work = self._problem.kinds[number], self._work[number]
+        before, after = self._cuts[rows], ~self._cuts[columns]
+        differ = before.any(axis=0) & after.any(axis=0)
+        ones, all_ones = np.ones((len(rows), 1)), np.ones((len(columns), 1))
+        too_much = 2 * self._longest + 1.0
+        left = [-work[rows, None], ones, too_much * before[:, differ]]
+        right = [all_ones, work[columns, None], after[:, differ]]
+        if not self._problem.sends_behind:
+            received, sent = kind.seconds_per_byte, kind.send_seconds_per_byte
+            for a, b in self._transfers.factors(rows, columns, received, sent):
+                left.append(a)
+                right.append(b)
+        load = np.concatenate(left, axis=1) @ np.concatenate(right, axis=1).T
+        row, column = np.nonzero((load < too_much / 2) & (self._rounds * load < self._limit))
+        other = rows[row] != columns[column]
+        row, column = row[other], column[other]
+        return rows[row], columns[column], self._rounds * load[row, column]
 
 
 class _Sent(NamedTuple):
@@ -157,60 +229,62 @@ class _Transfers:
                 earlier.append(_Sent(producer, before, 0.0 if after else nbytes, both_ways))  # sent once
         self._later, self._earlier = _OneWay(cuts, later), _OneWay(~cuts, earlier)
 
-    def received(self, rows: slice, columns: slice) -> np.ndarray:
-        """[rows, columns] by stages from each cut of `rows` to each of `columns`."""
-        return self._later.received(rows, columns) + self._earlier.received(columns, rows).T
+    def longest(self, problem: Problem) -> float:
+        """Seconds in which the slowest kind receives and sends all values."""
+        received = max(kind.seconds_per_byte for kind in problem.kinds)
+        sent = max(kind.send_seconds_per_byte for kind in problem.kinds)
+        return self._later.longest(received, sent) + self._earlier.longest(received, sent)
 
-    def sent(self, rows: slice, columns: slice) -> np.ndarray:
-        """[rows, columns] by stages from each cut of `rows` to each of `columns`."""
-        return self._later.sent(rows, columns) + self._earlier.sent(columns, rows).T
+    def factors(
+        self, rows: np.ndarray, columns: np.ndarray, received: float, sent: float
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Pairs of [rows, n] and [columns, n] whose products add up to what stages from each cut of `rows` to each of
+        `columns` receive, at `received` s per byte, and send, at `sent`."""
+        for a, b in self._later.factors(rows, columns, received, sent):
+            yield a, b
+        for a, b in self._earlier.factors(columns, rows, received, sent):
+            yield b, a
 
 
 class _OneWay:
     """Transfers of values whose readers come after their producers."""
 
     def __init__(self, cuts: np.ndarray, values: list[_Sent]) -> None:
-        self._produced = cuts[:, [value.producer for value in values]].astype(float)
+        self._produced = cuts[:, [value.producer for value in values]]
         self._nbytes = np.array([value.nbytes for value in values])
         self._crosses = np.zeros_like(self._produced)
         self._both_ways = np.array([value.both_ways for value in values for _ in value.readers])
         # By value and number of readers before the cut.
-        self._same = np.zeros((len(cuts), len(self._both_ways)))
+        self._same = np.zeros((len(cuts), len(self._both_ways)), dtype=bool)
         self._crosses_with = np.zeros_like(self._same)
         at = 0
         for column, value in enumerate(values):
             n_read = cuts[:, list(value.readers)].sum(axis=1)
-            self._crosses[:, column] = self._produced[:, column] * (n_read < len(value.readers))
+            self._crosses[:, column] = self._produced[:, column] & (n_read < len(value.readers))
             for number in range(len(value.readers)):
                 self._same[:, at] = n_read == number
-                self._crosses_with[:, at] = self._same[:, at] * self._produced[:, column]
+                self._crosses_with[:, at] = self._same[:, at] & self._produced[:, column]
                 at += 1
         self._arriving = self._crosses_with @ self._both_ways
         self._leaving = self._crosses @ self._nbytes
 
-    def received(self, starts: slice, stops: slice) -> np.ndarray:
-        unread = (self._crosses_with[starts] * self._both_ways) @ self._same[stops].T
-        return np.asarray(self._arriving[starts, None] - unread)
+    def longest(self, received: float, sent: float) -> float:
+        """See `_Transfers`."""
+        return float(received * self._both_ways.sum() + sent * self._nbytes.sum())
 
-    def sent(self, starts: slice, stops: slice) -> np.ndarray:
-        earlier = (self._produced[starts] * self._nbytes) @ self._crosses[stops].T
-        return np.asarray(self._leaving[None, stops] - earlier)
+    def factors(
+        self, starts: np.ndarray, stops: np.ndarray, received: float, sent: float
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """See `_Transfers`; none for what costs nothing."""
+        if received:
+            yield received * self._arriving[starts, None], np.ones((len(stops), 1))
+            yield _product(self._crosses_with[starts], self._same[stops], -received * self._both_ways)
+        if sent:
+            yield np.ones((len(starts), 1)), sent * self._leaving[stops, None]
+            yield _product(self._produced[starts], self._crosses[stops], -sent * self._nbytes)
 
 
-def _least_loads(
-    pairs: list[_Pairs], n_cuts: int, counts: Sequence[int], goal: int
-) -> dict[tuple[int, ...], np.ndarray]:
-    """For every vector of device counts the least largest load [n_cuts] of stages from each cut to `goal` on at most so
-    many devices."""
-    starts = [np.unique(p.start, return_index=True) for p in pairs]
-    best: dict[tuple[int, ...], np.ndarray] = {}
-    for state in np.ndindex(*(count + 1 for count in counts)):
-        here = np.full(n_cuts, np.inf)
-        here[goal] = 0.0
-        for stages, (rows, first) in zip(pairs, starts, strict=True):
-            if state[stages.pool] and len(rows):
-                rest = tuple(count - (pool == stages.pool) for pool, count in enumerate(state))
-                load = np.maximum(stages.load, best[rest][stages.stop])
-                here[rows] = np.minimum(here[rows], np.minimum.reduceat(load, first))
-        best[state] = here
-    return best
+def _product(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Factors of the sums of the weights that count in both a row and a column."""
+    counts = rows.any(axis=0) & columns.any(axis=0)
+    return rows[:, counts] * weights[counts], columns[:, counts]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.planner.inter_op.bounds import cut_bounds, relaxed_bound
+from autopar.planner.inter_op.bounds import Splits, cut_bounds, relaxed_bound
 from autopar.planner.inter_op.chain_bounds import chain_bounds
 from autopar.planner.inter_op.cuts import (
     AtomGraph,
@@ -41,7 +41,8 @@ _GAIN = 1e-4
 _LISTED = 100_000
 _CHUNK = 4096
 _FEW = 4000
-_FIRST_EFFORT = 0.2  # of more than `_FEW` cuts: share of the effort that a better partition is first looked for with
+_FIRST_STEP = 0.005  # of more than `_FEW` cuts: share above a bound up to which partitions are first looked for
+_LAST_STEP = 1.0  # from this share on, up to the best one that is known
 _ROUNDING = 1e-9  # share of an objective or a bound that may be due to rounding
 
 ProblemOf = Callable[[np.ndarray], Problem]  # the problem over given cuts
@@ -172,60 +173,68 @@ def over_all_cuts(
     problem = problem_of(cut_matrix([0, (1 << graph.n) - 1], graph.n))
     bound = relaxed_bound(problem, counts)
     masks = every_mask(graph, _LISTED)
-    rest = 0.0  # no partition with a cut that is not looked at has a smaller objective
-    bounds = _bounds(masks or [], graph, problem, counts)
-    effort = 1.0 if masks is None or len(masks) <= _FEW else _FIRST_EFFORT
+    bounds, splits = _bounds(masks or [], graph, problem, counts)
+    step = _FIRST_STEP if masks is not None and len(masks) > _FEW else math.inf
     while masks is not None:
         best = math.inf if found is None else found.solution.objective * (1 - _ROUNDING)
-        masks, bounds, promising, rest = _below(masks, bounds, graph, problem, counts, best, limit, effort)
+        goal = min(best, bound * (1 + step)) if bound > 0 and step < _LAST_STEP else best
+        step *= 4
+        promising, rest = _below(masks, bounds, splits, graph, problem, counts, goal, limit)
         kept = problem_of(cut_matrix([0, *promising, (1 << graph.n) - 1], graph.n))
-        solution = solve(kept, counts, cutoff=best, tolerance=tolerance)
-        rest = min(rest, best * (1 - tolerance) if solution is None else solution.bound)
-        if solution is not None:
-            found = PartitionResult(kept, solution, False)
-        if effort == 1 and (solution is None or len(masks) > _FEW):
+        solution = solve(kept, counts, cutoff=goal, tolerance=tolerance)
+        # No partition has a smaller objective.
+        bound = max(bound, min(rest, goal * (1 - tolerance) if solution is None else solution.bound))
+        if solution is None:
+            if goal == best or rest < goal:
+                break
+            continue
+        found = PartitionResult(kept, solution, False)
+        proven = bound >= solution.objective * (1 - tolerance - _ROUNDING)
+        if proven or (rest < goal and len(masks) > _FEW):
             break
-        if found is not None and rest >= found.solution.objective * (1 - tolerance - _ROUNDING):
-            break
-        effort = 1.0
-    return None if found is None else replace(found, bound=max(bound, rest))
+    return None if found is None else replace(found, bound=min(bound, found.solution.objective))
 
 
-def _bounds(masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int]) -> np.ndarray:
+def _bounds(masks: list[Mask], graph: AtomGraph, problem: Problem, counts: Sequence[int]) -> tuple[np.ndarray, Splits]:
     """`cut_bounds` of the masks."""
     starts = range(0, len(masks), _CHUNK)
     parts = [cut_bounds(problem, counts, cut_rows(masks[at : at + _CHUNK], graph.n)) for at in starts]
-    return np.concatenate([np.zeros(0), *parts])
+    if not parts:
+        return np.zeros(0), {}
+    splits = {}
+    for state in parts[0][1]:
+        early, late = (np.concatenate(each) for each in zip(*(part[state] for _, part in parts), strict=True))
+        splits[state] = early, late
+    return np.concatenate([bounds for bounds, _ in parts]), splits
 
 
 def _below(
     masks: list[Mask],
     bounds: np.ndarray,
+    splits: Splits,
     graph: AtomGraph,
     problem: Problem,
     counts: Sequence[int],
-    best: float,
+    goal: float,
     limit: int,
-    effort: float,
-) -> tuple[list[Mask], np.ndarray, list[Mask], float]:
-    """(the cuts that a partition with an objective below `best` may have, their bounds, the most promising `limit` of
-    them, a bound on the partitions with any of the others)."""
-    masks, bounds = _lowest(masks, bounds, best)
-    promising, tight, rest = masks, bounds, math.inf
-    chains = chain_bounds(problem, counts, cut_rows(masks, graph.n), best, effort) if masks else None
+) -> tuple[list[Mask], float]:
+    """(the most promising `limit` of the cuts that a partition with an objective below `goal` may have, a bound on the
+    partitions with any of the others)."""
+    order = _lowest(bounds, goal)
+    promising, tight, rest = [masks[i] for i in order], bounds[order], math.inf
+    own = {state: (early[order], late[order]) for state, (early, late) in splits.items()}
+    chains = chain_bounds(problem, counts, cut_rows(promising, graph.n), own, goal) if promising else None
     if chains is not None:
-        promising, tight = _lowest(masks[: len(chains)], chains, best)
-        if len(chains) < len(masks):
-            rest = float(bounds[len(chains)])
-        else:
-            masks, bounds = promising, tight
+        if len(chains) < len(promising):
+            rest = float(tight[len(chains)])
+        best = _lowest(chains, goal)
+        promising, tight = [promising[i] for i in best], chains[best]
     if len(promising) > limit:
         rest = min(rest, float(tight[limit]))
-    return masks, bounds, promising[:limit], rest
+    return promising[:limit], rest
 
 
-def _lowest(masks: list[Mask], bounds: np.ndarray, best: float) -> tuple[list[Mask], np.ndarray]:
-    """Masks with bounds below `best`, lowest first."""
+def _lowest(bounds: np.ndarray, goal: float) -> np.ndarray:
+    """Where bounds are below `goal`, lowest first."""
     order = np.argsort(bounds, kind="stable")
-    order = order[bounds[order] < best]
-    return [masks[i] for i in order], bounds[order]
+    return np.asarray(order[bounds[order] < goal])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 from autopar.costs.cost_graph import CostGraph
@@ -58,9 +59,9 @@ def assign_groups(
 class FreeDevices:
     """The free devices of a pool, in runs; a mesh is taken from the shortest run that holds it.
 
-    Widths divide a node or are multiples of one, and each divides the next. Runs end where meshes of larger widths do,
-    so meshes lie evenly in their nodes. What is left of a run after a mesh has too few devices for a larger one. So a
-    mesh finds its devices exactly if enough are free:
+    Widths that divide a node also divide each other; larger ones are whole nodes, which are taken one after the other.
+    Runs end where larger meshes within a node do, so meshes lie evenly in their nodes. What is left of a run after a
+    mesh has too few devices for a larger one. So a mesh finds its devices exactly if enough are free:
 
         |0 1|2 3|4 5 6 7|    widths 1, 2, 4; after a mesh of 1: runs of 1, 2 and 4
          x     ^
@@ -91,6 +92,10 @@ def _of_any_width(
     cluster = costs.mesh_cluster
     if cluster is None or costs.shards is not None:  # meshes may have any widths, and nodes any numbers of devices
         return _at_hand(costs, pools, needs)
+    if cluster.nodes == 1 and not _even(pools, needs):
+        # Within a single node, meshes may lie anywhere.
+        left = [[group.first for group in pool] for pool in pools]
+        return tuple(tuple(costs.group(tuple(_first(left[pool], width))) for _ in range(n)) for pool, width, n in needs)
     free = []
     for index, pool in enumerate(pools):
         nodes = [cluster.node_of(group.first) for group in pool]
@@ -111,6 +116,22 @@ def _at_hand(
         for (stage, _), place in zip(mine, places, strict=True):
             found[stage].append(costs.group(tuple(pool[device].first for device in place)))
     return tuple(map(tuple, found))
+
+
+def _even(pools: Sequence[Sequence[DeviceGroup]], needs: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether, in each pool of a single node, widths divide it, and each divides the next (`FreeDevices`)."""
+    for index, pool in enumerate(pools):
+        widths = sorted({len(pool), *(width for of_pool, width, _ in needs if of_pool == index)})
+        if any(b % a for a, b in itertools.pairwise(widths)):
+            return False
+    return True
+
+
+def _first(names: list[str], width: int) -> list[str]:
+    """The first `width` of the names, which are taken out of the list."""
+    taken = names[:width]
+    del names[:width]
+    return taken
 
 
 def _from(

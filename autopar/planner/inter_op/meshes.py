@@ -45,6 +45,7 @@ from cost_models.graphs import get_attribute, on_meta, private_copy, storage_key
 log = logging.getLogger(__name__)
 
 _SOLUTIONS = 4  # of every shape and micro-batch size
+_FEW = 8  # nodes, or devices of a single node, up to which meshes may have any number of them
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,10 @@ class Meshes:
         self._program = subject.program(costs, self._folded)
 
     def widths(self) -> list[int]:
-        """Numbers of devices per mesh: a node halved any number of times, or doubled up to all nodes. At hand
-        see `_widths_at_hand`."""
+        """Numbers of devices per mesh: a node halved any number of times, or doubled up to all nodes. On few nodes
+        also all other numbers of nodes, and within a single small one all other numbers of devices, if the model can
+        be cut into as many parts (`_useful`): a plan for fewer devices may have such meshes. At hand see
+        `_widths_at_hand`."""
         if self._costs.shards is not None:
             return self._widths_at_hand(self._costs.shards.widest)
         per_kind = [self._per_node(kind) for kind in dict.fromkeys(d.kind for d in self._devices)]
@@ -143,7 +146,25 @@ class Meshes:
         for count in per_kind:
             found |= {count >> shift for shift in range(count.bit_length()) if count % (1 << shift) == 0}
             found |= {count << shift for shift in range(self._cluster.nodes.bit_length()) if count << shift <= most}
+            found |= {width for width in self._other_widths(count) if self._useful(width)}
         return sorted(width for width in found if width > 1)
+
+    def _other_widths(self, per_node: int) -> range:
+        """Those beside a node halved and doubled, with `per_node` devices of a kind in each node."""
+        nodes = self._cluster.nodes
+        if nodes == 1:
+            return range(2, per_node if per_node <= _FEW else 0)
+        return range(per_node, per_node * nodes if nodes <= _FEW else 0, per_node)
+
+    def _useful(self, width: int) -> bool:
+        """Whether each prime factor of `width` divides the batch, or a dimension of the parameters with most bytes."""
+        sizes = [tuple(p.shape) for p in self._subject.module.parameters()]
+        total = sum(map(math.prod, sizes))
+        for prime in _primes(width):
+            cut = sum(math.prod(size) for size in sizes if any(n % prime == 0 for n in size))
+            if self._costs.batch_size % prime and 2 * cut <= total:
+                return False
+        return True
 
     def _widths_at_hand(self, widest: int) -> list[int]:
         """Within a node powers of two, divisors of its devices of a kind, and `widest`. Over several of the largest
@@ -212,7 +233,8 @@ class Meshes:
                 found += [kind] if self._places(kind, width) else []
                 continue
             per_node = self._per_node(kind)
-            even = per_node % width == 0 or width % per_node == 0
+            anywhere = self._cluster.nodes == 1
+            even = anywhere or per_node % width == 0 or width % per_node == 0
             found += [kind] if even and width <= per_node * self._cluster.nodes else []
         return found
 
@@ -269,6 +291,17 @@ def _shapes(size: int, per_node: int, *, every: bool = False) -> list[tuple[int,
     """
     found: list[tuple[int, ...]] = [(size,)] if every or size <= per_node else []
     inside = min(size, per_node)
-    lasts = [inside >> shift for shift in range(inside.bit_length() if every else 2) if inside % (1 << shift) == 0]
+    lasts = [inside // parts for parts in range(1, inside + 1 if every else 3) if inside % parts == 0]
     found += [(size // last, last) for last in lasts if 1 < last < size and size % last == 0]
+    return found
+
+
+def _primes(number: int) -> list[int]:
+    """Its prime factors."""
+    found, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
     return found

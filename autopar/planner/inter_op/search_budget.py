@@ -27,4 +27,4 @@ EXACT = SearchBudget(tolerance=0.0, counts=20, chunks=(2, 3, 4), halvings=6, hal
 COARSE = SearchBudget(tolerance=2e-3, counts=9, chunks=(2,), halvings=1, halved=1, refined=1, rounds=1)
 # For clusters that are planned ahead, where strategies of meshes are chosen, too.
 AHEAD = SearchBudget(1e-4, 20, (2, 3), halvings=0, halved=0, refined=1, rounds=1, simulated=400)
-AHEAD_COARSE = SearchBudget(5e-3, 9, (2,), halvings=0, halved=0, refined=0, rounds=0, simulated=60, cuts=120)
+AHEAD_COARSE = SearchBudget(5e-3, 9, (2, 4), halvings=0, halved=0, refined=0, rounds=0, simulated=60, cuts=120)

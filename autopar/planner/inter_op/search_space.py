@@ -40,6 +40,7 @@ FEW_DEVICES = 8  # up to this many devices, every vector of device counts is sea
 # With more devices, all meshes of a plan have one width; with more meshes, the whole pipeline is copied.
 MANY_DEVICES = MANY_MESHES = 128
 _EVERY_COUNT = 32  # up to this many samples, every number of micro-batches is searched
+_MOST_SHAPES = 60  # pairs of a mesh shape and a number of micro-batches up to which a search looks at all of them
 
 _LEAST_REBUILT = 0.02  # of all saved bytes, for stages that recompute attention alone
 
@@ -71,6 +72,8 @@ class SearchSpace:
         self._configured: dict[str, Space] = {}  # the space with the bytes of a stage configuration, by its name
         self._space = self._space_of(cuts)
         self.counts = self._microbatch_counts()
+        # Whether stages may have every mesh shape at every number of micro-batches; else only what is near the best.
+        self.all_shapes = meshes is None or sum(map(meshes.n_shapes, self.counts)) <= _MOST_SHAPES
         self.schedules = self._schedules()
         self.most_replicas = options.max_replicas or len(costs.groups)
         self._known_times: dict[tuple[str, int, float], AtomTimes] = {}
@@ -143,7 +146,22 @@ class SearchSpace:
         return sorted(of_meshes | ({1} if self.costs.alone else set()))
 
     def device_counts(self) -> list[Used]:
-        """Vectors of device counts: all of them for few devices, otherwise all devices, and their numbers halved."""
+        """Vectors of device counts: all of them for few devices, otherwise all devices, their numbers halved, and in
+        clusters of few nodes those of every number of nodes."""
+        found = self._halved_counts()
+        if sum(self.full) > FEW_DEVICES and self.costs.cluster is not None:
+            found = sorted({*found, *self.parts_of_cluster()}, key=lambda u: (-sum(u), u))
+        return found
+
+    def parts_of_cluster(self) -> list[Used]:
+        """Vectors of device counts of some of the nodes, if these are few, and of halves, quarters and so on."""
+        nodes = 1 if self.costs.cluster is None else self.costs.cluster.nodes
+        found = {tuple(c * some // nodes for c in self.full) for some in range(1, nodes if nodes <= FEW_DEVICES else 1)}
+        found |= {tuple(c >> shift for c in self.full) for shift in range(1, max(self.full).bit_length())}
+        return sorted((u for u in found if any(u)), key=lambda u: (-sum(u), u))
+
+    def _halved_counts(self) -> list[Used]:
+        """All vectors of device counts for few devices, otherwise all devices, and their numbers halved."""
         if sum(self.full) <= FEW_DEVICES:
             every = itertools.product(*(range(c + 1) for c in self.full))
             return sorted((u for u in every if any(u)), key=lambda u: (-sum(u), u))
@@ -308,7 +326,7 @@ class SearchSpace:
     @property
     def sends_looked_at(self) -> bool:
         """Whether the search looks at schedules that differ in what sends run behind; a large one does not."""
-        return self.ahead and self.costs.overlap.sends and sum(self.full) <= FEW_DEVICES
+        return self.ahead and self.costs.overlap.sends and self.effort is AHEAD and self.all_shapes
 
     def _microbatch_counts(self) -> list[int]:
         if self.options.n_microbatches is not None:
@@ -331,7 +349,7 @@ class SearchSpace:
         batch = self.costs.batch_size
         found = {m for m in range(1, most + 1) if batch % m == 0}
         steps = [1, 2, 3, *(1 << shift for shift in range(2, most.bit_length()))]
-        for devices in {sum(counts) for counts in self.device_counts()}:
+        for devices in {sum(counts) for counts in self._halved_counts()}:
             found |= {devices * step for step in steps if devices * step <= most}
         return sorted(found)
 

@@ -172,7 +172,7 @@ class _Relaxed:
         used = tuple(np.flatnonzero(counts).tolist())
         seconds = (self._speed[list(used), None] * self._work[list(used)]).min(axis=0) if used else None
         work = {} if seconds is None else {used: atoms @ seconds}
-        return self._busy(counts, work, ~atoms.any(axis=1), sent, received)
+        return self._busy(counts, work, np.asarray(~atoms.any(axis=1)), sent, received)
 
     def _busy(
         self,
